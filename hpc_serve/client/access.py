@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_serve.client.discovery.all_services import discover_services, find_ready_services
 from hpc_serve.client.discovery.discovery import ServiceWatch
-from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica, wait_for_replica_async
+from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica_async
+from hpc_serve.client.replicas.event_loops import InLoop, InThread, run_blocking
 from hpc_serve.client.replicas.messages import listing
 from hpc_serve.client.replicas.status import ServiceStatus
 from hpc_serve.errors import AmbiguousServiceError, ServiceNotFoundError
@@ -43,11 +44,7 @@ def connect(
     from hpc_serve.client.openai_client import ServiceClient
 
     wait = True if wake and wait is None else wait
-    store, policy = open_store(home), WaitPolicy(wait)
-    service = service or pick_service(find_ready_services(store), store, waits=policy.waits)
-    watch = ServiceWatch(store, service, may_wake=wake)
-    wait_for_replica(watch, policy)
-    return ServiceClient(watch=watch, wait=wait, **options)
+    return ServiceClient(watch=run_blocking(_ready_watch(service, wait, wake, home, InThread())), wait=wait, **options)
 
 
 async def connect_async(
@@ -59,17 +56,22 @@ async def connect_async(
     **options: Any,
 ) -> AsyncServiceClient:
     """Return an `openai.AsyncOpenAI` client of a service; all else is as in `connect`."""
-    import anyio.to_thread
-
     from hpc_serve.client.openai_client import AsyncServiceClient
 
     wait = True if wake and wait is None else wait
+    return AsyncServiceClient(watch=await _ready_watch(service, wait, wake, home, InLoop()), wait=wait, **options)
+
+
+async def _ready_watch(
+    service: str | None, wait: Wait, wake: bool, home: str | Path | None, here: InThread | InLoop
+) -> ServiceWatch:
+    """Return a watch that knows a ready replica of a service, or of the one service that is meant without a name."""
     store, policy = open_store(home), WaitPolicy(wait)
-    if service is None:
-        service = pick_service(await anyio.to_thread.run_sync(find_ready_services, store), store, waits=policy.waits)
+    if not service:
+        service = pick_service(await here.call(find_ready_services, store), store, waits=policy.waits)
     watch = ServiceWatch(store, service, may_wake=wake)
-    await wait_for_replica_async(watch, policy)
-    return AsyncServiceClient(watch=watch, wait=wait, **options)
+    await wait_for_replica_async(watch, policy, here)
+    return watch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,16 +98,14 @@ def endpoint(service: str | None = None, *, wait: Wait = None, home: str | Path 
 
     Waits and raises as `connect` does.
     """
-    store, policy = open_store(home), WaitPolicy(wait)
-    watch = ServiceWatch(store, service or pick_service(find_ready_services(store), store, waits=policy.waits))
-    wait_for_replica(watch, policy)
+    watch = run_blocking(_ready_watch(service, wait, False, home, InThread()))
     replica = watch.status.ready[-1]
     return Endpoint(
         service=watch.service,
         model=watch.model,
         base_url=replica.base_url,
         api_key=watch.api_key,
-        trust=trust_variables(store.home, os.environ),
+        trust=trust_variables(watch.store.home, os.environ),
     )
 
 

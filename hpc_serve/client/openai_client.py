@@ -5,13 +5,20 @@ They add the service's name and model, and an error of ours when there is no rep
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
 
 from hpc_serve.client.discovery.discovery import ServiceWatch
-from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica, wait_for_replica_async
+from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica_async
+from hpc_serve.client.replicas.event_loops import InLoop, InThread, run_blocking
 from hpc_serve.client.replicas.replicas import Replica, known_replicas
 from hpc_serve.client.replicas.sdk import http, openai
-from hpc_serve.client.requests.transport import AsyncServiceTransport, NoReplicaError, ServiceTransport
+from hpc_serve.client.requests.exchange import NoReplicaError
+from hpc_serve.client.requests.transport import AsyncServiceTransport, ReplicaTransport, ServiceTransport
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # A replica may go between the wait and the request. How often a request waits for another one:
 _MOST_ROUNDS = 3
@@ -25,26 +32,37 @@ class _RequestOver(BaseException):
         self.error = error
 
 
-class _Transport(ServiceTransport):
-    def handle_request(self, request: http.Request) -> http.Response:
+class _ForSdk(ReplicaTransport):
+    async def answer(self, request: http.Request) -> http.Response:
         try:
-            return super().handle_request(request)
+            return await super().answer(request)
         except openai.OpenAIError as error:
             raise _RequestOver(error) from error
 
 
-class _AsyncTransport(AsyncServiceTransport):
-    async def handle_async_request(self, request: http.Request) -> http.Response:
-        try:
-            return await super().handle_async_request(request)
-        except openai.OpenAIError as error:
-            raise _RequestOver(error) from error
+class _Transport(_ForSdk, ServiceTransport):
+    pass
+
+
+class _AsyncTransport(_ForSdk, AsyncServiceTransport):
+    pass
 
 
 class _OfService:
-    _watch: ServiceWatch
-    _wait: Wait
-    _resume: bool
+    """What a client of the SDK has more when it is of one service."""
+
+    def __init__(self, *, watch: ServiceWatch, wait: Wait = None, resume: bool = True, **options: Any) -> None:
+        self._watch = watch
+        self._wait = wait
+        self._resume = resume
+        if options.get("http_client") is None:
+            options["http_client"] = self._make_http_client(resume=resume, wait=wait)
+        if "base_url" not in options:  # a copy has both; the SDK requires them, and the transport replaces them
+            options |= {"base_url": watch.status.ready[0].base_url, "api_key": watch.api_key}
+        super().__init__(**options)
+
+    def _make_http_client(self, *, resume: bool, wait: Wait) -> Any:
+        raise NotImplementedError
 
     @property
     def service(self) -> str:
@@ -66,77 +84,53 @@ class _OfService:
         """The name of the replica that answered last in this thread or task, or else in any; None before that."""
         return self._watch.last_replica.name
 
-    @property
-    def _inherited(self) -> dict[str, Any]:
-        return {"watch": self._watch, "wait": self._wait, "resume": self._resume}
+    def copy(self, **changes: Any) -> Self:
+        """A client for the same service with other options, as the SDK's `copy`."""
+        inherited = {"watch": self._watch, "wait": self._wait, "resume": self._resume}
+        copied: Self = super().copy(**changes, _extra_kwargs=inherited)  # type: ignore[misc]
+        return copied
+
+    with_options = copy
+
+    async def _when_ready(self, here: InThread | InLoop, ask: Callable[[], Awaitable[Any]]) -> Any:
+        """The SDK's answer, asked for once a replica is ready."""
+        policy = WaitPolicy(self._wait)
+        for rounds_left in reversed(range(_MOST_ROUNDS)):
+            await wait_for_replica_async(self._watch, policy, here)
+            try:
+                return await ask()
+            except _RequestOver as over:
+                raise over.error from over.error.__cause__
+            except openai.APIConnectionError as error:
+                if not rounds_left or not isinstance(error.__cause__, NoReplicaError):
+                    raise
 
 
 class ServiceClient(_OfService, openai.OpenAI):
     """An `openai.OpenAI` for one service; `base_url` is that of one replica, requests go to any."""
 
-    def __init__(self, *, watch: ServiceWatch, wait: Wait = None, resume: bool = True, **options: Any) -> None:
-        self._watch = watch
-        self._wait = wait
-        self._resume = resume
-        if options.get("http_client") is None:
-            transport = _Transport(watch, resume=resume, wait=wait)
-            options["http_client"] = openai.DefaultHttpxClient(transport=transport, trust_env=False)
-        super().__init__(**_with_endpoint(watch, options))
-
-    def copy(self, **changes: Any) -> ServiceClient:
-        """A client for the same service with other options, as the SDK's `copy`."""
-        return super().copy(**changes, _extra_kwargs=self._inherited)
-
-    with_options = copy
+    def _make_http_client(self, *, resume: bool, wait: Wait) -> Any:
+        transport = _Transport(self._watch, resume=resume, wait=wait)
+        return openai.DefaultHttpxClient(transport=transport, trust_env=False)
 
     def request(self, *args: Any, **options: Any) -> Any:
         """The SDK's own, once a replica is ready. Raises ServiceNotFoundError, ServiceFailedError, WaitTimeoutError."""
-        policy = WaitPolicy(self._wait)
-        for rounds_left in reversed(range(_MOST_ROUNDS)):
-            wait_for_replica(self._watch, policy)
-            try:
-                return super().request(*args, **options)
-            except _RequestOver as over:
-                raise over.error from over.error.__cause__
-            except openai.APIConnectionError as error:
-                if not rounds_left or not isinstance(error.__cause__, NoReplicaError):
-                    raise
+        sdk: Any = super()
+
+        async def ask() -> Any:
+            return sdk.request(*args, **options)
+
+        return run_blocking(self._when_ready(InThread(), ask))
 
 
 class AsyncServiceClient(_OfService, openai.AsyncOpenAI):
     """An `openai.AsyncOpenAI` for one service; `base_url` is that of one replica, requests go to any."""
 
-    def __init__(self, *, watch: ServiceWatch, wait: Wait = None, resume: bool = True, **options: Any) -> None:
-        self._watch = watch
-        self._wait = wait
-        self._resume = resume
-        if options.get("http_client") is None:
-            transport = _AsyncTransport(watch, resume=resume, wait=wait)
-            options["http_client"] = openai.DefaultAsyncHttpxClient(transport=transport, trust_env=False)
-        super().__init__(**_with_endpoint(watch, options))
-
-    def copy(self, **changes: Any) -> AsyncServiceClient:
-        """A client for the same service with other options, as the SDK's `copy`."""
-        return super().copy(**changes, _extra_kwargs=self._inherited)
-
-    with_options = copy
+    def _make_http_client(self, *, resume: bool, wait: Wait) -> Any:
+        transport = _AsyncTransport(self._watch, resume=resume, wait=wait)
+        return openai.DefaultAsyncHttpxClient(transport=transport, trust_env=False)
 
     async def request(self, *args: Any, **options: Any) -> Any:
         """The SDK's own, once a replica is ready. Raises ServiceNotFoundError, ServiceFailedError, WaitTimeoutError."""
-        policy = WaitPolicy(self._wait)
-        for rounds_left in reversed(range(_MOST_ROUNDS)):
-            await wait_for_replica_async(self._watch, policy)
-            try:
-                return await super().request(*args, **options)
-            except _RequestOver as over:
-                raise over.error from over.error.__cause__
-            except openai.APIConnectionError as error:
-                if not rounds_left or not isinstance(error.__cause__, NoReplicaError):
-                    raise
-
-
-def _with_endpoint(watch: ServiceWatch, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with an address and a key, which the SDK requires. The transport replaces both in every request."""
-    if "base_url" in options:  # a copy has both
-        return options
-    return {**options, "base_url": watch.status.ready[0].base_url, "api_key": watch.api_key}
+        sdk: Any = super()
+        return await self._when_ready(InLoop(), functools.partial(sdk.request, *args, **options))

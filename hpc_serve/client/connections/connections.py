@@ -11,65 +11,85 @@ import functools
 import ssl
 from typing import Any
 
+from hpc_serve.client.connections.answer_wait import Judge
 from hpc_serve.client.connections.origins import Origins
 from hpc_serve.client.connections.verified_streams import AsyncConnection, AsyncVerifyingBackend, VerifyingBackend
-from hpc_serve.client.replicas.event_loops import has_ended, running_loop
+from hpc_serve.client.replicas.event_loops import InLoop, InThread, has_ended, running_loop
 from hpc_serve.client.replicas.fork import leave_behind, renew_after_fork
 from hpc_serve.client.replicas.sdk import core, http
 
-__all__ = ["Origins", "make_async_transport", "make_transport"]
-
 # As many connections as the SDK allows. vLLM closes idle ones after 5 s: close them here before, or a request fails.
-_LIMITS = http.Limits(max_connections=1000, max_keepalive_connections=100, keepalive_expiry=4.0)
+POOL: dict[str, Any] = {"max_connections": 1000, "max_keepalive_connections": 100, "keepalive_expiry": 4.0}
 
 
-def make_transport(origins: Origins) -> http.BaseTransport:
-    """A transport whose URLs are `http://ORIGIN`, whatever the engine speaks."""
-    return _ProcessTransport(origins)
+class ThreadConnections(InThread):
+    """The connections of this process, for the requests of its threads. URLs are `http://ORIGIN`."""
 
-
-def make_async_transport(origins: Origins) -> http.AsyncBaseTransport:
-    """The same for asyncio and trio."""
-    return _LoopTransport(origins)
-
-
-class _ProcessTransport(http.BaseTransport):
-    """The connections of this process."""
-
-    def __init__(self, origins: Origins) -> None:
-        self._origins = origins
-        self._inner = _transport(origins)
+    def __init__(self, judge: Judge) -> None:
+        self.origins = Origins(judge)
+        self._inner = _transport(self.origins)
         renew_after_fork(self)
 
-    def handle_request(self, request: http.Request) -> http.Response:
+    async def send(self, request: http.Request) -> http.Response:
+        """Return the response to a request; its body was not read."""
         return self._inner.handle_request(request)
 
-    def close(self) -> None:
+    async def read(self, response: http.Response) -> bytes:
+        return response.read()
+
+    def iterate(self, body: Any) -> Any:
+        return iter(body)
+
+    async def next_of(self, pieces: Any) -> bytes | None:
+        """Return the next of the pieces of a body; None at its end."""
+        return next(pieces, None)
+
+    async def close(self, response: Any) -> None:
+        """Close a response, or the stream of one."""
+        response.close()
+
+    async def close_all(self) -> None:
         self._inner.close()
 
     def after_fork(self) -> None:
         _unlock(self._inner)
         leave_behind(self._inner)
-        self._origins.leave_all()
-        self._inner = _transport(self._origins)
+        self.origins.leave_all()
+        self._inner = _transport(self.origins)
 
 
-class _LoopTransport(http.AsyncBaseTransport):
+class LoopConnections(InLoop):
     """The connections of each event loop that runs, as a connection is of use in its own loop alone."""
 
-    def __init__(self, origins: Origins) -> None:
-        self._origins = origins
+    def __init__(self, judge: Judge) -> None:
+        self.origins = Origins(judge)
         self._inner: dict[Any, http.AsyncHTTPTransport] = {}
         renew_after_fork(self)
 
-    async def handle_async_request(self, request: http.Request) -> http.Response:
+    async def send(self, request: http.Request) -> http.Response:
+        """Return the response to a request; its body was not read."""
         loop = running_loop()
         if (inner := self._inner.get(loop)) is None:
             self._forget_ended_loops()
-            inner = self._inner[loop] = _async_transport(self._origins)
+            inner = self._inner[loop] = _async_transport(self.origins)
         return await inner.handle_async_request(request)
 
-    async def aclose(self) -> None:
+    async def read(self, response: http.Response) -> bytes:
+        return await response.aread()
+
+    def iterate(self, body: Any) -> Any:
+        return aiter(body)
+
+    async def next_of(self, pieces: Any) -> bytes | None:
+        """Return the next of the pieces of a body; None at its end."""
+        return await anext(pieces, None)
+
+    async def close(self, response: Any) -> None:
+        """Close a response, or the stream of one."""
+        await response.aclose()
+
+    async def close_all(self) -> None:
+        """Close the connections of the event loop that runs."""
         self._forget_ended_loops()
         if (inner := self._inner.pop(running_loop(), None)) is not None:
             await inner.aclose()
@@ -79,26 +99,29 @@ class _LoopTransport(http.AsyncBaseTransport):
         for loop in ended:
             self._inner.pop(loop, None)
         if ended:
-            for connection in self._origins.connections():
+            for connection in self.origins.connections():
                 if isinstance(connection, AsyncConnection):
                     connection.end_with_loop()
 
     def after_fork(self) -> None:
         leave_behind(self._inner)
-        self._origins.leave_all()
+        self.origins.leave_all()
         self._inner = {}
+
+
+Connections = ThreadConnections | LoopConnections
 
 
 def _transport(origins: Origins) -> http.HTTPTransport:
     transport = http.HTTPTransport(verify=_unused_context(), trust_env=False)
     # The library has no public way to hand its pool a network backend; tests hold this one.
-    transport._pool = core.ConnectionPool(network_backend=VerifyingBackend(origins), **_pool_options())
+    transport._pool = core.ConnectionPool(network_backend=VerifyingBackend(origins), **POOL)
     return transport
 
 
 def _async_transport(origins: Origins) -> http.AsyncHTTPTransport:
     transport = http.AsyncHTTPTransport(verify=_unused_context(), trust_env=False)
-    transport._pool = core.AsyncConnectionPool(network_backend=AsyncVerifyingBackend(origins), **_pool_options())
+    transport._pool = core.AsyncConnectionPool(network_backend=AsyncVerifyingBackend(origins), **POOL)
     return transport
 
 
@@ -106,14 +129,6 @@ def _unlock(transport: http.HTTPTransport) -> None:
     """In a forked process: whoever closes an answer that it inherited must not wait for a thread that is not there."""
     pool: Any = transport._pool
     pool._optional_thread_lock = type(pool._optional_thread_lock)()
-
-
-def _pool_options() -> dict[str, Any]:
-    return {
-        "max_connections": _LIMITS.max_connections,
-        "max_keepalive_connections": _LIMITS.max_keepalive_connections,
-        "keepalive_expiry": _LIMITS.keepalive_expiry,
-    }
 
 
 @functools.cache

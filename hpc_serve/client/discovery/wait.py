@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from hpc_serve.client.discovery.all_services import discover_services
 from hpc_serve.client.discovery.discovery import ServiceWatch
+from hpc_serve.client.replicas.event_loops import InLoop, InThread
 from hpc_serve.client.replicas.messages import not_found, summary
 from hpc_serve.client.replicas.status import ServiceStatus
 from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError, StoreError, WaitTimeoutError
@@ -91,44 +92,26 @@ def _may_sleep(status: ServiceStatus) -> bool:
     return all(replica.state == "pending" for replica in status.replicas if replica.is_coming)
 
 
-def wait_for_replica(watch: ServiceWatch, policy: WaitPolicy) -> None:
+async def wait_for_replica_async(
+    watch: ServiceWatch, policy: WaitPolicy, here: InThread | InLoop | None = None
+) -> None:
     """Return once a ready replica is known; a service that is asleep is woken, if the watch's `waker` may.
 
-    Raises what WaitPolicy.next_step_s raises, ServiceAsleepError and StoreError.
+    `here` is how it waits: in an event loop, if it is None. Raises what WaitPolicy.next_step_s raises,
+    ServiceAsleepError and StoreError.
     """
+    here = here or InLoop()
     while not watch.pool:
         try:
-            if watch.find_one():
+            if await here.call(watch.find_one):
                 return
-            status = watch.refresh()
+            status = await here.call(watch.refresh)
         except StoreError as error:
-            time.sleep(policy.step_after_s(error))
+            await here.sleep(policy.step_after_s(error))
             continue
         if status.ready:
             return
-        if _may_sleep(status) and watch.waker.wake_if_asleep(is_pending=status.is_coming):
+        wake = functools.partial(watch.waker.wake_if_asleep, is_pending=status.is_coming)
+        if _may_sleep(status) and await here.call(wake):
             policy.expect()
-        time.sleep(policy.next_step_s(status, lambda: discover_services(watch.store)))
-
-
-async def wait_for_replica_async(watch: ServiceWatch, policy: WaitPolicy) -> None:
-    """The same without blocking the event loop. The wait may be cancelled."""
-    import anyio
-    import anyio.to_thread
-
-    while not watch.pool:
-        try:
-            if await anyio.to_thread.run_sync(watch.find_one):
-                return
-            status = await anyio.to_thread.run_sync(watch.refresh)
-        except StoreError as error:
-            await anyio.sleep(policy.step_after_s(error))
-            continue
-        if status.ready:
-            return
-        if _may_sleep(status):
-            wake = functools.partial(watch.waker.wake_if_asleep, is_pending=status.is_coming)
-            if await anyio.to_thread.run_sync(wake):
-                policy.expect()
-        step_s = await anyio.to_thread.run_sync(policy.next_step_s, status, lambda: discover_services(watch.store))
-        await anyio.sleep(step_s)
+        await here.sleep(await here.call(policy.next_step_s, status, lambda: discover_services(watch.store)))

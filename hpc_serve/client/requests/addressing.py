@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from hpc_serve.client.connections.connections import Origins
+from hpc_serve.client.connections.origins import Origins
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.resume.relay import Ask

@@ -11,10 +11,12 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
-from typing import cast
+from typing import Any
 
-from hpc_serve.client.connections.verified_streams import answer_begins, is_event_stream, reads_within
+from hpc_serve.client.connections.connections import Connections
+from hpc_serve.client.connections.verified_streams import answer_begins, is_event_stream
 from hpc_serve.client.discovery.discovery import ServiceWatch
+from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.replicas.speeds import Kind
@@ -74,105 +76,77 @@ class Attempt:
         self.end(is_suspect=isinstance(error, http.TransportError) and not isinstance(error, http.PoolTimeout))
 
 
-class _Body:
-    """What the bodies in threads and in event loops have in common."""
+class Body(http.SyncByteStream, http.AsyncByteStream):
+    """A response's body, for threads and event loops. A kind of body has `__anext__` and `aclose`."""
 
-    def __init__(self, response: http.Response, attempt: Attempt) -> None:
-        self._connection = response.extensions.get("network_stream")
-        self._is_begun = False
-        self._more = b""
-        self.attempt = attempt
+    # No generators: the SDK leaves one suspended at `[DONE]`, and the event loop makes a task to end each of them.
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
 
-    def _is_hidden(self, piece: bytes) -> bool:
-        """Whether this piece of the body is a sign that its user did not ask for."""
-        return piece == COMMENT and self.attempt.is_stream and not self.attempt.shows_signs
-
-    def _is_last(self, piece: bytes) -> bool:
-        """Note a piece of the answer; whether only the end of the body is to come."""
-        if not self._is_begun:
-            self._is_begun = True
-            self.attempt.heard_first()
-        if self.attempt.is_stream and piece.endswith(DONE_EVENT):
-            self.attempt.is_whole = True
-        return self.attempt.is_stream and self.attempt.is_whole
-
-    def __del__(self) -> None:
-        self.attempt.end()
-
-
-class AttemptBody(_Body, http.SyncByteStream):
-    """A response's body. Its end ends the attempt; a body that breaks makes the replica suspect."""
-
-    def __init__(self, response: http.Response, attempt: Attempt) -> None:
-        super().__init__(response, attempt)
-        self._body = cast(http.SyncByteStream, response.stream)
-        self._pieces = iter(self._body)  # one: who iterates again after the end must not wait for more
+    async def __anext__(self) -> bytes:
+        raise NotImplementedError
 
     def __iter__(self) -> Iterator[bytes]:
         return self
 
     def __next__(self) -> bytes:
-        if self._more:
-            more, self._more = self._more, b""
-            return more
         try:
-            while self._is_hidden(piece := next(self._pieces)):
-                pass
-        except StopIteration:
-            self.attempt.is_whole = True
-            raise
-        except http.TransportError as error:
-            self.attempt.end_with(error)
-            raise
-        if self._is_last(piece):
-            self._more = self._read_end()
-        return piece
-
-    def _read_end(self) -> bytes:
-        """What follows `[DONE]`, which is nothing. Without an end of the body in time the connection is closed."""
-        with reads_within(self._connection, END_S), suppress(http.TransportError):
-            return next(self._pieces, b"")
-        return b""
+            return run_blocking(self.__anext__())
+        except StopAsyncIteration:
+            raise StopIteration from None
 
     def close(self) -> None:
-        self.attempt.end()
-        self._body.close()
+        run_blocking(self.aclose())
 
 
-class AsyncAttemptBody(_Body, http.AsyncByteStream):
-    """The same for asyncio and trio."""
+class AttemptBody(Body):
+    """The body of an attempt's answer. Its end ends the attempt; a body that breaks makes the replica suspect."""
 
-    def __init__(self, response: http.Response, attempt: Attempt) -> None:
-        super().__init__(response, attempt)
-        self._body = cast(http.AsyncByteStream, response.stream)
-        self._pieces = aiter(self._body)
-
-    # No async generator: the SDK leaves one suspended at `[DONE]`, and the event loop makes a task to end each of them.
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self
+    def __init__(self, response: http.Response, attempt: Attempt, here: Connections) -> None:
+        self._here = here
+        self._body = response.stream
+        self._pieces: Any = here.iterate(self._body)  # one: who iterates again after the end must not wait for more
+        self._connection = response.extensions.get("network_stream")
+        self._is_begun = False
+        self._more: bytes | None = None
+        self.attempt = attempt
 
     async def __anext__(self) -> bytes:
-        if self._more:
-            more, self._more = self._more, b""
+        if more := self._more:
+            self._more = None
             return more
+        attempt = self.attempt
         try:
-            while self._is_hidden(piece := await anext(self._pieces)):
+            while (piece := await self._here.next_of(self._pieces)) == COMMENT and self._hides_signs:
                 pass
-        except StopAsyncIteration:
-            self.attempt.is_whole = True
-            raise
         except http.TransportError as error:
-            self.attempt.end_with(error)
+            attempt.end_with(error)
             raise
-        if self._is_last(piece):
+        if piece is None:
+            attempt.is_whole = True
+            raise StopAsyncIteration
+        if not self._is_begun:
+            self._is_begun = True
+            attempt.heard_first()
+        if attempt.is_stream and (attempt.is_whole or piece.endswith(DONE_EVENT)):
+            attempt.is_whole = True
             self._more = await self._read_end()
         return piece
 
-    async def _read_end(self) -> bytes:
-        with reads_within(self._connection, END_S), suppress(http.TransportError):
-            return await anext(self._pieces, b"")
-        return b""
+    @property
+    def _hides_signs(self) -> bool:
+        return self.attempt.is_stream and not self.attempt.shows_signs
+
+    async def _read_end(self) -> bytes | None:
+        """What follows `[DONE]`, which is nothing. Without an end of the body in time the connection is closed."""
+        connection: Any = self._connection
+        with connection.wait.within(END_S), suppress(http.TransportError):
+            return await self._here.next_of(self._pieces)
+        return None
 
     async def aclose(self) -> None:
         self.attempt.end()
-        await self._body.aclose()
+        await self._here.close(self._body)
+
+    def __del__(self) -> None:
+        self.attempt.end()

@@ -2,26 +2,24 @@
 
 No work was begun after a refused connection, after our gate's "draining", and after an error of an engine that is being
 stopped: the next replica gets the request at once. What may be sent again after it was lost with a replica says
-`repeats`. The transports carry out what is decided here: each step that waits for something is handed to them
-(`steps`).
+`repeats`. The same code serves threads and event loops: `here` is how it waits, and on which connections it sends.
 """
 
 from __future__ import annotations
 
 import json
 
-from hpc_serve.client.connections.connections import Origins
+from hpc_serve.client.connections.connections import Connections
+from hpc_serve.client.connections.verified_streams import answer_begins, is_event_stream
 from hpc_serve.client.discovery.discovery import ServiceWatch
-from hpc_serve.client.discovery.wait import Wait, WaitPolicy
+from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica_async
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests.addressing import CONNECT_FIRST_S, CONNECT_S, addressed, own_request, shown_url
-from hpc_serve.client.requests.attempt import Attempt
+from hpc_serve.client.requests.attempt import Attempt, AttemptBody
 from hpc_serve.client.requests.repeats import MOST_ENGINES, Repeats, never_arrived
-from hpc_serve.client.requests.steps import Call, Close, Fetch, Read, Send, Steps, WaitForReplica
 from hpc_serve.client.resume.received import CannotResumeError
-from hpc_serve.client.resume.relay import Ask, Relay
-from hpc_serve.client.resume.relay import Steps as Asks
+from hpc_serve.client.resume.relay import Ask, Relay, Steps
 from hpc_serve.client.resume.request import read_request
 from hpc_serve.errors import HpcServeError, StreamBrokenError
 from hpc_serve.rendezvous.gate_headers import SIGNS, is_draining
@@ -41,10 +39,10 @@ class Exchange:
     """
 
     def __init__(
-        self, watch: ServiceWatch, origins: Origins, request: http.Request, *, resume: bool, wait: Wait
+        self, watch: ServiceWatch, here: Connections, request: http.Request, *, resume: bool, wait: Wait
     ) -> None:
         self._watch = watch
-        self._origins = origins
+        self._here = here
         self._request = request
         self._wait = wait
         self._waiting: WaitPolicy | None = None
@@ -57,12 +55,12 @@ class Exchange:
         asked = read_request(request.url.path, content) if resume and content is not None else None
         self.relay: Relay | None = Relay(asked) if asked is not None else None
 
-    def answer(self) -> Steps[http.Response]:
+    async def answer(self) -> http.Response:
         """The response of the first replica that has one."""
         failure: BaseException | None = None
         while True:
             try:
-                attempt = yield from self._find()
+                attempt = await self._find()
             except (HpcServeError, NoReplicaError) as error:
                 if not self._repeats.lost:
                     raise
@@ -70,7 +68,7 @@ class Exchange:
             self._request.url = shown_url(self._request.url, attempt.replica)
             self.sent += 1
             try:
-                response: http.Response = yield Send(self._addressed(attempt), attempt)
+                response = await self._send(self._addressed(attempt), attempt)
             except BaseException as error:
                 attempt.end_with(error)
                 self._repeats.count(error)
@@ -84,19 +82,18 @@ class Exchange:
                 return response
             try:
                 self._watch.mark_suspect(attempt.replica)
-                if not (yield from self._is_for_another(response, attempt.replica)):
+                if not (await self._is_for_another(response, attempt.replica)):
                     return response
             except BaseException:
-                yield Close(response)
+                await self._here.close(response)
                 raise
-            yield Close(response)
+            await self._here.close(response)
 
     def goes_on(self, response: http.Response) -> bool:
         """Whether a break of this response is ours to mend."""
-        is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
-        return self.relay is not None and is_stream and "content-encoding" not in response.headers
+        return self.relay is not None and is_event_stream(response) and "content-encoding" not in response.headers
 
-    def go_on(self, relay: Relay, replica: str, failure: BaseException) -> Steps[http.Response]:
+    async def go_on(self, relay: Relay, replica: str, failure: BaseException) -> http.Response:
         """The response that continues a stream which broke at a replica. Raises StreamBrokenError."""
         self._repeats.lost += 1
         while True:
@@ -105,7 +102,7 @@ class Exchange:
                 ask, is_last = _next(asks)
                 if self._repeats.is_over:
                     raise CannotResumeError(self._repeats.why_over)
-                attempt = yield from self._find()
+                attempt = await self._find()
             except CannotResumeError as error:
                 raise broken_stream(relay, replica, failure, str(error)) from failure
             except (HpcServeError, NoReplicaError) as error:
@@ -113,14 +110,14 @@ class Exchange:
             replica = attempt.replica.name
             try:
                 while not is_last:
-                    ask, is_last = _next(asks, (yield Fetch(self._asking(ask, attempt))))
-                response: http.Response = yield Send(self._asking(ask, attempt), attempt)
+                    ask, is_last = _next(asks, await self._fetch(self._asking(ask, attempt)))
+                response = await self._send(self._asking(ask, attempt), attempt)
                 if response.status_code == 200:
                     relay.go_on(replica)
                     self.resumed += relay.is_continued
                     self.sent += not relay.is_continued
                     return response
-                said: bytes = yield Read(response)
+                said = await self._read(response)
             except CannotResumeError as error:
                 attempt.end()
                 raise broken_stream(relay, replica, failure, str(error)) from failure
@@ -138,15 +135,15 @@ class Exchange:
 
     # -- which replica
 
-    def _find(self) -> Steps[Attempt]:
+    async def _find(self) -> Attempt:
         """A replica that was not tried; for a request that was lost, one that was tried and is back. NoReplicaError."""
         attempt = self._take(self._tried)
         if attempt is None:
-            yield Call(self._watch.refresh)
+            await self._here.call(self._watch.refresh)
             attempt = self._take(self._tried)
         if attempt is None and self._repeats.lost and self._returns < MOST_ENGINES:
             self._waiting = self._waiting or WaitPolicy(self._wait or LOST_WAIT_S)
-            yield WaitForReplica(self._waiting)
+            await wait_for_replica_async(self._watch, self._waiting, self._here)
             attempt = self._take(self._tried)
             if attempt is None and (attempt := self._take(frozenset())) is not None:
                 self._returns += 1
@@ -164,7 +161,7 @@ class Exchange:
 
     # -- whether again
 
-    def _is_for_another(self, response: http.Response, replica: ReplicaAddress) -> Steps[bool]:
+    async def _is_for_another(self, response: http.Response, replica: ReplicaAddress) -> bool:
         """Whether this 5xx means that no work was begun, so that another replica may get the request.
 
         vLLM answers 500 to requests that arrive while it shuts down, and to requests that broke it. The record tells
@@ -176,19 +173,38 @@ class Exchange:
             return is_draining(response.headers)
         if response.status_code != 500:
             return False
-        is_being_stopped: bool = yield Call(lambda: self._watch.is_being_stopped(replica))
-        return is_being_stopped
+        return await self._here.call(self._watch.is_being_stopped, replica)
+
+    # -- sending
+
+    async def _send(self, request: http.Request, attempt: Attempt) -> http.Response:
+        """The response to a request; its body was not read."""
+        response = await self._here.send(request)
+        attempt.answered(response)
+        response.stream = AttemptBody(response, attempt, self._here)
+        return response
+
+    async def _fetch(self, request: http.Request) -> bytes:
+        """The whole body of the response to a request of our own."""
+        return await self._read(await self._here.send(request))
+
+    async def _read(self, response: http.Response) -> bytes:
+        answer_begins(response)
+        try:
+            return await self._here.read(response)
+        finally:
+            await self._here.close(response)
 
     def _addressed(self, attempt: Attempt) -> http.Request:
         content = self.relay.request.content if self.relay is not None else None
         connect_s = CONNECT_FIRST_S if self._watch.pool.has_others(self._tried) else CONNECT_S
-        return addressed(self._request, attempt.replica, self._origins, content=content, connect_s=connect_s)
+        return addressed(self._request, attempt.replica, self._here.origins, content=content, connect_s=connect_s)
 
     def _asking(self, ask: Ask, attempt: Attempt) -> http.Request:
-        return own_request(self._request, attempt.replica, self._origins, ask)
+        return own_request(self._request, attempt.replica, self._here.origins, ask)
 
 
-def _next(asks: Asks, answer: bytes | None = None) -> tuple[Ask, bool]:
+def _next(asks: Steps, answer: bytes | None = None) -> tuple[Ask, bool]:
     """The next request of a continuation, and whether it is the last."""
     try:
         return asks.send(json.loads(answer) if answer is not None else None), False

@@ -7,7 +7,6 @@ import pytest
 
 from hpc_serve.client import connect, connect_async
 from hpc_serve.client.connections import connections
-from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests import attempt
 from tests.support.stub_engine import greedy_answer
 
@@ -21,8 +20,7 @@ ANSWER = greedy_answer("Why?", WORDS)
 def slow_machine(monkeypatch):
     """Nothing here is to depend on how fast the machine is."""
     monkeypatch.setattr(attempt, "END_S", 60.0)
-    limits = http.Limits(max_connections=100, max_keepalive_connections=100, keepalive_expiry=600.0)
-    monkeypatch.setattr(connections, "_LIMITS", limits)
+    monkeypatch.setitem(connections.POOL, "keepalive_expiry", 600.0)
 
 
 def stream(client, **options):

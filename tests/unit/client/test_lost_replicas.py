@@ -12,13 +12,14 @@ import pytest
 from hpc_serve.client import connect, connect_async
 from hpc_serve.client.connections import answer_wait
 from hpc_serve.client.connections.answer_wait import ReplicaLostError
+from hpc_serve.client.connections.origins import Origins
+from hpc_serve.client.connections.verified_streams import VerifyingBackend
 from hpc_serve.client.discovery import lost_replicas
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas import silence_limit
 from hpc_serve.client.replicas.silence_limit import MOST_SILENT_S, SILENT_S
 from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.client.requests import exchange
-from hpc_serve.client.requests.transport import ServiceTransport
 from hpc_serve.errors import StreamBrokenError
 from tests.support.patience import PATIENCE_S, wait_until
 from tests.support.stub_engine import chat_context, greedy_answer
@@ -254,10 +255,8 @@ def test_a_host_without_power_is_noticed_by_the_kernel(service):
     record = service.publish(service.start())
     watch = ServiceWatch(service.store, "405b")
     watch.refresh()
-    transport: Any = ServiceTransport(watch)
-    replica = watch.pool.take()
-    origin = transport._origins.origin_of(replica)
-    connection: Any = transport._inner._inner._pool._network_backend.connect_tcp(origin, 80, timeout=60)
+    origins = Origins(watch.lost)
+    connection = VerifyingBackend(origins).connect_tcp(origins.origin_of(watch.pool.take()), 80, timeout=60)
     found = connection.get_extra_info("socket")
     assert record.port == found.getpeername()[1]
     assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

@@ -8,12 +8,12 @@ from typing import Any
 import openai
 import pytest
 
-from hpc_serve.client.connections.connections import Origins
+from hpc_serve.client.connections.origins import Origins
 from hpc_serve.client.discovery.discovery import ServiceWatch
+from hpc_serve.client.replicas.event_loops import InThread, run_blocking
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests.exchange import Exchange, NoReplicaError
 from hpc_serve.client.requests.repeats import MOST_ENGINES
-from hpc_serve.client.requests.steps import Call, Read, Send, WaitForReplica
 from hpc_serve.client.resume.request import read_request
 from hpc_serve.errors import StreamBrokenError, WaitTimeoutError
 from hpc_serve.rendezvous.gate_headers import DRAINING_HEADER
@@ -26,38 +26,38 @@ def post(path: str, content: bytes = b"{}") -> http.Request:
     return http.Request("POST", f"http://x{path}", content=content)
 
 
-class Given:
-    """Steps are carried out as this says: one failure or response for each time that something is sent."""
+class Given(InThread):
+    """Connections on which happens what is given: one failure or response for each time that something is sent."""
 
     def __init__(self, watch: ServiceWatch, *sent: Any, returns: bool) -> None:
         self._watch, self._sent, self._returns = watch, list(sent), returns
         self._replicas = watch.pool.others(set())
+        self.origins = Origins(watch.lost)
         self.count = 0
 
-    def carry_out(self, steps: Any) -> Any:
-        """What the steps return. A replica that was dropped is offered again by the next look, if it `returns`."""
-        try:
-            step = next(steps)
-            while True:
-                if isinstance(step, Send):
-                    self.count += 1
-                    assert self.count < 50, "it is repeated without an end"
-                    outcome = self._sent.pop(0) if len(self._sent) > 1 else self._sent[0]
-                    if isinstance(outcome, Exception):
-                        step = steps.throw(outcome)
-                    else:
-                        step.attempt.end()  # as the end of its body would
-                        step = steps.send(outcome)
-                elif isinstance(step, Read):
-                    step = steps.throw(http.ReadError("reset"))
-                elif isinstance(step, WaitForReplica) and not self._watch.pool:
-                    step = steps.throw(WaitTimeoutError("none is ready"))
-                else:
-                    if isinstance(step, Call) and self._returns:
-                        self._watch.pool.fill(self._replicas)
-                    step = steps.send(None)
-        except StopIteration as end:
-            return end.value
+    async def call(self, function: Any, *arguments: Any) -> Any:
+        """Look at nothing. A replica that was dropped is offered again by the next look, if it `returns`."""
+        if self._returns:
+            self._watch.pool.fill(self._replicas)
+        elif function == self._watch.find_one:
+            raise WaitTimeoutError("none is ready")
+
+    async def send(self, request: http.Request) -> http.Response:
+        self.count += 1
+        assert self.count < 50, "it is repeated without an end"
+        outcome = self._sent.pop(0) if len(self._sent) > 1 else self._sent[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return http.Response(outcome.status_code, headers=outcome.headers)
+
+    def iterate(self, body: Any) -> Any:
+        return iter(body)
+
+    async def read(self, response: http.Response) -> bytes:
+        raise http.ReadError("reset")
+
+    async def close(self, response: Any) -> None:
+        response.close()
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ def watch(service):
     return watch
 
 
-def exchange_of(watch, request=None, *, resume=False):
-    return Exchange(watch, Origins(watch.lost), request or post(CHAT), resume=resume, wait=None)
+def exchange_of(watch, given, request=None, *, resume=False):
+    return Exchange(watch, given, request or post(CHAT), resume=resume, wait=None)
 
 
 @pytest.mark.parametrize("returns", [True, False])
@@ -78,7 +78,7 @@ def test_a_lost_request_that_is_refused_everywhere_afterwards_ends_as_lost(watch
     """The SDK would send it again by itself after a connection error, and begin to count anew."""
     given = Given(watch, http.ReadError("reset"), http.ConnectError("refused"), returns=returns)
     with pytest.raises(openai.APIConnectionError, match="was lost with its replica and is not sent again: no other"):
-        given.carry_out(exchange_of(watch).answer())
+        run_blocking(exchange_of(watch, given).answer())
     assert given.count <= 2 + MOST_ENGINES
     assert watch.pool._under_way == {}
 
@@ -86,31 +86,31 @@ def test_a_lost_request_that_is_refused_everywhere_afterwards_ends_as_lost(watch
 def test_a_request_that_was_refused_everywhere_may_be_tried_again_by_the_sdk(watch):
     given = Given(watch, http.ConnectError("refused"), returns=True)
     with pytest.raises(NoReplicaError):
-        given.carry_out(exchange_of(watch).answer())
+        run_blocking(exchange_of(watch, given).answer())
     assert given.count == 2
 
 
-def broken(watch):
+def broken(watch, given):
     """An exchange whose stream has broken before a word came, and its relay."""
-    exchange = exchange_of(watch, post(CHAT, STREAM), resume=True)
+    exchange = exchange_of(watch, given, post(CHAT, STREAM), resume=True)
     assert read_request(CHAT, STREAM) is not None
     assert exchange.relay is not None
     return exchange, exchange.relay
 
 
 def test_a_broken_stream_that_is_refused_everywhere_ends(watch):
-    exchange, relay = broken(watch)
     given = Given(watch, http.ConnectError("refused"), returns=True)
+    exchange, relay = broken(watch, given)
     with pytest.raises(StreamBrokenError, match="no other one is ready"):
-        given.carry_out(exchange.go_on(relay, "100-r0-0.json", http.ReadError("reset")))
+        run_blocking(exchange.go_on(relay, "100-r0-0.json", http.ReadError("reset")))
     assert given.count <= 2 + MOST_ENGINES
 
 
 def test_an_error_whose_body_breaks_while_a_stream_goes_on_is_a_loss_like_others(watch):
-    exchange, relay = broken(watch)
     given = Given(watch, http.Response(500), returns=True)
+    exchange, relay = broken(watch, given)
     with pytest.raises(StreamBrokenError, match="3 replicas were lost with it"):
-        given.carry_out(exchange.go_on(relay, "100-r0-0.json", http.ReadError("reset")))
+        run_blocking(exchange.go_on(relay, "100-r0-0.json", http.ReadError("reset")))
     assert given.count == MOST_ENGINES - 1
     assert watch.pool._under_way == {}
 
@@ -118,5 +118,5 @@ def test_an_error_whose_body_breaks_while_a_stream_goes_on_is_a_loss_like_others
 def test_a_request_goes_on_from_a_replica_that_drains(watch):
     draining = http.Response(503, headers=[DRAINING_HEADER])
     given = Given(watch, draining, http.Response(200), returns=False)
-    assert given.carry_out(exchange_of(watch).answer()).status_code == 200
+    assert run_blocking(exchange_of(watch, given).answer()).status_code == 200
     assert given.count == 2

@@ -11,13 +11,13 @@ import openai
 import pytest
 
 from hpc_serve.client import connect, connect_async
-from hpc_serve.client.connections.connections import Origins
+from hpc_serve.client.connections.connections import ThreadConnections
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.wait import WaitPolicy
+from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests import exchange
 from hpc_serve.client.requests.exchange import Exchange
-from hpc_serve.client.requests.steps import Send
 from hpc_serve.errors import StreamBrokenError
 from tests.cluster import wait_for
 from tests.support.stub_engine import chat_context, greedy_answer
@@ -324,20 +324,15 @@ def test_what_may_have_had_an_effect_is_not_sent_again(service, path, error, rai
     watch = ServiceWatch(service.store, "405b")
     watch.refresh()
     request = http.Request("POST", f"http://x{path}", content=b"{}")
-    steps = Exchange(watch, Origins(watch.lost), request, resume=True, wait=None).answer()
     sent = []
 
-    def carry_out():
-        step = next(steps)
-        while True:
-            if isinstance(step, Send):
-                sent.append(step)
-                step = steps.throw(error)
-            else:
-                step = steps.send(None)
+    class Failing(ThreadConnections):
+        async def send(self, request):
+            sent.append(request)
+            raise error
 
     with pytest.raises(raised):
-        carry_out()
+        run_blocking(Exchange(watch, Failing(watch.lost), request, resume=True, wait=None).answer())
     assert len(sent) == (2 if isinstance(error, http.ConnectTimeout) else 1)
     assert watch.pool._under_way == {}
 

@@ -13,10 +13,11 @@ import pytest
 
 from hpc_serve.cli.main import run
 from hpc_serve.client import connect, connect_async
-from hpc_serve.client.connections.connections import Origins, make_async_transport, make_transport
+from hpc_serve.client.connections.connections import LoopConnections, ThreadConnections
 from hpc_serve.client.discovery import discovery
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas import proofs
+from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.probe import probe
 from hpc_serve.client.replicas.sdk import http
@@ -210,55 +211,42 @@ def address_of(engine, **changes):
     return ReplicaAddress(name="100-r0-0.json", host="127.0.0.1", port=engine.port, identity=identity)
 
 
-def test_a_connection_is_not_used_for_another_identity(service):
+@pytest.fixture(params=[ThreadConnections, LoopConnections])
+def ask_at(request, service):
+    """A way to ask the engine at an address for its health, over connections that are kept."""
+    connections = request.param(ServiceWatch(service.store, "405b").lost)
+    loop = asyncio.new_event_loop()
+    run_it = run_blocking if request.param is ThreadConnections else loop.run_until_complete
+
+    async def ask(address, connect_s):
+        url = f"http://{connections.origins.origin_of(address)}/health"
+        timeout = {"connect": connect_s, "read": 60.0, "write": 60.0, "pool": 60.0}
+        response = await connections.send(http.Request("GET", url, extensions={"timeout": timeout}))
+        await connections.read(response)
+        return response.status_code
+
+    yield lambda address, *, connect_s=60.0: run_it(ask(address, connect_s))
+    run_it(connections.close_all())
+    loop.close()
+
+
+def test_a_connection_is_not_used_for_another_identity(service, ask_at):
     """The same address, another certificate: what was verified for one record is not used for the other."""
     engine = service.start()
-    origins = Origins(ServiceWatch(service.store, "405b").lost)
-    ours = origins.origin_of(address_of(engine))
-    others = origins.origin_of(address_of(engine, certificate=service.certificate().certificate))
-    with http.Client(transport=make_transport(origins)) as client:
-        assert client.get(f"http://{ours}/health").status_code == 200
-        with pytest.raises(http.ConnectError, match="does not show the certificate of the record"):
-            client.get(f"http://{others}/health")
-        assert client.get(f"http://{ours}/health").status_code == 200
+    assert ask_at(address_of(engine)) == 200
+    with pytest.raises(http.ConnectError, match="does not show the certificate of the record"):
+        ask_at(address_of(engine, certificate=service.certificate().certificate))
+    assert ask_at(address_of(engine)) == 200
 
 
-def test_an_async_connection_is_not_used_for_another_identity(service):
-    engine = service.start()
-    origins = Origins(ServiceWatch(service.store, "405b").lost)
-    ours = origins.origin_of(address_of(engine))
-    others = origins.origin_of(address_of(engine, certificate=service.certificate().certificate))
-
-    async def talk():
-        async with http.AsyncClient(transport=make_async_transport(origins)) as client:
-            assert (await client.get(f"http://{ours}/health")).status_code == 200
-            with pytest.raises(http.ConnectError, match="does not show the certificate of the record"):
-                await client.get(f"http://{others}/health")
-            assert (await client.get(f"http://{ours}/health")).status_code == 200
-
-    asyncio.run(talk())
-
-
-def test_a_listener_that_says_nothing_is_a_failed_connection(service):
+def test_a_listener_that_says_nothing_is_a_failed_connection(service, ask_at):
     """It takes the connection, and then nothing more: a request is not held for longer than a connection may take."""
     engine = service.start()
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        origins = Origins(ServiceWatch(service.store, "405b").lost)
         identity = Identity(certificate=engine.certificate, api_key="k")
         port = silent.getsockname()[1]
-        address = ReplicaAddress(name="100-r0-0.json", host="127.0.0.1", port=port, identity=identity)
-        url = f"http://{origins.origin_of(address)}/health"
-        timeout = http.Timeout(30.0, connect=0.2)
-        transport = make_transport(origins)
-        with http.Client(transport=transport, timeout=timeout) as client, pytest.raises(http.ConnectTimeout):
-            client.get(url)
-
-        async def talk(origins=origins, url=url, timeout=timeout):
-            async with http.AsyncClient(transport=make_async_transport(origins), timeout=timeout) as client:
-                with pytest.raises(http.ConnectTimeout):
-                    await client.get(url)
-
-        asyncio.run(talk())
+        with pytest.raises(http.ConnectTimeout):
+            ask_at(ReplicaAddress(name="100-r0-0.json", host="127.0.0.1", port=port, identity=identity), connect_s=0.2)
 
 
 @pytest.mark.parametrize("name", ["httpx", "httpx2"])

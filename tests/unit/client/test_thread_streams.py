@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.client.connections.thread_streams import SocketStream
+from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.sdk import core
 
 
@@ -26,15 +27,17 @@ class CountingSocket(socket.socket):
         return super().send(*arguments)
 
 
-class LibraryStream(core.NetworkStream):
+class Stream:
+    """A stream over a socket, used in a thread."""
+
     def __init__(self, own: socket.socket) -> None:
-        self.own = own
+        self._stream = SocketStream(own)
 
-    def get_extra_info(self, info: str) -> Any:
-        return {"socket": self.own}[info]
+    def read(self, max_bytes: int, timeout: float) -> bytes:
+        return run_blocking(self._stream.read(max_bytes, timeout))
 
-    def close(self) -> None:
-        self.own.close()
+    def write(self, buffer: bytes, timeout: float) -> None:
+        run_blocking(self._stream.write(buffer, timeout))
 
 
 @pytest.fixture
@@ -47,7 +50,7 @@ def ends() -> Iterator[tuple[CountingSocket, socket.socket]]:
 
 def test_a_request_is_sent_in_one_piece_with_the_first_read(ends: tuple[CountingSocket, socket.socket]) -> None:
     ours, other = ends
-    stream = SocketStream(LibraryStream(ours))
+    stream = Stream(ours)
     for number in range(3):
         stream.write(b"POST / HTTP/1.1\r\n\r\n", 30.0)
         stream.write(b"{}", 30.0)
@@ -61,7 +64,7 @@ def test_a_request_is_sent_in_one_piece_with_the_first_read(ends: tuple[Counting
 
 def test_a_long_request_is_sent_while_it_is_written(ends: tuple[CountingSocket, socket.socket]) -> None:
     ours, other = ends
-    stream = SocketStream(LibraryStream(ours))
+    stream = Stream(ours)
     stream.write(b"a" * 65_536, 30.0)
     assert ours.sends == 0
     stream.write(b"b", 30.0)
@@ -73,7 +76,7 @@ def test_a_long_request_is_sent_while_it_is_written(ends: tuple[CountingSocket, 
 
 def test_what_was_answered_before_the_close_is_read(ends: tuple[CountingSocket, socket.socket]) -> None:
     ours, other = ends
-    stream = SocketStream(LibraryStream(ours))
+    stream = Stream(ours)
     stream.write(b"a request that is too long for this server", 30.0)
     other.sendall(b"HTTP/1.1 413")
     other.close()
@@ -81,7 +84,7 @@ def test_what_was_answered_before_the_close_is_read(ends: tuple[CountingSocket, 
     assert stream.read(100, 30.0) == b""
 
 
-def write_for_ever(stream: SocketStream) -> None:
+def write_for_ever(stream: Stream) -> None:
     """Until the other end's buffer is full."""
     while True:
         stream.write(b"a" * 65_537, 0.01)
@@ -89,7 +92,7 @@ def write_for_ever(stream: SocketStream) -> None:
 
 def test_errors_are_those_of_the_library(ends: tuple[CountingSocket, socket.socket]) -> None:
     ours, other = ends
-    stream = SocketStream(LibraryStream(ours))
+    stream = Stream(ours)
     with pytest.raises(core.ReadTimeout):
         stream.read(100, 0.01)
     with pytest.raises(core.WriteTimeout):

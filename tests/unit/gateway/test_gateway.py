@@ -13,7 +13,6 @@ import pytest
 from hpc_serve.client.connections import connections
 from hpc_serve.client.connections.verified_streams import AsyncVerifyingBackend
 from hpc_serve.client.discovery import discovery
-from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests import attempt, exchange
 from tests.cluster import wait_for
 from tests.support.stub_engine import greedy_answer
@@ -224,7 +223,7 @@ def test_signs_of_the_engine_reach_a_client_that_asks_for_them(service, gateway,
 def test_streams_whose_clients_leave_at_their_last_event_take_one_connection(service, gateway, monkeypatch):
     """OpenAI's SDK leaves there. The gateway's own connection to the engine serves the next request all the same."""
     monkeypatch.setattr(attempt, "END_S", 60.0)
-    monkeypatch.setattr(connections, "_LIMITS", http.Limits(max_keepalive_connections=100, keepalive_expiry=600.0))
+    monkeypatch.setitem(connections.POOL, "keepalive_expiry", 600.0)
     opened: list = []
     connect_tcp = AsyncVerifyingBackend.connect_tcp
 
