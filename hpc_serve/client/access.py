@@ -99,7 +99,7 @@ def endpoint(service: str | None = None, *, wait: Wait = None, home: str | Path 
     Waits and raises as `connect` does.
     """
     watch = run_blocking(_ready_watch(service, wait, False, home, InThread()))
-    replica = watch.status.ready[-1]
+    replica = watch.status.usable[-1]
     return Endpoint(
         service=watch.service,
         model=watch.model,

@@ -58,7 +58,7 @@ class _OfService:
         if options.get("http_client") is None:
             options["http_client"] = self._make_http_client(resume=resume, wait=wait)
         if "base_url" not in options:  # a copy has both; the SDK requires them, and the transport replaces them
-            options |= {"base_url": watch.status.ready[0].base_url, "api_key": watch.api_key}
+            options |= {"base_url": watch.status.usable[0].base_url, "api_key": watch.api_key}
         super().__init__(**options)
 
     def _make_http_client(self, *, resume: bool, wait: Wait) -> Any:

@@ -17,12 +17,13 @@ from hpc_serve.client.discovery.lost_replicas import LookResult, LostReplicas
 from hpc_serve.client.discovery.reading import RecordReader
 from hpc_serve.client.discovery.search import Search
 from hpc_serve.client.discovery.wake import Waker
+from hpc_serve.client.replicas.assess import assess_replica, assess_submitted
 from hpc_serve.client.replicas.fork import renew_after_fork
 from hpc_serve.client.replicas.pool import ReplicaAddress, ReplicaPool
 from hpc_serve.client.replicas.probe import LeaseWatch, in_background, probe_records
 from hpc_serve.client.replicas.proofs import FRESH_S, MOST_MISSED, REVERIFY_S, WITHOUT_ENGINE, Proofs
 from hpc_serve.client.replicas.replicas import LastReplica
-from hpc_serve.client.replicas.status import ProbeResult, ServiceStatus, assess_replica, assess_submitted
+from hpc_serve.client.replicas.status import ProbeResult, ServiceStatus
 from hpc_serve.errors import HpcServeError
 from hpc_serve.rendezvous.entries import ServiceRecords
 from hpc_serve.rendezvous.record import EndpointRecord
@@ -218,11 +219,12 @@ class ServiceWatch:
         if not status.ready and not is_complete:
             status = self._assess(self._reader.records(asked_for, is_complete=True), probes)
         self.status = status
-        ready = [(replica.record, replica.probe) for replica in status.ready]
+        usable = [(replica.record, replica.probe) for replica in status.usable]
         addresses = [
             _address(record, probe, self.api_key)
-            for record, probe in ready
-            if record and probe and self._proofs.is_proved(record.name)  # a request may have failed there meanwhile
+            for record, probe in usable
+            # A request may have failed meanwhile at one that is ready. One that hangs is offered if no other is ready.
+            if record and probe and (probe.status == "hung" or self._proofs.is_proved(record.name))
         ]
         self.pool.fill(addresses)
         for address in addresses:

@@ -95,7 +95,7 @@ def _may_sleep(status: ServiceStatus) -> bool:
 async def wait_for_replica_async(
     watch: ServiceWatch, policy: WaitPolicy, here: InThread | InLoop | None = None
 ) -> None:
-    """Return once a ready replica is known; a service that is asleep is woken, if the watch's `waker` may.
+    """Return once a usable replica is known; a service that is asleep is woken, if the watch's `waker` may.
 
     `here` is how it waits: in an event loop, if it is None. Raises what WaitPolicy.next_step_s raises,
     ServiceAsleepError and StoreError.
@@ -109,7 +109,7 @@ async def wait_for_replica_async(
         except StoreError as error:
             await here.sleep(policy.step_after_s(error))
             continue
-        if status.ready:
+        if status.usable:
             return
         wake = functools.partial(watch.waker.wake_if_asleep, is_pending=status.is_coming)
         if _may_sleep(status) and await here.call(wake):

@@ -50,7 +50,7 @@ def _ask_engine(connection: VerifiedConnection, host: str, api_key: str) -> Prob
     if health.status != 200:
         return ProbeResult(status="unhealthy", host=host, detail=f"/health answers {health.status}")
     if reason := why_hung(health.headers):
-        return ProbeResult(status="unhealthy", host=host, detail=reason)
+        return ProbeResult(status="hung", host=host, detail=reason)
     if _get(connection, "/v1/models", with_key).status == 401:
         return ProbeResult(status="other key", host=host, detail="it does not take the service's key")
     return ProbeResult(status="ready", host=host)

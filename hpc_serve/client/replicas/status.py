@@ -1,27 +1,26 @@
 """How a replica is. One value with one vocabulary of states says it to clients, to `hpc-serve status` and to scripts.
 
-Pure. A client derives the value from a replica's record and its engine's answer to a probe. `hpc_serve.submit` adds
-what the scheduler says about the job to the same value. The sentences are in messages.py.
+Pure. A client derives the value from a replica's record and its engine's answer to a probe (`assess`).
+`hpc_serve.submit` adds what the scheduler says about the job to the same value. The sentences are in messages.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Literal
 
 from hpc_serve.rendezvous.names import replica_name
 from hpc_serve.rendezvous.record import EndpointRecord, Progress, StartRecord, SubmittedJob
-from hpc_serve.rendezvous.store import ABANDONED_AFTER_S
 
 # pending: submitted, and nothing published yet. ready: the engine has just answered. unresponsive: the engine should
 # answer and does not, as its own launcher or a probe found, or the job runs and does not renew its record. draining: it
 # takes no new requests. unknown: nobody who could tell has answered.
 ReplicaState = Literal["pending", "starting", "ready", "unresponsive", "draining", "stopped", "failed", "unknown"]
 
-# How an engine answered a probe. "other key": it is an engine of ours that was started with another API key.
-ProbeStatus = Literal["ready", "draining", "unhealthy", "other key", "not ours", "no answer"]
+# How an engine answered a probe. "hung": it is ours, and its gate says that it makes no steps.
+# "other key": it is an engine of ours that was started with another API key.
+ProbeStatus = Literal["ready", "draining", "hung", "unhealthy", "other key", "not ours", "no answer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ class ProbeResult:
     @property
     def is_ours(self) -> bool:
         """Whether the engine has proved that it is this replica's."""
-        return self.status in ("ready", "draining", "unhealthy")
+        return self.status in ("ready", "draining", "hung", "unhealthy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +200,15 @@ class ServiceStatus:
         return tuple(replica for replica in self.replicas if replica.state == "ready")
 
     @property
+    def usable(self) -> tuple[ReplicaStatus, ...]:
+        """Return the replicas that requests go to: those that are ready, else those whose engine hangs for now."""
+        return self.ready or tuple(
+            replica
+            for replica in self.replicas
+            if replica.state == "unresponsive" and replica.probe is not None and replica.probe.status == "hung"
+        )
+
+    @property
     def is_coming(self) -> bool:
         """Whether a replica may become ready without anybody doing anything."""
         return any(replica.is_coming for replica in self.replicas)
@@ -210,105 +218,3 @@ class ServiceStatus:
         """The last replica, if it failed or is not heard of any more."""
         newest = self.replicas[-1] if self.replicas else None
         return newest if newest is not None and newest.state in ("failed", "unknown") else None
-
-
-def assess_replica(
-    record: EndpointRecord,
-    *,
-    submitted: SubmittedJob | None = None,
-    probe: ProbeResult | None = None,
-    lease_age_s: float = 0.0,
-    wall_age_s: float = 0.0,
-) -> ReplicaStatus:
-    """How a replica is, by its record and its engine's answer (None: it was not asked).
-
-    `lease_age_s` is how long the record has not been renewed by this process's own clock, `wall_age_s` by the date in
-    the record.
-    """
-    status = ReplicaStatus(
-        job=record,
-        state="unknown",
-        record=record,
-        probe=probe,
-        record_age_s=max(lease_age_s, wall_age_s),
-        reason=record.reason or "",
-        stage=record.stage,
-        progress=record.progress,
-        restart=record.restart,
-        replica=record.replica,
-        submitted_at=submitted.submitted_at if submitted else None,
-        exit_code=record.exit_code,
-        last_log_lines=record.last_log_lines,
-        log_dir=record.log_dir or "",
-        batch_log=submitted.log_path if submitted else None,
-        predicted=record.predicted or (submitted.predicted if submitted else {}),
-    )
-    if record.state == "failed" or record.state == "stopped":
-        return replace(status, state=record.state, reason=_end_reason(record), end_reported_by_job=True)
-    if record.state != "ready":
-        probe = None
-    if probe is not None and probe.status == "ready":
-        return replace(status, state="ready")
-    if probe is not None and probe.status == "draining":
-        return replace(status, state="draining")
-    if lease_age_s > record.lease_s or wall_age_s > ABANDONED_AFTER_S:
-        age = _duration(status.record_age_s)
-        reason = f"its record has not been renewed for {age}; it was {record.stage_words}"
-        return replace(status, state="unknown", stage="", progress=None, reason=reason)
-    if probe is not None:
-        return replace(status, state="unresponsive", reason=_why_unresponsive(record, probe))
-    is_as_written = record.state == "draining" or record.state == "unresponsive"
-    return replace(status, state=record.state if is_as_written else "starting")
-
-
-def assess_submitted(job: SubmittedJob, replica: int = 0) -> ReplicaStatus:
-    """Return how a replica without a record is: pending, or ended as its job's file says."""
-    status = ReplicaStatus(
-        job=job,
-        replica=replica,
-        state="pending",
-        reason="it has not started, or its record cannot be seen yet",
-        submitted_at=job.submitted_at,
-        log_dir=str(Path(job.log_path).parent) if job.log_path else "",
-        batch_log=job.log_path,
-        predicted=job.predicted,
-    )
-    if job.end is None:
-        return status
-    return replace(
-        status,
-        state=job.end.state,
-        reason=job.end.reason,
-        ended_at=job.end.at,
-        exit_code=job.end.exit_code,
-        end_reported_by_job=True,
-    )
-
-
-def _end_reason(record: EndpointRecord) -> str:
-    if record.reason or record.state == "stopped":
-        return record.reason or ""
-    return f"exit code {record.exit_code}" if record.exit_code is not None else "no reason given"
-
-
-def _why_unresponsive(record: EndpointRecord, probe: ProbeResult) -> str:
-    asked = f"{probe.host}:{record.port}"
-    if probe.status == "unhealthy":
-        return f"its engine at {asked} is not healthy: {probe.detail}"
-    if probe.status == "other key":
-        return (
-            f"the engine at {asked} has another API key than the service's file: the key was replaced after it "
-            "started; restart it"
-        )
-    if probe.status == "not ours":
-        why = f" ({probe.detail})" if probe.detail else ""
-        return f"something else answers at {asked}, the engine is gone{why}"
-    places = ", ".join(f"{host}:{record.port}" for host in record.hosts) or "no address"
-    return f"ready by its record, but no answer from {places} to this machine: {probe.detail}"
-
-
-def _duration(seconds: float) -> str:
-    for unit_s, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
-        if seconds >= 2 * unit_s:
-            return f"{seconds / unit_s:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -13,9 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hpc_serve.client.replicas.assess import assess_replica, assess_submitted
 from hpc_serve.client.replicas.messages import not_found
 from hpc_serve.client.replicas.probe import probe_records
-from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus, ServiceStatus, assess_replica, assess_submitted
+from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus, ServiceStatus
 from hpc_serve.errors import RendezvousError, ServiceNotFoundError
 from hpc_serve.redact import redact, redact_lines
 from hpc_serve.rendezvous.chain import followers_of

@@ -13,7 +13,8 @@ import yaml
 
 from hpc_serve.cli.main import run
 from hpc_serve.cli.services import targets
-from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus, assess_replica, assess_submitted
+from hpc_serve.client.replicas.assess import assess_replica, assess_submitted
+from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus
 from hpc_serve.client.scrape import scrape_config, target_groups
 from hpc_serve.rendezvous.record import NodeRecord
 from hpc_serve.trust.authority import authority_certificate

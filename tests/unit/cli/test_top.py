@@ -19,7 +19,8 @@ from hpc_serve.cli.main import run
 from hpc_serve.cli.services import top
 from hpc_serve.cli.services.top import Frame, Looks, frame_lines
 from hpc_serve.client.engine_work import ReplicaWork, WorkWatch
-from hpc_serve.client.replicas.status import ProbeResult, assess_replica
+from hpc_serve.client.replicas.assess import assess_replica
+from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.rendezvous.record import NodeRecord
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.vllm.metrics import EngineWork

@@ -14,7 +14,8 @@ from hpc_serve.cli.main import run
 from hpc_serve.cli.services import watch
 from hpc_serve.cli.show import status_table
 from hpc_serve.client.engine_work import ReplicaWork, WorkWatch
-from hpc_serve.client.replicas.status import ProbeResult, assess_replica
+from hpc_serve.client.replicas.assess import assess_replica
+from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.durations import duration
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.vllm.metrics import EngineWork

@@ -21,6 +21,7 @@ from hpc_serve.client.discovery import discovery
 from hpc_serve.client.discovery import wait as waiting
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas.probe import LeaseWatch, probe, probe_record, probe_records
+from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.errors import (
     AmbiguousServiceError,
     InvalidRequestError,
@@ -555,6 +556,24 @@ def test_what_its_launcher_found_unresponsive_is_not_offered_until_it_answers_ag
     assert {watch.pick().name for _ in range(4)} == {other.name}
     service.renew(hung, state="ready")
     assert len(watch.refresh().ready) == 2
+
+
+def test_a_replica_that_hangs_gets_requests_only_while_no_other_is_ready(service):
+    hung, other = service.publish(service.start()), service.publish(service.start(), state="starting")
+    found: dict[str, Any] = {hung.name: "hung", other.name: "ready"}
+    now = [0.0]
+    watch = ServiceWatch(
+        service.store,
+        "405b",
+        probe=lambda records, key: {r.name: ProbeResult(status=found[r.name], host="127.0.0.1") for r in records},
+        clock=lambda: now[0],
+    )
+    assert not watch.refresh().ready
+    assert watch.pick().name == hung.name
+    now[0] += 5.0
+    service.renew(other, state="ready")
+    watch.refresh()
+    assert {watch.pick().name for _ in range(4)} == {other.name}
 
 
 def test_the_model_is_a_name_that_all_replicas_serve(service):
