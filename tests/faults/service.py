@@ -222,7 +222,8 @@ class Service:
 
     def records(self) -> list[Path]:
         """The files of the replicas' records."""
-        return [path for path in self.service_folder.glob("*.json") if path.name != "service.json"]
+        others = ("service.json", "wanted.json")
+        return [path for path in self.service_folder.glob("*.json") if path.name not in others]
 
     def processes_of(self, job: str) -> list[int]:
         """The live processes that run in a replica's job."""

@@ -149,6 +149,9 @@ def test_the_goals_are_said_beside_what_was_seen():
         "2 lost, noticed after 11.0 s, a gap of 2.1 s"
     )
     assert not missed(Outcome(fault="client-frozen", sent=9, gap_s=10.0))
+    assert not missed(Outcome(fault="link-flaps", sent=9, gap_s=4.9))
+    assert missed(Outcome(fault="link-flaps", sent=9, gap_s=5.1))
+    assert not missed(Outcome(fault="healthy-pair", sent=9, notice_s=599.5, gap_s=25.0))
 
 
 def test_the_table_names_each_loss_as_known_or_worse(monkeypatch):
