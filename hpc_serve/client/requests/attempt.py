@@ -67,7 +67,8 @@ class Attempt:
         self._is_under_way = False
         kind = None if is_suspect else self._kind
         took_s = time.monotonic() - self._began_at_s
-        self._watch.pool.give_back(self.replica, kind, took_s, is_whole=self.is_whole and not is_suspect)
+        # A replica that answers with an error, whole as it may be, is not well again.
+        self._watch.pool.give_back(self.replica, kind, took_s, is_whole=self.is_whole and kind is not None)
         if is_suspect:
             self._watch.mark_suspect(self.replica)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hpc_serve.client.discovery.lost_replicas import ASK_OTHERS_S, LookResult, L
 from hpc_serve.client.replicas.pool import LOST_FOR_S, MOST_LOST_FOR_S, ReplicaAddress, ReplicaPool
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.replicas.silence_limit import MOST_SILENT_S, SILENT_S, SilenceLimit
+from hpc_serve.client.requests.attempt import Attempt
 from hpc_serve.client.requests.transport import AsyncServiceTransport, ServiceTransport
 from hpc_serve.rendezvous.gate_headers import COMMENT, COMMENT_CHUNK, PROCESSING, SIGNS
 from hpc_serve.trust.connection import Identity
@@ -284,6 +286,19 @@ def test_lost_replicas_are_chosen_last_for_twice_as_long_each_time():
     pool.lose(address("a"))
     clock.now_s += LOST_FOR_S
     assert not pool.is_lost(address("a")), "a whole answer begins it anew"
+
+
+@pytest.mark.parametrize(("status", "is_still_lost"), [(500, True), (400, True), (200, False)])
+def test_a_replica_that_was_lost_is_well_again_after_an_answer_without_an_error(status, is_still_lost):
+    pool = ReplicaPool(clock=FakeClock())
+    pool.fill([address("a")])
+    watch: Any = SimpleNamespace(pool=pool, last_replica=SimpleNamespace(note=lambda name: None))
+    attempt = Attempt(watch, pool.take())
+    pool.lose(address("a"))
+    attempt.answered(http.Response(status))
+    attempt.is_whole = True
+    attempt.end()
+    assert pool.is_lost(address("a")) is is_still_lost
 
 
 # With engines
