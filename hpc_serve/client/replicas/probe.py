@@ -64,7 +64,10 @@ def _get(connection: VerifiedConnection, path: str, headers: Mapping[str, str]) 
 
 
 def probe_record(record: EndpointRecord, api_key: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> ProbeResult:
-    """Ask all addresses of a replica at once. Of those that are its engine, the one that the record prefers counts."""
+    """Ask all addresses of a replica at once.
+
+    If several lead to its engine, return the answer of the address that comes first in the record.
+    """
     hosts, identity = record.hosts, Identity.of(record, api_key)
     if len(hosts) == 1:
         return probe(hosts[0], record.port, identity, timeout_s=timeout_s)
