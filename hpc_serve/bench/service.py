@@ -16,7 +16,8 @@ import anyio.to_thread
 from hpc_serve.bench.answers import error_text
 from hpc_serve.bench.outcome import Split
 from hpc_serve.client.discovery.discovery import ServiceWatch
-from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica_async
+from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica
+from hpc_serve.client.replicas.event_loops import InLoop
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests.transport import AsyncServiceTransport
@@ -77,7 +78,7 @@ class BenchService:
 
     async def ready(self, wait: Wait = None) -> None:
         """Return once all replicas are known that are ready. Raises what `connect` raises."""
-        await wait_for_replica_async(self._watch, WaitPolicy(wait))
+        await wait_for_replica(self._watch, WaitPolicy(wait), InLoop())
         await anyio.to_thread.run_sync(self._watch.refresh)
 
     async def send(self, path: str, body: bytes) -> http.Response:

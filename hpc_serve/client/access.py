@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_serve.client.discovery.all_services import discover_services, find_ready_services
 from hpc_serve.client.discovery.discovery import ServiceWatch
-from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica_async
+from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica
 from hpc_serve.client.replicas.event_loops import InLoop, InThread, run_blocking
 from hpc_serve.client.replicas.messages import listing
 from hpc_serve.client.replicas.status import ServiceStatus
@@ -70,7 +70,7 @@ async def _ready_watch(
     if not service:
         service = pick_service(await here.call(find_ready_services, store), store, waits=policy.waits)
     watch = ServiceWatch(store, service, may_wake=wake)
-    await wait_for_replica_async(watch, policy, here)
+    await wait_for_replica(watch, policy, here)
     return watch
 
 

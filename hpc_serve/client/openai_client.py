@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from hpc_serve.client.discovery.discovery import ServiceWatch
-from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica_async
+from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica
 from hpc_serve.client.replicas.event_loops import InLoop, InThread, run_blocking
 from hpc_serve.client.replicas.replicas import Replica, known_replicas
 from hpc_serve.client.replicas.sdk import http, openai
@@ -96,7 +96,7 @@ class _OfService:
         """The SDK's answer, asked for once a replica is ready."""
         policy = WaitPolicy(self._wait)
         for rounds_left in reversed(range(_MOST_ROUNDS)):
-            await wait_for_replica_async(self._watch, policy, here)
+            await wait_for_replica(self._watch, policy, here)
             try:
                 return await ask()
             except _RequestOver as over:

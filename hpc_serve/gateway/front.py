@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hpc_serve.client.discovery.discovery import ServiceWatch
-from hpc_serve.client.discovery.wait import WaitPolicy, wait_for_replica_async
+from hpc_serve.client.discovery.wait import WaitPolicy, wait_for_replica
+from hpc_serve.client.replicas.event_loops import InLoop
 from hpc_serve.client.replicas.messages import summary
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests.exchange import NoReplicaError
@@ -69,7 +70,7 @@ class Front:
     def _searching(self) -> asyncio.Task[None]:
         """Return the search for a replica that all waiting requests share."""
         if self._search is None or self._search.done():
-            wait = wait_for_replica_async(self.watch, WaitPolicy(self._wait_s or None))
+            wait = wait_for_replica(self.watch, WaitPolicy(self._wait_s or None), InLoop())
             self._search = asyncio.get_running_loop().create_task(wait)
         return self._search
 

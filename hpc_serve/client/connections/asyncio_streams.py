@@ -87,12 +87,9 @@ class AsyncioStream(asyncio.Protocol):
         self._wake()
 
     async def start_tls(self, context: ssl.SSLContext, *, timeout: float) -> AsyncioStream:
-        try:
-            with _connecting(timeout):
-                transport = await self._loop.start_tls(self.transport, self, context)
-        except BaseException:
-            await self.aclose()
-            raise
+        """Begin TLS. If that fails, the caller closes the connection."""
+        with _connecting(timeout):
+            transport = await self._loop.start_tls(self.transport, self, context)
         if transport is None:  # it was lost between the handshake and this line
             raise core.ConnectError("the connection was lost")
         self.transport = transport

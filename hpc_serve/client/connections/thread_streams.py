@@ -34,7 +34,10 @@ class SocketStream:
         self._write_timeout_s: float | None = None
 
     async def start_tls(self, context: ssl.SSLContext, *, timeout: float) -> SocketStream:
-        """Begin TLS. The socket is known before the handshake, so that a forked process can leave it."""
+        """Begin TLS. If that fails, the caller closes the connection.
+
+        The socket is known before the handshake, so that a forked process can leave it.
+        """
         try:
             self._limit(timeout)
             self._socket = secured = context.wrap_socket(self._socket, do_handshake_on_connect=False)

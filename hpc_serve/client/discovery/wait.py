@@ -92,15 +92,11 @@ def _may_sleep(status: ServiceStatus) -> bool:
     return all(replica.state == "pending" for replica in status.replicas if replica.is_coming)
 
 
-async def wait_for_replica_async(
-    watch: ServiceWatch, policy: WaitPolicy, here: InThread | InLoop | None = None
-) -> None:
+async def wait_for_replica(watch: ServiceWatch, policy: WaitPolicy, here: InThread | InLoop) -> None:
     """Return once a usable replica is known; a service that is asleep is woken, if the watch's `waker` may.
 
-    `here` is how it waits: in an event loop, if it is None. Raises what WaitPolicy.next_step_s raises,
-    ServiceAsleepError and StoreError.
+    `here` is how it waits. Raises what WaitPolicy.next_step_s raises, ServiceAsleepError and StoreError.
     """
-    here = here or InLoop()
     while not watch.pool:
         try:
             if await here.call(watch.find_one):

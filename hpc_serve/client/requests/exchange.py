@@ -12,7 +12,7 @@ import json
 from hpc_serve.client.connections.connections import Connections
 from hpc_serve.client.connections.verified_streams import answer_begins, is_event_stream
 from hpc_serve.client.discovery.discovery import ServiceWatch
-from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica_async
+from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests.addressing import CONNECT_FIRST_S, CONNECT_S, addressed, own_request, shown_url
@@ -143,7 +143,7 @@ class Exchange:
             attempt = self._take(self._tried)
         if attempt is None and self._repeats.lost and self._returns < MOST_ENGINES:
             self._waiting = self._waiting or WaitPolicy(self._wait or LOST_WAIT_S)
-            await wait_for_replica_async(self._watch, self._waiting, self._here)
+            await wait_for_replica(self._watch, self._waiting, self._here)
             attempt = self._take(self._tried)
             if attempt is None and (attempt := self._take(frozenset())) is not None:
                 self._returns += 1

@@ -16,7 +16,7 @@ import pytest
 
 from hpc_serve.client import connect, connect_async
 from hpc_serve.client.discovery.discovery import ServiceWatch
-from hpc_serve.client.discovery.wait import ABSENT_GRACE_S, WaitPolicy, wait_for_replica_async
+from hpc_serve.client.discovery.wait import ABSENT_GRACE_S, WaitPolicy, wait_for_replica
 from hpc_serve.client.replicas.event_loops import InThread, run_blocking
 from hpc_serve.errors import ServiceAsleepError, ServiceNotFoundError
 from hpc_serve.rendezvous.wanted import SUBMITTING_S, Decision, Wanted
@@ -164,7 +164,7 @@ def test_clients_wait_for_a_wake_whose_sbatch_takes_longer_than_a_missing_servic
     def ask(_: int) -> str:
         watch = ServiceWatch(asleep.store, SERVICE, may_wake=True)
         all_wait.wait()
-        run_blocking(wait_for_replica_async(watch, WaitPolicy(40 * ABSENT_GRACE_S, clock=fast_clock), InThread()))
+        run_blocking(wait_for_replica(watch, WaitPolicy(40 * ABSENT_GRACE_S, clock=fast_clock), InThread()))
         return watch.status.ready[0].name
 
     def go_on() -> None:
