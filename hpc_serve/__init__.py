@@ -9,6 +9,7 @@ endpoint                  the address and the key of one replica, for other tool
 services                  every service that there is, and how it is
 hpc_serve.plan            which layout holds a model, and why: help(hpc_serve.plan)
 hpc_serve.submit          start a model as a service: help(hpc_serve.submit)
+hpc_serve.batch           answer a file of requests: help(hpc_serve.batch)
 hpc_serve.bench           measure a service: help(hpc_serve.bench)
 hpc_serve.errors          all errors, as one tree: help(hpc_serve.errors)
 
@@ -21,17 +22,17 @@ from typing import TYPE_CHECKING
 from hpc_serve.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from hpc_serve import bench, errors, plan, submit
+    from hpc_serve import batch, bench, errors, plan, submit
     from hpc_serve.client import connect, connect_async, endpoint, services
 
 __version__ = "0.1.0"
-__all__ = ["bench", "connect", "connect_async", "endpoint", "errors", "plan", "services", "submit"]
+__all__ = ["batch", "bench", "connect", "connect_async", "endpoint", "errors", "plan", "services", "submit"]
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
             **dict.fromkeys(("connect", "connect_async", "endpoint", "services"), "client"),
-            **dict.fromkeys(("bench", "errors", "plan", "submit"), ""),
+            **dict.fromkeys(("batch", "bench", "errors", "plan", "submit"), ""),
         },
     )

@@ -36,43 +36,14 @@ def run(service: StubService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     return run
 
 
-def test_a_batch_answers_each_line_once_also_where_it_was_broken_off(run, tmp_path):
-    questions, answers = tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
-    questions.write_text(
-        "".join(json.dumps({"id": number, "prompt": f"What is {number}?"}) + "\n" for number in range(5))
-    )
-    answers.write_text(json.dumps({"id": 3, "answer": "three"}) + "\n")
-    assert run("batch_jsonl.py", "405b", questions, answers) == "4 answered, 1 were there\n"
-    found = [json.loads(line) for line in answers.read_text().splitlines()]
-    assert sorted(one["id"] for one in found) == [0, 1, 2, 3, 4]
-    assert all(one["answer"] for one in found)
-
-
-def test_a_line_that_is_refused_is_told_and_stops_no_other(run, tmp_path, capsys):
-    questions, answers = tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
-    prompts = [*(f"What is {number}?" for number in range(80)), "long " * 30_000]
-    questions.write_text(
-        "".join(json.dumps({"id": number, "prompt": text}) + "\n" for number, text in enumerate(prompts))
-    )
-    for printed in ("80 answered, 0 were there", "0 answered, 80 were there"):
-        with pytest.raises(SystemExit, match=r"1 refused: \S+answers.errors.jsonl says why"):
-            run("batch_jsonl.py", "405b", questions, answers)
-        assert printed in capsys.readouterr().out
-        assert sorted(json.loads(line)["id"] for line in answers.read_text().splitlines()) == list(range(80))
-        (refused,) = map(json.loads, (tmp_path / "answers.errors.jsonl").read_text().splitlines())
-        assert refused["id"] == 80
-        assert "maximum context length" in refused["error"]
-
-
-@pytest.mark.parametrize("half", ['{"id": 1, "answer": "o', '{"id": 1', "{", '{"id": 1, "answer": "ü'], ids=ascii)
-def test_a_half_written_last_line_is_cut_off_and_asked_again(run, tmp_path, half):
-    questions, answers = tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
-    questions.write_text("".join(json.dumps({"id": number, "prompt": "What?"}) + "\n" for number in range(3)))
-    whole = json.dumps({"id": 0, "answer": "zero"}) + "\n"
-    answers.write_bytes(whole.encode() + half.encode().removesuffix("ü".encode()[1:]))
-    assert run("batch_jsonl.py", "405b", questions, answers) == "2 answered, 1 were there\n"
-    assert answers.read_text().startswith(whole)
-    assert sorted(json.loads(line)["id"] for line in answers.read_text().splitlines()) == [0, 1, 2]
+def test_a_batch_answers_each_line_once(run, tmp_path):
+    requests, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"messages": [{"role": "user", "content": "What?"}]}
+    asked = [{"custom_id": f"q{n}", "url": "/v1/chat/completions", "body": body} for n in range(3)]
+    requests.write_text("".join(json.dumps(one) + "\n" for one in asked))
+    assert sorted(run("batch_jsonl.py", "405b", requests, output).splitlines()) == [f"q{n} answered" for n in range(3)]
+    assert run("batch_jsonl.py", "405b", requests, output) == ""
+    assert len(output.read_text().splitlines()) == 3
 
 
 def test_a_tool_is_called_and_its_result_goes_back(run):

@@ -1,0 +1,133 @@
+"""`batch`: a file of requests in OpenAI's Batch format, answered by a service."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpc_serve.cli.complete import live_service_names
+from hpc_serve.cli.values import Duration
+
+if TYPE_CHECKING:
+    from hpc_serve.batch import Progress
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+class _Shard(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
+    name = "K/N"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        number, _, count = value.partition("/")
+        if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+            self.fail(f"{value!r} is no shard: write 3/16 for the third of sixteen.", param, ctx)
+        return int(number), int(count)
+
+
+@click.command("batch")
+@click.argument("requests", type=_FILE)
+@click.argument("output", type=_FILE)
+@click.option("--service", metavar="NAME", shell_complete=live_service_names, help="Service [default: the ready one].")
+@click.option(
+    "--wait", type=Duration(), default=600.0, help="Wait for a service that is gone that long [default: 10m]."
+)
+@click.option("--in-order", is_flag=True, help="At the end, put the output in the order of the requests.")
+@click.option("--any-model", is_flag=True, help="Ask the service's model, whatever a line names.")
+@click.option("--retries", type=click.IntRange(min=0), default=5, help="Repeats of a 429 or 5xx answer [default: 5].")
+@click.option("--retry-errors", is_flag=True, help="Ask the lines of the errors file again; the file is kept aside.")
+@click.option("--shard", type=_Shard(), help="Only shard K of N [default in a job array: this task's].")
+@click.option("--merge", "merges", is_flag=True, help="Join the files of all shards to the output.")
+def batch_command(
+    requests: Path,
+    output: Path,
+    service: str | None,
+    wait: float,
+    in_order: bool,
+    any_model: bool,
+    retries: int,
+    retry_errors: bool,
+    shard: tuple[int, int] | None,
+    merges: bool,
+) -> None:
+    """Answer the lines of REQUESTS, in OpenAI's Batch format, into OUTPUT.
+
+    hpc-serve batch in.jsonl out.jsonl --service 70b
+
+    Answers are appended as they come. However a run ended, the same command goes on with it. Lines without an answer go
+    to out.errors.jsonl. In a job array each task takes a shard; --merge joins them afterwards.
+    """
+    import asyncio
+
+    from hpc_serve import batch
+    from hpc_serve.batch.answer_files import errors_path, shard_path
+
+    if merges:
+        answered, failed = batch.merge(requests, output)
+        click.echo(f"{output}: {answered} answers" + (f"; {failed} errors in {errors_path(output)}" if failed else ""))
+        return
+    shard = shard or _shard_of_array()
+
+    async def run() -> Progress | None:
+        last = None
+        async for answer in batch.run(
+            requests,
+            output,
+            service=service,
+            wait=wait,
+            shard=shard,
+            in_order=in_order,
+            any_model=any_model,
+            retries=retries,
+            retry_errors=retry_errors,
+            on_tick=_show,
+        ):
+            last = answer.progress
+        return last
+
+    done = asyncio.run(run())
+    if done is None:
+        click.echo("Nothing was left to ask.")
+        return
+    click.echo(f"{done.answered} answered, {done.before} were there. {_figures(done)}")
+    if done.failed:
+        errors = errors_path(shard_path(output, shard) if shard else output)
+        click.echo(f"{done.failed} failed: {errors} says why; --retry-errors asks them again.", err=True)
+        raise click.exceptions.Exit(1)
+
+
+def _shard_of_array() -> tuple[int, int] | None:
+    """Return this task's shard in a job array, whatever numbers its tasks have."""
+    count = int(os.environ.get("SLURM_ARRAY_TASK_COUNT") or 0)
+    if count < 2:
+        return None
+    first, last = (int(os.environ[f"SLURM_ARRAY_TASK_{name}"]) for name in ("MIN", "MAX"))
+    step = (last - first) // (count - 1)
+    number, rest = divmod(int(os.environ["SLURM_ARRAY_TASK_ID"]) - first, step or 1)
+    if rest or first + step * (count - 1) != last:
+        raise click.UsageError("The tasks of this array have no even numbers: give each its --shard K/N.")
+    return number + 1, count
+
+
+def _show(progress: Progress) -> None:
+    click.echo(f"{progress.stage}: {_figures(progress)}", err=True)
+
+
+def _figures(progress: Progress) -> str:
+    done = progress.before + progress.answered + progress.failed
+    words = [f"{done}/{progress.total} lines"]
+    if progress.left and progress.left_s is not None:
+        words.append(f"{_time(progress.left_s)} left")
+    if progress.tokens_per_s is not None:
+        words.append(f"{progress.tokens_per_s:,.0f} tokens/s")
+    words += [f"{progress.gpu_hours:.2f} GPU-hours", f"{progress.failed} failed"]
+    if progress.left:
+        words.append(f"{progress.in_flight} of at most {progress.window} under way at {progress.replicas} replicas")
+    return ", ".join(words)
+
+
+def _time(seconds: float) -> str:
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours} h {rest // 60:02} min" if hours else f"{rest // 60} min {rest % 60:02} s"

@@ -1,0 +1,51 @@
+"""A service of stub engines, and files of requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_serve.client.discovery import wait as waiting
+from tests.support.patience import be_patient
+from tests.support.stubs import StubEngine, StubService
+
+
+class SmallService(StubService):
+    """A service of replicas that each take eight requests at once."""
+
+    def start(self, *flags: str, **fields: Any) -> StubEngine:
+        return super().start(*flags, predicted={"max_num_seqs": 8.0}, **fields)
+
+
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubService]:
+    be_patient(monkeypatch)
+    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(waiting, "STEP_S", 0.05)
+    service = SmallService(tmp_path / "home")
+    yield service
+    service.close()
+
+
+def request_line(custom_id: str, text: str = "What?", **changes: object) -> str:
+    body = {"messages": [{"role": "user", "content": text}]}
+    return json.dumps(
+        {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body, **changes}
+    )
+
+
+@pytest.fixture
+def requests(tmp_path: Path) -> Callable[..., Path]:
+    """Writes so many requests, or these lines."""
+
+    def write(lines: int | list[str], end: str = "\n") -> Path:
+        path = tmp_path / "in.jsonl"
+        texts = [request_line(f"q{n}") for n in range(lines)] if isinstance(lines, int) else lines
+        path.write_bytes(end.join([*texts, ""]).encode())
+        return path
+
+    return write

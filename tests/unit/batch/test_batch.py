@@ -1,0 +1,241 @@
+"""A batch answers each line once, however its runs end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_serve import batch
+from hpc_serve.batch.answer_files import AnswerFile
+from hpc_serve.batch.request_file import IdIndex
+from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError
+from tests.unit.batch.conftest import request_line
+
+
+def run(requests: Path, output: Path, **options) -> list[batch.Answer]:
+    async def collect() -> list[batch.Answer]:
+        return [answer async for answer in batch.run(requests, output, service="405b", **options)]
+
+    return asyncio.run(collect())
+
+
+def ids(path: Path) -> list[str]:
+    return [json.loads(line)["custom_id"] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n"], ids=ascii)
+def test_each_line_is_answered_once_and_a_second_run_asks_nothing(service, requests, tmp_path, end):
+    service.start()
+    output = tmp_path / "out.jsonl"
+    asked = requests([request_line(f"q{n}") for n in range(20)], end)
+    asked.write_bytes(asked.read_bytes().removesuffix(end.encode()))  # nor must the last line have an end
+    answers = run(asked, output)
+    assert answers[-1].progress.answered == 20
+    assert answers[-1].progress.left == 0
+    assert sorted(ids(output)) == sorted(f"q{n}" for n in range(20))
+    first = json.loads(output.read_text().splitlines()[0])
+    assert first["response"]["status_code"] == 200
+    assert first["response"]["body"]["choices"][0]["message"]["content"]
+    assert first["error"] is None
+    assert not (tmp_path / "out.errors.jsonl").exists()
+    assert run(asked, output) == []
+
+
+def test_all_routes_of_the_stub_are_asked(service, requests, tmp_path):
+    service.start()
+    lines = [
+        request_line("chat"),
+        request_line("text", url="/v1/completions", body={"prompt": "Hello"}),
+        request_line("vector", url="/v1/embeddings", body={"input": "Hello"}),
+    ]
+    run(requests(lines), tmp_path / "out.jsonl")
+    found = {one["custom_id"]: one["response"]["body"] for one in map(json.loads, (tmp_path / "out.jsonl").open())}
+    assert found["text"]["choices"][0]["text"]
+    assert found["vector"]["data"][0]["embedding"]
+    assert found["chat"]["object"] == "chat.completion"
+
+
+def test_a_refused_line_goes_to_the_errors_and_is_asked_again_on_request(service, requests, tmp_path):
+    service.start()
+    output, errors = tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"
+    asked = requests([request_line("good"), request_line("long", "long " * 30_000)])
+    run(asked, output)
+    assert (ids(output), ids(errors)) == (["good"], ["long"])
+    refused = json.loads(errors.read_text())
+    assert refused["response"]["status_code"] == 400
+    assert "maximum context length" in refused["error"]["message"]
+    assert run(asked, output) == []
+    assert [answer.custom_id for answer in run(asked, output, retry_errors=True)] == ["long"]
+    assert (ids(errors), ids(tmp_path / "out.errors.jsonl.1")) == (["long"], ["long"])
+
+
+def test_a_line_that_names_another_model_is_told_and_can_be_asked_all_the_same(service, requests, tmp_path):
+    service.start()
+    body = {"model": "gpt-4o", "messages": [{"role": "user", "content": "What?"}]}
+    asked = requests([request_line("q", body=body)])
+    (refused,) = run(asked, tmp_path / "a.jsonl")
+    assert refused.status == 404
+    assert "gpt-4o" in refused.error["message"]
+    (answered,) = run(asked, tmp_path / "b.jsonl", any_model=True)
+    assert answered.error is None
+
+
+def test_if_the_first_hundred_lines_fail_the_rest_is_not_sent(service, requests, tmp_path):
+    service.start()
+    lines = [request_line(f"q{n}", body={"model": "other", "messages": []}) for n in range(150)]
+    with pytest.raises(HpcServeError, match="The first 100 lines all failed"):
+        run(requests(lines), tmp_path / "out.jsonl")
+    assert len(ids(tmp_path / "out.errors.jsonl")) == 100
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('{"custom_id": "x", ', "it is no JSON"),
+        ("[1]", "it is no JSON object"),
+        (request_line("x", url="/v1/files"), "its url is"),
+        (request_line("x", method="GET"), "its method is 'GET'"),
+        (request_line("x", body={"stream": True}), "asks for a stream"),
+        (request_line("x").replace('"x"', "7"), "its custom_id is 7"),
+        (request_line("q2"), "lines 3 and 7 have the same custom_id, 'q2'"),
+    ],
+)
+def test_a_bad_line_is_named_before_any_is_sent(requests, tmp_path, line, why):
+    asked = requests([*(request_line(f"q{n}") for n in range(6)), line])
+    with pytest.raises(InvalidRequestError, match=why) as raised:
+        run(asked, tmp_path / "out.jsonl")
+    assert "7" in str(raised.value)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("size", [1, 19, 40, 200])
+def test_a_last_line_that_was_not_written_to_its_end_is_cut_off(service, requests, tmp_path, size):
+    service.start()
+    output, asked = tmp_path / "out.jsonl", requests(3)
+    run(asked, output)
+    whole = output.read_bytes()
+    last = whole.splitlines(keepends=True)[-1]
+    output.write_bytes(whole[: -len(last)] + last[:size])
+    assert len(run(asked, output)) == 1
+    assert sorted(ids(output)) == ["q0", "q1", "q2"]
+
+
+@pytest.mark.parametrize("content", ["my notes", '{"id": 3}\n', "a\nb\n"])
+def test_a_file_of_others_stays_as_it_is(requests, tmp_path, content):
+    output = tmp_path / "out.jsonl"
+    output.write_text(content)
+    with pytest.raises(InvalidRequestError, match="is no answer of a batch"):
+        run(requests(1), output)
+    assert output.read_text() == content
+
+
+def test_the_output_of_another_batch_is_refused(service, requests, tmp_path):
+    service.start()
+    run(requests(3), tmp_path / "out.jsonl")
+    with pytest.raises(InvalidRequestError, match=r"which .* does not ask"):
+        run(requests([request_line("other")]), tmp_path / "out.jsonl")
+    assert len(ids(tmp_path / "out.jsonl")) == 3
+
+
+def test_the_requests_cannot_be_their_own_output(requests):
+    asked = requests(1)
+    with pytest.raises(InvalidRequestError, match="would be read and written"):
+        run(asked, asked)
+
+
+def test_a_folder_that_is_not_there_is_told(requests, tmp_path):
+    with pytest.raises(StoreError, match="cannot be written"):
+        run(requests(1), tmp_path / "missing" / "out.jsonl")
+
+
+def test_two_batches_on_one_output_are_told_apart(requests, tmp_path):
+    first = AnswerFile(tmp_path / "out.jsonl")
+    with pytest.raises(HpcServeError, match="Another batch is writing"):
+        run(requests(1), tmp_path / "out.jsonl")
+    first.close()
+
+
+def test_what_a_full_disk_holds_is_whole(tmp_path):
+    code = (
+        "import resource, signal, sys; from pathlib import Path; from hpc_serve.batch.answer_files import AnswerFile\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "file = AnswerFile(Path(sys.argv[1]))\n"
+        'for n in range(100): file.append(b\'{"id": "batch_req_%d", "custom_id": "q", "response": null}\\n\' % n)\n'
+    )
+    path = tmp_path / "out.jsonl"
+    ended = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
+    assert "cannot be written: File too large. What it holds is whole" in ended.stderr
+    assert path.read_bytes().endswith(b"}\n")
+    assert 900 < path.stat().st_size <= 1000
+
+
+def test_in_order_the_output_follows_the_requests(service, requests, tmp_path):
+    service.start()
+    output, asked = tmp_path / "out.jsonl", requests(50)
+    run(asked, output)
+    lines = output.read_text().splitlines(keepends=True)
+    output.write_text("".join(reversed(lines)))
+    run(asked, output, in_order=True)
+    assert ids(output) == [f"q{n}" for n in range(50)]
+
+
+def test_shards_are_joined_once_all_lines_are_there(service, requests, tmp_path):
+    service.start()
+    output, asked = (
+        tmp_path / "out.jsonl",
+        requests([*(request_line(f"q{n}") for n in range(10)), request_line("bad", "x " * 60_000)]),
+    )
+    with pytest.raises(InvalidRequestError, match="There are no shards"):
+        batch.merge(asked, output)
+    for number in (1, 2):
+        run(asked, output, shard=(number, 3))
+    with pytest.raises(InvalidRequestError, match=r"3 of 11 lines have no answer yet.*--shard 3/3"):
+        batch.merge(asked, output)
+    last = run(asked, output, shard=(3, 3))[-1]
+    assert (last.progress.total, last.progress.left) == (3, 0)
+    assert batch.merge(asked, output) == (10, 1)
+    assert ids(output) == [f"q{n}" for n in range(10)]
+    assert ids(tmp_path / "out.errors.jsonl") == ["bad"]
+    with pytest.raises(InvalidRequestError, match="is there already"):
+        batch.merge(asked, output)
+
+
+def test_killed_clients_and_engines_leave_each_id_once(service, requests, tmp_path):
+    """The client is killed three times and an engine once, in the middle."""
+    engines = [service.start("--stub-word-s", "0.005") for _ in range(2)]
+    output, asked = tmp_path / "out.jsonl", requests(200)
+    argv = [sys.executable, "-m", "hpc_serve.cli", "batch", asked, output, "--service", "405b"]
+    ended = None
+    for kill in range(4):
+        process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if kill < 3:
+            want, deadline = (kill + 1) * 40, time.monotonic() + 120
+            while process.poll() is None and (not output.exists() or output.read_bytes().count(b"\n") < want):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            if kill == 1:
+                engines[0].kill()
+            assert process.poll() is None, process.stderr.read()
+            os.kill(process.pid, signal.SIGKILL)
+        _, said = process.communicate()
+        ended = (process.returncode, said)
+    assert ended[0] == 0, ended[1]
+    assert sorted(ids(output)) == sorted(f"q{n}" for n in range(200))
+
+
+class TestIdIndex:
+    def test_it_finds_what_was_added_and_nothing_else(self):
+        index = IdIndex()
+        assert all(index.add(f"q{n}") for n in range(5000))
+        assert not index.add("q77")
+        assert len(index) == 5000
+        assert len({index.slot(f"q{n}") for n in range(5000)}) == 5000
+        assert index.slot("other") is None
