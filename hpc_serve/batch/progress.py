@@ -45,6 +45,13 @@ class Progress:
         done = self.answered + self.failed
         return self.left * self.serving_s / done if done else None
 
+    def count_tokens(self, body: Any) -> None:
+        """Add the tokens that an answer says it took."""
+        usage = body.get("usage") if isinstance(body, dict) else None
+        if isinstance(usage, dict):
+            self.prompt_tokens += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+            self.generated_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:

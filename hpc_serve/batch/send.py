@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from hpc_serve.client.openai_client import AsyncServiceClient
 
 _log = logging.getLogger(__name__)
-_TICK_S = 5.0
 _AGAIN_S = 5.0
 _LINES_AT_ONCE = 256  # lines that are skipped before answers have their turn
 _MOST_REFUSED = 100  # without one answer: the rest would be refused as well
@@ -50,7 +49,9 @@ async def run(
     retry_errors: bool = False,
     retries: int = 5,
     home: str | Path | None = None,
+    on_need: Callable[[], None] = lambda: None,
     on_tick: Callable[[Progress], None] = lambda progress: None,
+    tick_s: float = 5.0,
 ) -> AsyncIterator[Answer]:
     """Answer each line of `requests` that has no answer yet, and yield each answer once it is in `output`.
 
@@ -58,7 +59,8 @@ async def run(
     it is the only one that is ready. A service that is gone is waited for `wait` seconds. `shard` (3, 16) takes every
     sixteenth line, from the third on, to a file of its own. `in_order` puts the output in the order of the requests at
     the end. `any_model` asks the service's model, whatever a line names. `retries` bounds how often an engine's 429 or
-    5xx is tried again. `on_tick` is called every few seconds.
+    5xx is tried again. `on_need` is called in a thread, before the service is looked for, if lines are left.
+    Every `tick_s` seconds the engines are looked at, and `on_tick` is called. A service that is asleep is woken.
 
     Raises InvalidRequestError for a line that cannot be sent, before any is; StoreError where the output cannot be
     written; and what `connect_async` raises.
@@ -76,9 +78,12 @@ async def run(
         progress.total = len(index) if shard is None else -(-(len(index) - shard[0] + 1) // shard[1])
         progress.before = sum(map(bool, done))
         if progress.left:
+            await anyio.to_thread.run_sync(on_need)
             sender = _Sender(service=service, home=home, wait_s=wait, retries=retries, any_model=any_model)
             todo = _todo(requests, index, done, shard, version)
-            async with contextlib.aclosing(_send_all(todo, sender, progress, on_tick, shard)) as sent:
+            async with contextlib.aclosing(
+                _send_all(todo, sender, progress, _tick(sender, progress, on_tick, tick_s), shard)
+            ) as sent:
                 async for answer in sent:
                     (errors if answer.error else answers).append(answer.json_line)
                     progress.answered += answer.error is None
@@ -135,7 +140,7 @@ async def _send_all(
     todo: AsyncIterator[BatchRequest],
     sender: _Sender,
     progress: Progress,
-    on_tick: Callable[[Progress], None],
+    ticking: Coroutine[Any, Any, None],
     shard: tuple[int, int] | None,
 ) -> AsyncGenerator[Answer, None]:
     finished: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
@@ -147,7 +152,7 @@ async def _send_all(
         task.add_done_callback(finished.put_nowait)
         return task
 
-    ticks = begin(_tick(sender, progress, on_tick))
+    ticks = begin(ticking)
     try:
         progress.stage = "waits for the service"
         await sender.connect()
@@ -195,10 +200,10 @@ def _check_refusals(answer: Answer, progress: Progress) -> None:
         )
 
 
-async def _tick(sender: _Sender, progress: Progress, on_tick: Callable[[Progress], None]) -> None:
+async def _tick(sender: _Sender, progress: Progress, on_tick: Callable[[Progress], None], tick_s: float) -> None:
     before_s = time.monotonic()
     while True:
-        await asyncio.sleep(_TICK_S)
+        await asyncio.sleep(tick_s)
         now_s = time.monotonic()
         if sender.watched is not None:
             try:
@@ -282,14 +287,7 @@ class _Sender:
             except ValueError as error:
                 return dataclasses.replace(answer, error={"code": "no_json", "message": f"The answer: {error}"})
             else:
-                _count(content, progress)
+                progress.count_tokens(content)
                 name = response.headers.get("x-request-id", "")
                 return dataclasses.replace(answer, status=response.status_code, request_id=name, body=content)
         raise AssertionError
-
-
-def _count(content: Any, progress: Progress) -> None:
-    usage = content.get("usage") if isinstance(content, dict) else None
-    if isinstance(usage, dict):
-        progress.prompt_tokens += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
-        progress.generated_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0

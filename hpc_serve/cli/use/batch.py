@@ -1,4 +1,7 @@
-"""`batch`: a file of requests in OpenAI's Batch format, answered by a service."""
+"""`batch`: a file of requests in OpenAI's Batch format, answered by a service.
+
+A service of its own is started and stopped by the commands `submit` and `stop`.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,8 @@ class _Shard(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
 @click.argument("requests", type=_FILE)
 @click.argument("output", type=_FILE)
 @click.option("--service", metavar="NAME", shell_complete=live_service_names, help="Service [default: the ready one].")
+@click.option("--model", help="Start this model if the service is not there, and stop it afterwards.")
+@click.option("--replicas", metavar="N|MIN:MAX", help="With --model: replicas of the service that is started.")
 @click.option(
     "--wait", type=Duration(), default=600.0, help="Wait for a service that is gone that long [default: 10m]."
 )
@@ -44,6 +49,8 @@ def batch_command(
     requests: Path,
     output: Path,
     service: str | None,
+    model: str | None,
+    replicas: str | None,
     wait: float,
     in_order: bool,
     any_model: bool,
@@ -57,18 +64,26 @@ def batch_command(
     hpc-serve batch in.jsonl out.jsonl --service 70b
 
     Answers are appended as they come. However a run ended, the same command goes on with it. Lines without an answer go
-    to out.errors.jsonl. In a job array each task takes a shard; --merge joins them afterwards.
+    to out.errors.jsonl. In a job array each task takes a shard; --merge joins them afterwards. --model 70b starts a
+    service for this batch; other options of a start are those of `hpc-serve submit`, before it.
     """
     import asyncio
 
     from hpc_serve import batch
     from hpc_serve.batch.answer_files import errors_path, shard_path
+    from hpc_serve.cli.submit.request import default_service
 
     if merges:
         answered, failed = batch.merge(requests, output)
         click.echo(f"{output}: {answered} answers" + (f"; {failed} errors in {errors_path(output)}" if failed else ""))
         return
     shard = shard or _shard_of_array()
+    if replicas and not model:
+        raise click.UsageError("--replicas is of a service that --model starts: hpc-serve scale NAME changes another.")
+    if model and shard:
+        raise click.UsageError("Shards share one service: start it with hpc-serve submit, and give --service NAME.")
+    service = service or (default_service(model) if model else None)
+    own = _OwnService(service or "", model, replicas)
 
     async def run() -> Progress | None:
         last = None
@@ -82,12 +97,16 @@ def batch_command(
             any_model=any_model,
             retries=retries,
             retry_errors=retry_errors,
+            on_need=own.start,
             on_tick=_show,
         ):
             last = answer.progress
         return last
 
-    done = asyncio.run(run())
+    try:
+        done = asyncio.run(run())
+    finally:
+        own.stop()
     if done is None:
         click.echo("Nothing was left to ask.")
         return
@@ -96,6 +115,39 @@ def batch_command(
         errors = errors_path(shard_path(output, shard) if shard else output)
         click.echo(f"{done.failed} failed: {errors} says why; --retry-errors asks them again.", err=True)
         raise click.exceptions.Exit(1)
+
+
+class _OwnService:
+    """A service that the batch starts if it is not there, and then stops."""
+
+    def __init__(self, name: str, model: str | None, replicas: str | None) -> None:
+        self._name, self._model, self._replicas = name, model, replicas
+        self._is_started = False
+
+    def start(self) -> None:
+        from hpc_serve.cli.submit.submit import submit_command
+        from hpc_serve.client import services
+        from hpc_serve.rendezvous.store import ServiceStore, default_home
+        from hpc_serve.rendezvous.wanted_file import read_wanted
+
+        if self._model is None:
+            return
+        wanted = read_wanted(ServiceStore(default_home(os.environ)), self._name)
+        is_there = any(one.service == self._name and (one.ready or one.is_coming) for one in services())
+        if is_there or (wanted is not None and wanted.state == "asleep"):
+            click.echo(f"{self._name} is there already, and stays after the batch.", err=True)
+            return
+        options = ["--replicas", self._replicas] if self._replicas else []
+        submit_command.main(
+            [self._model, "--name", self._name, *options], prog_name="hpc-serve submit", standalone_mode=False
+        )
+        self._is_started = True
+
+    def stop(self) -> None:
+        from hpc_serve.cli.services.change import stop_command
+
+        if self._is_started:
+            stop_command.main([self._name], prog_name="hpc-serve stop", standalone_mode=False)
 
 
 def _shard_of_array() -> tuple[int, int] | None:

@@ -1,0 +1,209 @@
+"""How many requests of a batch are under way, what it says of itself, and what it does when its service is gone."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from click.testing import CliRunner
+
+from hpc_serve import batch
+from hpc_serve.cli.main import cli
+from hpc_serve.client import services
+from hpc_serve.client.openai_client import AsyncServiceClient
+from tests.support.page_blocks import Block
+from tests.support.page_world import PageWorld
+from tests.support.patience import wait_until
+from tests.unit.batch.conftest import request_line
+from tests.unit.batch.test_batch import ids, run
+
+
+def test_the_window_shrinks_while_requests_wait_at_the_engine(service, requests, tmp_path):
+    """The engine works on two at once, and its record says eight."""
+    service.start("--stub-slots", "2", "--stub-word-s", "0.02")
+    answers, windows = [], []
+    answers += run(
+        requests(150), tmp_path / "out.jsonl", tick_s=0.1, on_tick=lambda progress: windows.append(progress.window)
+    )
+    assert answers[-1].progress.answered == 150
+    assert min(windows) < 5
+    assert max(windows) <= 9
+
+
+def test_never_more_are_under_way_than_two_replicas_take(service, requests, tmp_path):
+    for _ in range(2):
+        service.start()
+    seen = [0]
+    answers = run(requests(100), tmp_path / "out.jsonl", tick_s=0.01, on_tick=lambda p: seen.append(p.in_flight))
+    assert len(answers) == 100
+    assert max(seen) <= 18
+
+
+def test_an_unexpected_error_ends_the_batch(service, requests, tmp_path, monkeypatch):
+    service.start()
+
+    async def fails(*_, **__):
+        raise RuntimeError("unexpected")
+
+    monkeypatch.setattr(AsyncServiceClient, "post", fails)
+    with pytest.raises(RuntimeError, match="unexpected"):
+        run(requests(20), tmp_path / "out.jsonl")
+
+
+def test_an_error_of_the_caller_ends_the_batch(service, requests, tmp_path):
+    service.start("--stub-word-s", "5")
+
+    def fails(progress: batch.Progress) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(requests(3), tmp_path / "out.jsonl", tick_s=0.01, on_tick=fails)
+
+
+def test_a_service_that_is_gone_is_waited_for(service, requests, tmp_path):
+    """Its one engine ends in the middle, and another job begins later."""
+    first = service.start("--stub-word-s", "0.01")
+    again: list[threading.Timer] = []
+
+    def replace(progress: batch.Progress) -> None:
+        if progress.answered > 20 and not again:
+            first.kill()
+            record = service.publish(first, predicted={"max_num_seqs": 8.0}, counter=2)
+            service.renew(record, state="failed", reason="killed")
+            again.append(threading.Timer(0.5, service.start))
+            again[0].start()
+
+    output = tmp_path / "out.jsonl"
+    answers = run(requests(100), output, tick_s=0.05, on_tick=replace, wait=60.0)
+    assert again
+    assert answers[-1].progress.answered == 100
+    assert sorted(ids(output)) == sorted(f"q{n}" for n in range(100))
+
+
+def test_memory_does_not_grow_with_the_file(service, requests, tmp_path):
+    """Ten times the lines take within a tenth of the memory."""
+    service.start()
+    code = (
+        "import asyncio, re, sys; from hpc_serve import batch\n"
+        "async def main():\n    async for _ in batch.run(sys.argv[1], sys.argv[2], service='405b'): pass\n"
+        "asyncio.run(main())\n"
+        "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
+    )
+    peaks = []
+    for lines in (300, 3000):
+        argv = [sys.executable, "-c", code, requests(lines), tmp_path / f"out-{lines}.jsonl"]
+        peaks.append(int(subprocess.run(argv, capture_output=True, text=True, check=True).stdout))
+    assert peaks[1] < 1.1 * peaks[0]
+
+
+def test_gpu_hours_are_those_of_all_replicas(service, requests, tmp_path):
+    service.start("--stub-word-s", "0.05", num_nodes=2, gpus_per_node=4)
+    found = []
+    last = run(
+        requests(30),
+        tmp_path / "out.jsonl",
+        tick_s=0.05,
+        on_tick=lambda p: found.append((p.gpu_hours, p.replicas)),
+    )[-1].progress
+    assert last.gpu_hours > 0
+    # Eight GPUs, for no longer than the run and one look.
+    assert last.gpu_hours <= 8 * (last.serving_s + 60) / 3600
+    assert found == sorted(found)
+    assert {replicas for _, replicas in found} == {1}
+
+
+class TestCommand:
+    @pytest.fixture
+    def call(self, service, requests, tmp_path):
+        service.start()
+        asked, output = requests(6), tmp_path / "out.jsonl"
+        return lambda *options, env=None: CliRunner().invoke(
+            cli, ["batch", str(asked), str(output), "--service", "405b", *options], env=env
+        )
+
+    def test_it_says_what_was_done(self, call):
+        done = call()
+        assert done.exit_code == 0, done.output
+        assert "6 answered, 0 were there. 6/6 lines" in done.output
+        assert "GPU-hours, 0 failed" in done.output
+        assert "Nothing was left to ask." in call().output
+
+    @pytest.mark.parametrize(("first", "step"), [(0, 1), (1, 1), (10, 5)])
+    def test_a_task_of_a_job_array_takes_its_shard(self, call, tmp_path, first, step):
+        for place in range(3):
+            array = {"COUNT": 3, "MIN": first, "MAX": first + 2 * step, "ID": first + place * step}
+            done = call(env={f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in array.items()})
+            assert done.exit_code == 0, done.output
+            assert sorted(ids(tmp_path / f"out.{place + 1}-of-3.jsonl")) == [f"q{place}", f"q{place + 3}"]
+        assert "6 answers" in call("--merge").output
+
+    def test_uneven_numbers_of_an_array_are_refused(self, call):
+        done = call(
+            env={
+                f"SLURM_ARRAY_TASK_{name}": value
+                for name, value in zip(("COUNT", "MIN", "MAX", "ID"), "3051", strict=True)
+            }
+        )
+        assert done.exit_code == 2
+        assert "no even numbers" in done.output
+
+
+class TestServiceOfItsOwn:
+    @pytest.fixture
+    def world(self, tmp_path, requests):
+        with PageWorld(tmp_path) as world:
+            requests(6).rename(world.clone / "in.jsonl")
+            yield world
+
+    @staticmethod
+    def call(world, options, output="out.jsonl"):
+        command = f"hpc-serve batch in.jsonl {output} {options}"
+        return world.run(Block(page="", number=1, language="bash", text="", runs=command, left_out=()))
+
+    def test_it_is_started_if_lines_are_left_and_stopped_afterwards(self, world):
+        done = self.call(world, "--model 8b --replicas 2")
+        assert done.returncode == 0, done.stdout
+        assert len(set(ids(world.clone / "out.jsonl"))) == 6
+        (own,) = [one for one in services(home=world.store_home) if one.service == "8b"]
+        assert len(own.replicas) == 2
+        assert all(one.is_over for one in own.replicas)
+        assert "Nothing was left to ask." in self.call(world, "--model 8b --service other").stdout
+        assert "other" not in {one.service for one in services(home=world.store_home)}
+
+    def test_it_is_stopped_after_a_failure(self, world):
+        (world.clone / "in.jsonl").write_text(
+            "".join(request_line(f"q{n}", url="/v1/responses") + "\n" for n in range(101))
+        )
+        done = self.call(world, "--model 8b")
+        assert "The first 100 lines all failed" in done.stdout
+        (own,) = [one for one in services(home=world.store_home) if one.service == "8b"]
+        assert all(one.is_over for one in own.replicas)
+
+    def test_it_is_stopped_after_ctrl_c(self, world, requests):
+        requests(5000).rename(world.clone / "in.jsonl")
+        argv = [sys.executable, "-m", "hpc_serve.cli", "batch", "in.jsonl", "out.jsonl", "--model", "8b"]
+        process = subprocess.Popen(
+            argv, cwd=world.clone, env=world.environ(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        output = world.clone / "out.jsonl"
+        wait_until(lambda: process.poll() is not None or (output.exists() and output.stat().st_size))
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode, said
+        (own,) = [one for one in services(home=world.store_home) if one.service == "8b"]
+        assert all(one.is_over for one in own.replicas)
+        assert 0 < len(ids(output)) < 5000
+
+    def test_a_service_that_is_there_is_used_and_stays(self, world):
+        done = self.call(world, "--model 70b")
+        assert done.returncode == 0, done.stdout
+        assert "70b is there already, and stays" in done.stdout
+        (own,) = [one for one in services(home=world.store_home) if one.service == "70b"]
+        assert own.ready
+
+    @pytest.mark.parametrize("options", ["--model 8b --shard 1/2", "--replicas 2"])
+    def test_options_that_do_not_go_together_are_refused(self, world, options):
+        assert self.call(world, options).returncode == 2
