@@ -84,7 +84,11 @@ def _planned_anew(
             num_nodes=record.num_nodes,
             gpus_per_node=record.gpus_per_node or None,
             engines_per_node=record.replicas_per_job,
-            engine=EngineConfig(tensor_parallel_size=layout[0], pipeline_parallel_size=layout[1]),
+            engine=EngineConfig(
+                tensor_parallel_size=record.tensor_parallel_size,
+                pipeline_parallel_size=record.pipeline_parallel_size,
+                data_parallel_size=record.data_parallel_size,
+            ),
             workload=Workload(concurrency=in_flight, max_model_len=input_len + output_len),
             input_tokens=input_len,
             output_tokens=output_len,
@@ -104,5 +108,5 @@ def _planned_anew(
 
 
 def _layout(record: EndpointRecord) -> tuple[int, ...]:
-    sizes = record.tensor_parallel_size, record.pipeline_parallel_size
+    sizes = record.tensor_parallel_size, record.pipeline_parallel_size, record.data_parallel_size
     return *sizes, record.num_nodes, record.gpus_per_node, record.replicas_per_job

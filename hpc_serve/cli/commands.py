@@ -19,6 +19,8 @@ VLLM_OPTIONS = {
     "--dtype TYPE": "bfloat16, float16, float32.",
     "--enforce-eager": "No CUDA graphs.",
     "--enable-expert-parallel": "Whole experts to each GPU.",
+    "--data-parallel-size N": "Ranks with requests of their own that share the experts.",
+    "--decode-context-parallel-size N": "TP ranks that divide each request's cache.",
     "--enable-lora": "Room for LoRA adapters; --max-loras, --max-lora-rank.",
     "--cpu-offload-gb SIZE": "Weights of each GPU in the node's memory (10GiB).",
     "--limit-mm-per-prompt JSON": "Images, videos …: '{\"image\": 0}' loads no tower.",

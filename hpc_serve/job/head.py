@@ -35,7 +35,7 @@ from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.drain import forget_drain_request
 from hpc_serve.rendezvous.record import NodeRecord
 from hpc_serve.rendezvous.store import ServiceStore, default_home
-from hpc_serve.vllm.command import check_layout
+from hpc_serve.vllm.command import check_layout, settings_text
 
 _log = logging.getLogger(__name__)
 _POLL_INTERVAL_S = 0.5
@@ -162,9 +162,9 @@ class Head:
             await ray.wait_for_nodes(self._workers.names)
         else:
             environ = node.child_environ(address=node.internal_head)
-            master_port = choose_port()
-            node.write_master_port(master_port)
-            await self._workers.start_all(keeps_cache=keeps_cache, master_port=master_port)
+            settings = settings_text(node.command, choose_port)
+            node.write_settings(settings)
+            await self._workers.start_all(keeps_cache=keeps_cache, settings=settings)
         await self._engine.serve(environ)
 
     async def _stage_model(self) -> None:

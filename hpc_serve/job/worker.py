@@ -20,6 +20,7 @@ from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.outcome import Outcome, RunEnd
 from hpc_serve.job.run.parts import Parts, StopOrder
 from hpc_serve.job.run.ray_cluster import worker_argv
+from hpc_serve.vllm.command import headless_argv
 
 _log = logging.getLogger(__name__)
 _REPORT_TIMEOUT_S = 30.0
@@ -151,9 +152,9 @@ async def _start_part(node: Node, parts: Parts, holding: asyncio.Future[_Ray] | 
         argv = worker_argv(node.ray_start_argv(address=ray.address), head=str(go.get("gcs")))
         await ray.held.release(argv, node.ray_environ(address=ray.address))
     else:
-        argv = [*node.command.argv, "--distributed-executor-backend", "mp", *node.multi_node_args()]
+        argv = [*headless_argv(node.command), "--distributed-executor-backend", "mp", *node.multi_node_args()]
         environ = node.child_environ(address=_own_address(node))
-        node.write_master_port(int(go.get("master_port", 0)))
+        node.write_settings(str(go.get("settings", "")))
         engine = await parts.start_child("engine", argv, environ)
         parts.add_child(StopOrder.ENGINE, engine, grace_s=_GRACE_S)
         parts.end_with(engine)

@@ -24,6 +24,8 @@ Arrivals = Literal["steady", "burst"]
 _POSITIVE = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
+    "data_parallel_size",
+    "decode_context_parallel_size",
     "kv_cache_memory_bytes",
     "max_num_seqs",
     "max_num_batched_tokens",
@@ -60,6 +62,8 @@ class EngineConfig:
 
     tensor_parallel_size: int | None = None
     pipeline_parallel_size: int | None = None
+    data_parallel_size: int | None = None
+    decode_context_parallel_size: int | None = None
     dtype: str = "auto"
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
@@ -210,6 +214,11 @@ class EngineConfig:
     def is_pooling(self) -> bool:
         """Whether the engine makes embeddings, scores or classes, and no text."""
         return self.runner == "pooling"
+
+    @property
+    def has_asked_layout(self) -> bool:
+        """Whether a size of the layout was asked for."""
+        return bool(self.tensor_parallel_size or self.pipeline_parallel_size or self.data_parallel_size)
 
     @property
     def redundant_experts(self) -> int:

@@ -64,7 +64,7 @@ def draw(result: PlanResult, path: str) -> None:
         draw_memory(figure.add_subplot(grid[1, 1]), plan, plan.accelerator)
         nodes = f"{plan.layout.num_nodes} x {plan.layout.gpus_per_node} {plan.accelerator.product}"
         figure.suptitle(plan.model, x=0.065, y=0.975, ha="left", fontsize=17, fontweight="bold", color=INK)
-        layout = f"TP={plan.layout.tensor_parallel_size}, PP={plan.layout.pipeline_parallel_size} on {nodes}"
+        layout = f"{plan.layout.sizes.replace(' ', ', ')} on {nodes}"
         scheme = result.model.quantization.method.replace("none", result.model.dtype)
         about = f"one replica: {layout}, {scheme}; answers of {traffic.output_tokens:,} tokens"
         figure.text(0.065, 0.922, about, fontsize=11.5, color="#52606d")

@@ -83,7 +83,7 @@ def _parts(memory: MemoryEstimate) -> tuple[float, float, float]:
 
 def _name(candidate: Candidate) -> str:
     layout = candidate.layout
-    sizes = f"TP={layout.tensor_parallel_size} PP={layout.pipeline_parallel_size}"
+    sizes = layout.sizes
     return f"{sizes}\n{layout.num_nodes} x {layout.gpus_per_node}, {candidate.verdict}"
 
 

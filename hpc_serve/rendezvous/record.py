@@ -121,6 +121,7 @@ class EndpointRecord:
     start: StartRecord | None = field(default=None, metadata=MAY_BE_MISSING)
     signs: bool = field(default=False, metadata=MAY_BE_MISSING)
     drain_cause: str = field(default="", metadata=MAY_BE_MISSING)
+    data_parallel_size: int = field(default=1, metadata=MAY_BE_MISSING)
     version: int = VERSION
 
     @property
@@ -133,6 +134,12 @@ class EndpointRecord:
         """Its stage, and how far that is."""
         stage = self.stage or self.state
         return f"{stage} {self.progress.done}/{self.progress.total}" if self.progress else stage
+
+    @property
+    def layout(self) -> str:
+        """The sizes of the engine's layout in words. Data parallelism is named only where there is any."""
+        data = f"DP={self.data_parallel_size} " if self.data_parallel_size > 1 else ""
+        return f"{data}TP={self.tensor_parallel_size} PP={self.pipeline_parallel_size}"
 
     def is_overdue(self, now: float) -> bool:
         """Return whether renewals are missing at `now`, in seconds since the epoch.

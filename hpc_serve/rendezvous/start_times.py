@@ -45,9 +45,8 @@ class _Starts:
 
 def layout_of(record: EndpointRecord) -> str:
     """On what a replica runs, as far as it decides how long a start takes."""
-    layout = f"TP={record.tensor_parallel_size} PP={record.pipeline_parallel_size}"
     stand_in = f" from {record.stand_in}" if record.stand_in else ""
-    return f"{record.cluster} {record.num_nodes}x{record.gpus_per_node} {layout}{stand_in}"
+    return f"{record.cluster} {record.num_nodes}x{record.gpus_per_node} {record.layout}{stand_in}"
 
 
 def cache_of(record: EndpointRecord) -> str:

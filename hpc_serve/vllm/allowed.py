@@ -20,6 +20,7 @@ OVERRULE = "--allow-unknown-vllm-options"
 _READ_BY_LAUNCHER = (
     "--tensor-parallel-size",
     "--pipeline-parallel-size",
+    "--data-parallel-size",
     "--served-model-name",
     "--port",
     "--api-server-count",

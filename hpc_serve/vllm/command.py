@@ -7,13 +7,13 @@ pinned version does not know are passed on: the vLLM of the job may be another o
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.vllm.allowed import check_arguments, check_file_arguments
-from hpc_serve.vllm.arguments import names_in, read_arguments, value_of
+from hpc_serve.vllm.arguments import names_in, read_arguments, value_of, without
 
 Device = Literal["GPU", "TPU"]
 """What Ray calls the devices that an engine's ranks take one each of; engines on CPUs take none."""
@@ -43,6 +43,7 @@ class ServeCommand:
     served_model_names: tuple[str, ...]
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    data_parallel_size: int
     port: int | None
     executor: str | None
     api_servers: int = 1
@@ -50,8 +51,13 @@ class ServeCommand:
     stand_in: str | None = None
 
     @property
-    def world_size(self) -> int:
+    def rank_size(self) -> int:
+        """GPUs of one data-parallel rank."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def world_size(self) -> int:
+        return self.rank_size * self.data_parallel_size
 
 
 def read_command(words: Sequence[str], *, stand_in: StandIn | None = None) -> ServeCommand:
@@ -76,32 +82,35 @@ def read_command(words: Sequence[str], *, stand_in: StandIn | None = None) -> Se
             args += ("--served-model-name", model)
         args += stand_in.args
     given = read_arguments(args)
+    data_ranks = value_of(given, "--data-parallel-size") or 1
     return ServeCommand(
         argv=(*words[:place], stand_in.folder if stand_in else model, *args),
         model=model,
         served_model_names=names,
         tensor_parallel_size=value_of(given, "--tensor-parallel-size") or 1,
         pipeline_parallel_size=value_of(given, "--pipeline-parallel-size") or 1,
+        data_parallel_size=data_ranks,
         port=value_of(given, "--port") or None,
         executor=value_of(given, "--distributed-executor-backend"),
-        api_servers=value_of(given, "--api-server-count") or 1,
+        api_servers=value_of(given, "--api-server-count") or data_ranks,  # vLLM's own default
         scheduling_policy=value_of(given, "--scheduling-policy"),
         stand_in=stand_in.folder if stand_in else None,
     )
 
 
 def choose_backend(backend: str, command: ServeCommand, num_nodes: int) -> str:
-    """Return `ray` or `mp`. Several nodes use Ray unless told otherwise, and one node needs no Ray."""
+    """Return `ray` or `mp`. Several nodes use Ray unless told otherwise; one node and data parallelism need no Ray."""
     if backend != "auto":
         return backend
     if command.executor in ("ray", "mp"):
         return command.executor
-    return "ray" if num_nodes > 1 else "mp"
+    return "ray" if num_nodes > 1 and command.data_parallel_size == 1 else "mp"
 
 
 def check_layout(command: ServeCommand, *, num_nodes: int, device: Device, per_node: int, backend: str) -> None:
     """Refuse a layout that cannot start on this allocation, or that leaves whole nodes idle. Raises DoesNotFitError."""
-    sizes = f"TP={command.tensor_parallel_size} x PP={command.pipeline_parallel_size}"
+    data = f"DP={command.data_parallel_size} x " if command.data_parallel_size > 1 else ""
+    sizes = f"{data}TP={command.tensor_parallel_size} x PP={command.pipeline_parallel_size}"
     layout = f"{sizes} = {command.world_size} {device}s"
     have = f"{num_nodes} node{'s' if num_nodes > 1 else ''} x {per_node} {device}s"
     if num_nodes > 1 and not per_node:
@@ -110,6 +119,11 @@ def check_layout(command: ServeCommand, *, num_nodes: int, device: Device, per_n
         )
     if num_nodes > 1 and device == "TPU" and backend != "ray":
         raise DoesNotFitError("vLLM joins the hosts of a TPU slice with Ray alone: use --backend ray, or auto.")
+    if data and backend != "mp":
+        raise DoesNotFitError(
+            f"The engine wants {layout}, and hpc-serve starts data-parallel ranks over vLLM's own start alone: use "
+            "--backend mp, or auto."
+        )
     if per_node and command.world_size > num_nodes * per_node:
         raise DoesNotFitError(
             f"The engine wants {layout}, the job has {have}; ask for more nodes, or a smaller layout."
@@ -120,6 +134,12 @@ def check_layout(command: ServeCommand, *, num_nodes: int, device: Device, per_n
         )
     if num_nodes > 1 and command.world_size % num_nodes:
         raise DoesNotFitError(f"The engine wants {layout}, which {num_nodes} nodes cannot share evenly.")
+    share = command.world_size // num_nodes
+    if data and share % command.rank_size and command.rank_size % share:
+        raise DoesNotFitError(
+            f"The engine wants {layout}, and {num_nodes} nodes x {share} cut a data-parallel rank of "
+            f"{command.rank_size}: a node takes whole ranks, or a rank whole nodes."
+        )
 
 
 def head_args(
@@ -151,9 +171,22 @@ def multi_node_args(*, num_nodes: int, node_rank: int, master_address: str, sett
 
     Every node runs one command; only the first runs a server.
 
-    The port at `master_address` is in the YAML file `settings_file`. On the command line every user of the node could
-    read the port, and take it before the engine listens.
+    The ports at `master_address` are in the YAML file `settings_file`. On the command line every user of the node could
+    read a port, and take it before the engine listens. From the number of nodes and this node's rank vLLM infers which
+    data-parallel ranks run here (engine/arg_utils.py).
     """
     args = ["--nnodes", str(num_nodes), "--node-rank", str(node_rank), "--master-addr", master_address]
     args += ["--config", settings_file]
     return args if node_rank == 0 else [*args, "--headless"]
+
+
+def settings_text(command: ServeCommand, choose_port: Callable[[], int]) -> str:
+    """Return the file of settings for vLLM's own multi-node start: the ports at which its processes meet."""
+    names = ["master-port", "data-parallel-rpc-port"][: 1 + (command.data_parallel_size > 1)]
+    return "".join(f"{name}: {choose_port()}\n" for name in names)
+
+
+def headless_argv(command: ServeCommand) -> list[str]:
+    """Return the command for a node without a server, which takes no number of API servers."""
+    place = command.argv.index("serve") + 2
+    return [*command.argv[:place], *without(command.argv[place:], {"--api-server-count"})]

@@ -80,5 +80,4 @@ def _layout_on(site: SiteProfile, model: str) -> str | None:
         plan = plan_for(asked).plan
     except HpcServeError:
         return None
-    sizes = plan and (plan.layout.tensor_parallel_size, plan.layout.pipeline_parallel_size)
-    return f"TP={sizes[0]} PP={sizes[1]}" if sizes else None
+    return plan.layout.sizes if plan else None

@@ -40,7 +40,8 @@ def print_comparison(results: list[PlanResult]) -> None:
 
 def _memory_table(results: list[PlanResult]) -> Table:
     replicas = ("REPLICAS",) if _has_replicas(results) else ()
-    table = _table(*replicas, "NODES", "TP", "PP", "USABLE", "WEIGHTS", "CACHE", "TOKENS", "AT ONCE")
+    data = ("DP",) if any(one.plan and one.plan.layout.data_parallel_size > 1 for one in results) else ()
+    table = _table(*replicas, "NODES", *data, "TP", "PP", "USABLE", "WEIGHTS", "CACHE", "TOKENS", "AT ONCE")
     for result in results:
         if result.plan is None:
             table.add_row(Text(result.accelerator.name), Text("no fit", style="red"))
@@ -51,6 +52,7 @@ def _memory_table(results: list[PlanResult]) -> Table:
             Text(result.accelerator.name),
             *((str(chosen.replicas),) if replicas else ()),
             f"{chosen.layout.num_nodes} x {chosen.layout.gpus_per_node}",
+            *((str(chosen.layout.data_parallel_size),) if data else ()),
             str(chosen.layout.tensor_parallel_size),
             str(chosen.layout.pipeline_parallel_size),
             *(f"{size / GIB:.1f}" for size in sizes),

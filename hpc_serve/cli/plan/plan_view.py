@@ -110,7 +110,7 @@ def _headline(chosen: ServePlan) -> Text:
     layout = chosen.layout
     nodes = f"{layout.num_nodes} node{'s' if layout.num_nodes > 1 else ''}"
     where = f"{nodes} x {layout.gpus_per_node} {chosen.accelerator.name}"
-    sizes = f"TP={layout.tensor_parallel_size} x PP={layout.pipeline_parallel_size}"
+    sizes = layout.sizes.replace(" ", " x ")
     replicas = f"{chosen.replicas} replicas, each on " if chosen.replicas > 1 else ""
     return Text(chosen.model, style="bold").append(f": {replicas}{where}, {sizes}", style="not bold")
 
@@ -157,7 +157,8 @@ def _print_layouts(console: Console, result: PlanResult, candidates: Sequence[Ca
         pad_edge=False,
         show_edge=False,
     )
-    for heading in ("TP", "PP", "NODES"):
+    data = ("DP",) if any(layout.data_parallel_size > 1 for layout in verdicts) else ()
+    for heading in (*data, "TP", "PP", "NODES"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     if result.contexts:
@@ -170,6 +171,7 @@ def _print_layouts(console: Console, result: PlanResult, candidates: Sequence[Ca
         table.add_column("WHY", overflow="fold")
     for layout, (verdict, cells) in verdicts.items():
         table.add_row(
+            *((str(layout.data_parallel_size),) if data else ()),
             str(layout.tensor_parallel_size),
             str(layout.pipeline_parallel_size),
             f"{layout.num_nodes} x {layout.gpus_per_node}",
@@ -201,7 +203,7 @@ def _with_contexts(
 def _print_sharing(console: Console, result: PlanResult) -> None:
     """How replicas could share a whole node, where the plan takes a part of one and no sizes were asked for."""
     workload, engine = result.inputs.workload, result.inputs.engine
-    asked = engine.tensor_parallel_size or engine.pipeline_parallel_size
+    asked = engine.has_asked_layout
     if result.chosen.layout.num_nodes > 1 or result.inputs.cluster.node_size == 1 or asked or workload.replicas:
         return
     ways = replica_options(result.inputs)

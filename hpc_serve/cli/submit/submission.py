@@ -43,6 +43,7 @@ def submission_json(
         "gpus_per_node": plan.layout.gpus_per_node,
         "tensor_parallel_size": plan.layout.tensor_parallel_size,
         "pipeline_parallel_size": plan.layout.pipeline_parallel_size,
+        "data_parallel_size": plan.layout.data_parallel_size,
         "replicas_wanted": plan.replicas,
         "weights_note": submission.weights_note,
         "queue": _queue_words(own),
@@ -68,7 +69,7 @@ def submission_text(
     from hpc_serve.submit.services.wanted_sentence import bounds_sentence
 
     job, plan = submission.job, submission.plan
-    layout = f"TP={plan.layout.tensor_parallel_size} PP={plan.layout.pipeline_parallel_size}"
+    layout = plan.layout.sizes
     nodes = f"{plan.layout.num_nodes} node{'s' if plan.layout.num_nodes > 1 else ''}"
     machines = (
         f"{nodes} x {plan.layout.gpus_per_node} {plan.accelerator.unit}{'s' if plan.layout.gpus_per_node > 1 else ''}"

@@ -104,8 +104,7 @@ class ReplicaStatus:
     @property
     def layout(self) -> str:
         """How its engine is laid out over its GPUs; empty before its nodes are known."""
-        record = self.record
-        return f"TP={record.tensor_parallel_size} PP={record.pipeline_parallel_size}" if record and record.nodes else ""
+        return self.record.layout if self.record and self.record.nodes else ""
 
     @property
     def predicted_and_measured(self) -> dict[str, tuple[float, float]]:

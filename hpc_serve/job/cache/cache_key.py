@@ -30,6 +30,7 @@ def cache_key(command: ServeCommand, device: Device, num_nodes: int) -> str:
     return _digest(
         [model, _text_of(Path(model) / "config.json")],
         [command.tensor_parallel_size, command.pipeline_parallel_size, num_nodes, device],
+        [command.data_parallel_size] if command.data_parallel_size > 1 else [],
         [sys.prefix, platform.python_version(), *_versions(_ENGINES)],
     )
 

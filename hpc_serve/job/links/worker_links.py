@@ -74,14 +74,14 @@ class WorkerLinks:
         """Return whether every worker has the lock of this folder of caches on its own node."""
         return all(link.cache == path for link in self._links.values())
 
-    async def start_all(self, *, keeps_cache: bool, gcs: str = "", master_port: int = 0) -> None:
+    async def start_all(self, *, keeps_cache: bool, gcs: str = "", settings: str = "") -> None:
         """Tell every worker to start its part.
 
-        `gcs` is the "address:port" of Ray's GCS. If there is no Ray, the engine's processes meet at `master_port` of
-        the head. If `keeps_cache` is false, the engine uses no folder of caches that outlives the run.
+        `gcs` is the "address:port" of Ray's GCS. If there is no Ray, `settings` say at which ports of the head the
+        engine's processes meet. If `keeps_cache` is false, the engine uses no folder of caches that outlives the run.
         """
         for link in self._links.values():
-            await link.send("go", gcs=gcs, master_port=master_port, keeps_cache=keeps_cache)
+            await link.send("go", gcs=gcs, settings=settings, keeps_cache=keeps_cache)
 
     async def stage_all(self) -> None:
         """Tell every worker to copy the model to its own node."""

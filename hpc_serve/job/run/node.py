@@ -145,13 +145,13 @@ class Node:
 
     @property
     def settings_file(self) -> Path:
-        """Return the path of a file that tells this node's engine the port where its processes meet, and nobody
+        """Return the path of a file that tells this node's engine the ports where its processes meet, and nobody
         else."""
         return self.node_dir / "engine.yaml"  # vLLM asks for this ending
 
-    def write_master_port(self, port: int) -> None:
-        """Write the port of the head where the engine's processes meet. Raises StoreError."""
-        write_private(self.settings_file, f"master-port: {port}\n")
+    def write_settings(self, text: str) -> None:
+        """Write the ports of the head where the engine's processes meet. Raises StoreError."""
+        write_private(self.settings_file, text)
 
     def child_environ(self, *, address: str) -> dict[str, str]:
         """Return the engine's environment; its processes meet at `address`. A person's variables win over defaults."""

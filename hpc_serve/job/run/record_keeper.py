@@ -76,6 +76,7 @@ def first_record(node: Node) -> EndpointRecord:
         nodes=(NodeRecord(name=allocation.node_name, address=node.head),),
         tensor_parallel_size=command.tensor_parallel_size,
         pipeline_parallel_size=command.pipeline_parallel_size,
+        data_parallel_size=command.data_parallel_size,
         gpus_per_node=node.options.gpus_per_node,
         cache=node.cache.words,
         loading=node.loading,
@@ -117,7 +118,8 @@ def _planned_bytes(store: ServiceStore, record: EndpointRecord) -> int | None:
         path = store.service_dir(record.service) / "submitted" / f"{array_of(record.job_id)}.json"
         job = read_entry(path, SubmittedJob, record.service, [])
         of_rank = job.predicted.get("weight_bytes", 0.0) if job is not None else 0.0
-        return int(of_rank * record.tensor_parallel_size * record.pipeline_parallel_size) or None
+        ranks = record.tensor_parallel_size * record.pipeline_parallel_size * record.data_parallel_size
+        return int(of_rank * ranks) or None
     return None
 
 

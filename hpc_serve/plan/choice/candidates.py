@@ -61,16 +61,31 @@ class PlanInputs:
 
     def evaluate(self, layout: Layout) -> Candidate:
         """Estimate a layout's memory, and decide whether it holds the load asked for."""
+        engine = self.engine_for(layout)
         try:
-            memory = self._estimate(layout, self.engine)
-            if self.engine.max_num_seqs is None and 1 < memory.num_blocks < memory.least_blocks:
+            memory = self._estimate(layout, engine)
+            if engine.max_num_seqs is None and 1 < memory.num_blocks < memory.least_blocks:
                 fewer = max_num_seqs_for(memory.num_blocks)
-                memory = self._estimate(layout, replace(self.engine, max_num_seqs=fewer))
+                memory = self._estimate(layout, replace(engine, max_num_seqs=fewer))
         except DoesNotFitError as error:
             return Candidate(layout=layout, memory=None, verdict="refused", reason=str(error))
-        if memory.holds(self.workload.concurrency, self.blocks_each(layout, memory)):
-            return Candidate(layout=layout, memory=memory, verdict="fits", reason=cache_room_text(memory))
+        if memory.holds(self.requests_per_rank(layout), self.blocks_each(layout, memory)):
+            return Candidate(layout=layout, memory=memory, verdict="fits", reason=cache_room_text(memory, layout))
         return Candidate(layout=layout, memory=memory, verdict="too small", reason=self._shortfall_text(layout, memory))
+
+    def engine_for(self, layout: Layout) -> EngineConfig:
+        """Return the engine's options in a layout. A data-parallel layout that nobody asked for divides whole experts.
+
+        Without --enable-expert-parallel the ranks would each hold a slice of every expert.
+        """
+        if layout.data_parallel_size == 1:
+            return self.engine
+        whole = self.engine.enable_expert_parallel or self.engine.data_parallel_size is None
+        return replace(self.engine, data_parallel_size=layout.data_parallel_size, enable_expert_parallel=whole)
+
+    def requests_per_rank(self, layout: Layout) -> int:
+        """Return the requests at once of each data-parallel rank: of a layout without them, all."""
+        return -(-self.workload.concurrency // layout.data_parallel_size)
 
     def blocks_each(self, layout: Layout, memory: MemoryEstimate) -> int:
         """Return the blocks of the cache that one of the requests asked for takes."""
@@ -88,7 +103,7 @@ class PlanInputs:
 
     def _shortfall_text(self, layout: Layout, memory: MemoryEstimate) -> str:
         """Say in words what a layout lacks."""
-        unit, concurrency = self.cluster.accelerator.unit, self.workload.concurrency
+        unit, concurrency = self.cluster.accelerator.unit, self.requests_per_rank(layout)
         if memory.kv_cache_bytes <= 0:
             needed = memory.requested_bytes - memory.kv_cache_bytes
             return f"{needed / GIB:.1f} GiB per {unit} before any cache, {memory.requested_bytes / GIB:.1f} usable"
@@ -111,6 +126,7 @@ class PlanInputs:
             engine,
             tensor_parallel_size=layout.tensor_parallel_size,
             pipeline_parallel_size=layout.pipeline_parallel_size,
+            data_parallel_size=layout.data_parallel_size,
             max_model_len=self.max_model_len,
         )
 
@@ -127,11 +143,10 @@ def max_num_seqs_for(blocks: int) -> int:
 
 def alternatives(inputs: PlanInputs, chosen: Layout, tried: Set[Layout]) -> list[Candidate]:
     """Return layouts on the same nodes that were not tried and that a person might expect, each with its reason."""
-    engine = inputs.engine
-    if engine.tensor_parallel_size or engine.pipeline_parallel_size:
+    if inputs.engine.has_asked_layout:
         return []
     found = []
-    for layout in _neighbours(chosen, inputs.cluster):
+    for layout in _neighbours(chosen, inputs):
         if layout in tried:
             continue
         candidate = inputs.evaluate(layout)
@@ -183,17 +198,25 @@ def that_queues(tried: Sequence[Candidate]) -> Candidate | None:
     return next(iter(on_most_gpus([candidate for candidate in able if candidate.layout.num_nodes == fewest])), None)
 
 
-def cache_room_text(memory: MemoryEstimate) -> str:
+def cache_room_text(memory: MemoryEstimate, layout: Layout) -> str:
     """Say in words how much cache a layout leaves for requests."""
-    return f"{memory.kv_cache_tokens:,} tokens of cache, {memory.max_concurrency:.1f} requests of the longest context"
+    ranks = layout.data_parallel_size
+    each = f" in each of {ranks} data-parallel ranks" if ranks > 1 else ""
+    return (
+        f"{memory.kv_cache_tokens:,} tokens of cache, {memory.max_concurrency:.1f} requests of the longest context"
+        f"{each}"
+    )
 
 
-def _neighbours(chosen: Layout, cluster: ClusterSpec) -> Iterator[Layout]:
+def _neighbours(chosen: Layout, inputs: PlanInputs) -> Iterator[Layout]:
     """Yield layouts beside the chosen one.
 
     On several nodes: one tensor-parallel group over all nodes. On one node: more GPUs. On both: half the tensor
-    parallel size.
+    parallel size; for a model with experts, as many GPUs as the chosen layout, with data-parallel ranks of one GPU.
     """
+    cluster = inputs.cluster
+    if inputs.model.num_experts and cluster.accelerator.kind == "gpu" and chosen.num_gpus > 1:
+        yield replace(chosen, tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=chosen.num_gpus)
     if chosen.num_nodes > 1 and chosen.pipeline_parallel_size > 1:
         yield replace(chosen, tensor_parallel_size=chosen.num_gpus, pipeline_parallel_size=1)
     for layout in layouts_on(chosen.num_nodes, cluster, EngineConfig()):
@@ -206,6 +229,11 @@ def _neighbours(chosen: Layout, cluster: ClusterSpec) -> Iterator[Layout]:
 
 def _reason_against(layout: Layout, chosen: Layout, inputs: PlanInputs) -> str:
     accelerator = inputs.cluster.accelerator
+    if layout.data_parallel_size > 1:
+        return (
+            f"each of {layout.data_parallel_size} ranks computes its own requests alone, which is slower for few "
+            "requests at once; --target throughput compares the speed"
+        )
     if layout.splits_layers_across_nodes and accelerator.kind != "tpu":
         speeds, copies = _link_speeds_text(inputs), _kv_head_copies_text(layout, inputs)
         return f"two all-reduces a layer would cross the network{speeds}{copies}"

@@ -1,13 +1,14 @@
 """Lists the layouts to choose from, preferred ones first.
 
 Tensor parallelism stays within a node, pipeline parallelism goes across nodes. A layout on several nodes leaves no GPU
-idle.
+idle. Data-parallel ranks of one engine each have TP x PP GPUs and requests of their own; they share the experts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.engine import EngineConfig
@@ -20,17 +21,27 @@ MAX_NODES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The ranks of one engine and where they are. `gpus_per_node` are the GPUs used on each node."""
+    """The ranks of one engine and where they are. `gpus_per_node` are the GPUs used on each node.
+
+    `data_parallel_size` above 1: so many groups of TP x PP ranks hold requests of their own, and share the experts.
+    """
 
     tensor_parallel_size: int
     pipeline_parallel_size: int
     num_nodes: int
     gpus_per_node: int
+    data_parallel_size: int = 1
 
     @property
     def num_gpus(self) -> int:
         """Ranks in all."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def sizes(self) -> str:
+        """The sizes in words, as `TP=8 PP=2`. Data parallelism is named only where there is any."""
+        data = f"DP={self.data_parallel_size} " if self.data_parallel_size > 1 else ""
+        return f"{data}TP={self.tensor_parallel_size} PP={self.pipeline_parallel_size}"
 
     @property
     def splits_layers_across_nodes(self) -> bool:
@@ -39,7 +50,7 @@ class Layout:
 
     def __str__(self) -> str:
         nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
-        return f"TP={self.tensor_parallel_size} PP={self.pipeline_parallel_size} ({nodes} x {self.gpus_per_node})"
+        return f"{self.sizes} ({nodes} x {self.gpus_per_node})"
 
 
 def layouts(cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
@@ -53,32 +64,64 @@ def layouts(cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
             "or start one service a node."
         )
     if engine.tensor_parallel_size and engine.pipeline_parallel_size:
-        yield _layout_asked_for(engine.tensor_parallel_size, engine.pipeline_parallel_size, cluster)
+        sizes = engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.data_parallel_size or 1
+        yield _layout_asked_for(*sizes, cluster)
         return
     found = False
     for nodes in [cluster.num_nodes] if cluster.num_nodes else range(1, _most_nodes(cluster) + 1):
         for layout in layouts_on(nodes, cluster, engine):
             found = True
             yield layout
-    if not found and (engine.tensor_parallel_size or engine.pipeline_parallel_size):
+    if not found and engine.has_asked_layout:
         raise DoesNotFitError(_no_layout_text(cluster, engine))
 
 
+def without_layout(engine: EngineConfig) -> EngineConfig:
+    """Return the options without the sizes of a layout."""
+    return replace(engine, tensor_parallel_size=None, pipeline_parallel_size=None, data_parallel_size=None)
+
+
+def data_parallel_layouts(num_nodes: int, cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
+    """Yield the layouts on all GPUs of so many nodes whose data-parallel ranks share experts, without stages.
+
+    The ranks of a tensor-parallel group stay within a node. Yield none where data parallelism, stages or another kind
+    of accelerator was asked for.
+    """
+    asked = engine.data_parallel_size or (engine.pipeline_parallel_size or 1) > 1
+    if asked or cluster.accelerator.kind != "gpu":
+        return
+    node_size = cluster.node_size_of(num_nodes)
+    for tensor in reversed(_divisors(node_size)):
+        ranks = num_nodes * node_size // tensor
+        if ranks > 1 and engine.tensor_parallel_size in (None, tensor):
+            yield Layout(
+                tensor_parallel_size=tensor,
+                pipeline_parallel_size=1,
+                data_parallel_size=ranks,
+                num_nodes=num_nodes,
+                gpus_per_node=node_size,
+            )
+
+
 def _no_layout_text(cluster: ClusterSpec, engine: EngineConfig) -> str:
-    """Say why there is no layout with the one size that was asked for."""
-    tensor, pipeline = engine.tensor_parallel_size, engine.pipeline_parallel_size
-    asked = f"TP={tensor}" if tensor else f"PP={pipeline}"
-    option = "--tensor-parallel-size" if tensor else "--pipeline-parallel-size"
+    """Say why there is no layout with the sizes that were asked for."""
+    named = (
+        ("DP", "--data-parallel-size", engine.data_parallel_size),
+        ("TP", "--tensor-parallel-size", engine.tensor_parallel_size),
+        ("PP", "--pipeline-parallel-size", engine.pipeline_parallel_size),
+    )
+    given = [one for one in named if one[2]]
+    asked, option = " x ".join(f"{name}={size}" for name, _, size in given), given[-1][1]
     nodes = cluster.num_nodes or _most_nodes(cluster)
     most = nodes * cluster.node_size_of(nodes)
     places = f"{nodes} node{'s' if nodes > 1 else ''} x {cluster.node_size_of(nodes)}"
     places = places if cluster.num_nodes else f"{places}, the most that are looked at"
     unit = f"{cluster.accelerator.unit}s"
-    if (tensor or pipeline or 0) > most:
+    if math.prod(size or 1 for _, _, size in given) > most:
         return f"{asked} takes more than the {most} {unit} there are ({places}); leave out {option}, or ask for less."
     return (
         f"{asked} does not divide the {most} {unit} there are ({places}); leave out {option}, use another number, "
-        "or give both sizes."
+        f"or give {'all' if engine.data_parallel_size else 'both'} sizes."
     )
 
 
@@ -92,22 +135,26 @@ def layouts_on(num_nodes: int, cluster: ClusterSpec, engine: EngineConfig) -> It
     Links between TPU chips span hosts, and tensor-parallel groups do too. Several TPU hosts are an offered slice.
     """
     seen = set()
+    data = engine.data_parallel_size or 1
     is_tpu = cluster.accelerator.kind == "tpu"
     node_size = cluster.node_size_of(num_nodes)
     if num_nodes > 1 and not cluster.gpus_per_node and not is_offered(cluster.accelerator, num_nodes * node_size):
         return
     for gpus in _divisors(node_size) if num_nodes == 1 and not cluster.is_whole else [node_size]:
-        total = num_nodes * gpus
-        for tensor, pipeline in _splits(total, total if is_tpu else gpus, engine):
+        total, rest = divmod(num_nodes * gpus, data)
+        if rest:
+            continue
+        for tensor, pipeline in _splits(total, total if is_tpu else math.gcd(total, gpus), engine):
             if is_tpu and num_nodes > 1 and pipeline not in (1, num_nodes):
                 continue  # a stage is a host: tpu-inference's Ray executor takes no other number of them
-            used = tensor * pipeline // num_nodes
-            if tensor * pipeline % num_nodes or used > node_size or (tensor, pipeline) in seen:
+            used, rest = divmod(tensor * pipeline * data, num_nodes)
+            if rest or used > node_size or (tensor, pipeline) in seen:
                 continue
             seen.add((tensor, pipeline))
             layout = Layout(
                 tensor_parallel_size=tensor,
                 pipeline_parallel_size=pipeline,
+                data_parallel_size=data,
                 num_nodes=num_nodes,
                 gpus_per_node=used,
             )
@@ -132,15 +179,15 @@ def _splits(total: int, node_size: int, engine: EngineConfig) -> Iterator[tuple[
         yield tensor, (node_size // tensor) * (total // node_size)
 
 
-def _layout_asked_for(tensor: int, pipeline: int, cluster: ClusterSpec) -> Layout:
-    """Return the layout with both sizes as asked for.
+def _layout_asked_for(tensor: int, pipeline: int, data: int, cluster: ClusterSpec) -> Layout:
+    """Return the layout with the sizes as asked for.
 
     Raises DoesNotFitError if the nodes cannot hold the ranks or share them evenly.
     """
-    ranks = tensor * pipeline
+    ranks = tensor * pipeline * data
     nodes = cluster.num_nodes or _fewest_nodes(ranks, cluster) or 1
     size = cluster.node_size_of(nodes)
-    asked = f"TP={tensor} x PP={pipeline} is {ranks} ranks"
+    asked = f"{f'DP={data} x ' if data > 1 else ''}TP={tensor} x PP={pipeline} is {ranks} ranks"
     if ranks > nodes * size:
         places = f"{nodes} x {size} {cluster.accelerator.unit}s are {nodes * size}"
         raise DoesNotFitError(f"{asked}, but {places}; use {_larger_machines(ranks, cluster)}smaller sizes.")
@@ -151,6 +198,7 @@ def _layout_asked_for(tensor: int, pipeline: int, cluster: ClusterSpec) -> Layou
     layout = Layout(
         tensor_parallel_size=tensor,
         pipeline_parallel_size=pipeline,
+        data_parallel_size=data,
         num_nodes=nodes,
         gpus_per_node=ranks // nodes,
     )
@@ -181,7 +229,7 @@ def _too_many_gpus(layout: Layout, cluster: ClusterSpec) -> str:
     else:
         instead += [f"--nodes {-(-ranks // size)}"] if ranks <= size or ranks % size == 0 else []
         instead.append(f"--gpus-per-node {layout.gpus_per_node} to use as many of each node")
-    sizes = f"TP={tensor} x PP={layout.pipeline_parallel_size} is {ranks} rank{'s' if ranks > 1 else ''}"
+    sizes = f"{layout.sizes.replace(' ', ' x ')} is {ranks} rank{'s' if ranks > 1 else ''}"
     places = f"{nodes} node{'s' if nodes > 1 else ''} x {size} {device.unit}s are {nodes * size}"
     return f"{sizes}, but {places}: {nodes * size - ranks} would stay idle; use {', or '.join(instead)}."
 

@@ -23,7 +23,7 @@ from hpc_serve.plan.choice.layout import Layout, layouts
 from hpc_serve.plan.choice.minimum import MinimumGpus, minimum_gpus
 from hpc_serve.plan.choice.suggestions import Remedy, suggestions
 from hpc_serve.plan.choice.vllm_flags import assumption, vllm_args
-from hpc_serve.plan.engine import EngineConfig, Workload, max_num_seqs
+from hpc_serve.plan.engine import EngineConfig, Workload, max_num_batched_tokens, max_num_seqs
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import ClusterSpec
 from hpc_serve.plan.memory.estimate import MemoryEstimate
@@ -127,7 +127,7 @@ def _plan(
     served_model_names: tuple[str, ...],
     suggestions: tuple[Remedy, ...] = (),
 ) -> ServePlan:
-    layout, memory, model, engine = chosen.layout, chosen.memory, inputs.model, inputs.engine
+    layout, memory, model, engine = chosen.layout, chosen.memory, inputs.model, inputs.engine_for(chosen.layout)
     assert memory is not None
     if memory.max_num_seqs != max_num_seqs(engine, inputs.cluster.accelerator):
         engine = replace(engine, max_num_seqs=memory.max_num_seqs)
@@ -180,6 +180,8 @@ def _reasons(
     reasons += of_candidates
     if gpu.kind == "tpu" and layout.num_nodes > 1:
         reasons.append(f"{layout}: tensor parallelism goes over the links between chips, which span hosts.")
+    elif layout.data_parallel_size > 1:
+        reasons.append(_data_parallel_reason(inputs, layout))
     elif layout.num_nodes > 1 and not layout.splits_layers_across_nodes:
         reasons.append(
             f"{layout}: tensor parallelism stays within a node: its links carry two all-reduces a layer; "
@@ -191,7 +193,7 @@ def _reasons(
     if layout.num_nodes > 1 and layout.gpus_per_node < size:
         idle = size - layout.gpus_per_node
         reasons.append(f"{layout}: a job takes several nodes whole, so {idle} of {size} {gpu.unit}s of each stay idle.")
-    leaves = f"{layout} leaves {cache_room_text(memory)}."
+    leaves = f"{layout} leaves {cache_room_text(memory, layout)}."
     reasons.append(leaves)
     if memory.least_blocks and memory.max_num_seqs != max_num_seqs(inputs.engine, gpu):
         reasons.append(
@@ -209,22 +211,30 @@ def _reasons(
     return reasons, [reason for reason in reasons if reason not in said]
 
 
+def _data_parallel_reason(inputs: PlanInputs, layout: Layout) -> str:
+    """Return a sentence on what data-parallel ranks share, and on what the gathered tokens take."""
+    engine, gpu, ranks = inputs.engine_for(layout), inputs.cluster.accelerator, layout.data_parallel_size
+    tokens = max_num_batched_tokens(engine, gpu, inputs.max_model_len)
+    return (
+        f"{layout}: each of {ranks} ranks has all weights but the experts, and a cache and --max-num-seqs of its own. "
+        f"The experts of a rank see the {ranks} x {tokens:,} tokens of a step of all ranks: a smaller "
+        "--max-num-batched-tokens leaves more to the cache."
+    )
+
+
 def _waiting_reasons(inputs: PlanInputs, chosen: Candidate, suggestions: tuple[Remedy, ...]) -> list[str]:
     """Return a sentence on requests that wait, where the cache does not hold all that are asked for at once."""
     memory, concurrency = chosen.memory, inputs.workload.concurrency
     assert memory is not None
     each = inputs.blocks_each(chosen.layout, memory)
-    if memory.holds(concurrency, each):
+    if memory.holds(inputs.requests_per_rank(chosen.layout), each):
         return []
+    held = memory.held(each) * chosen.layout.data_parallel_size
     helps = f" All run at once with {'; or '.join(map(str, suggestions))}." if suggestions else ""
     return [
-        f"The cache holds {memory.held(each):,} of {concurrency:,} requests {inputs.request_text()}: the others wait, "
+        f"The cache holds {held:,} of {concurrency:,} requests {inputs.request_text()}: the others wait, "
         f"as vLLM queues them.{helps}"
     ]
-
-
-def _has_asked_sizes(inputs: PlanInputs) -> bool:
-    return bool(inputs.engine.tensor_parallel_size or inputs.engine.pipeline_parallel_size)
 
 
 def _nothing_fits(asked: PlanInputs, tried: list[Candidate]) -> NoLayoutError:
@@ -239,7 +249,7 @@ def _nothing_fits(asked: PlanInputs, tried: list[Candidate]) -> NoLayoutError:
     gpus = f"{cluster.node_size} {cluster.accelerator.name}"
     headline = f"{inputs.model.name} does not fit {nodes} of {gpus} with {requests}."
     if all(candidate.memory is None for candidate in tried):
-        where = "so" if _has_asked_sizes(inputs) else f"on {nodes} of {gpus}"
+        where = "so" if inputs.engine.has_asked_layout else f"on {nodes} of {gpus}"
         headline = f"{inputs.model.name} cannot be served {where}:"
     lines = [
         headline,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hpc_serve.plan.choice.candidates import PlanInputs
-from hpc_serve.plan.choice.layout import Layout
-from hpc_serve.plan.engine import EngineConfig
+from hpc_serve.plan.choice.layout import Layout, without_layout
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 
 TYPICAL_REQUEST_TOKENS = 2048
@@ -39,7 +38,7 @@ def replica_options(inputs: PlanInputs) -> list[Sharing]:
     """
     size = inputs.cluster.node_size
     found = []
-    free = replace(inputs, engine=_without_layout(inputs.engine))
+    free = replace(inputs, engine=without_layout(inputs.engine))
     for replicas in (count for count in range(1, size + 1) if size % count == 0):
         width = size // replicas
         layout = Layout(tensor_parallel_size=width, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=width)
@@ -71,7 +70,3 @@ def compare_sharing(options: list[Sharing], max_model_len: int) -> str | None:
     if many.memory.kv_cache_tokens < max_model_len:
         text += f" In a small engine a request may have at most {many.memory.kv_cache_tokens:,} tokens."
     return text
-
-
-def _without_layout(engine: EngineConfig) -> EngineConfig:
-    return replace(engine, tensor_parallel_size=None, pipeline_parallel_size=None)

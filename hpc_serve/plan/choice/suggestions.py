@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.choice.contexts import CONTEXT_STEP, longest_context
-from hpc_serve.plan.choice.layout import Layout, layouts, layouts_on
+from hpc_serve.plan.choice.layout import Layout, layouts, layouts_on, without_layout
+from hpc_serve.plan.engine import max_num_batched_tokens
 from hpc_serve.plan.hardware.cluster import whole_cluster
 from hpc_serve.plan.hardware.tpu import chip_count
 from hpc_serve.plan.memory.kv_cache import kv_cache_dtype
@@ -24,6 +25,10 @@ _QUANTIZATIONS: tuple[tuple[str, str, Scheme], ...] = (
     ("fp8", "fp8 weights", FP8_TENSOR),
     ("gptq", "a checkpoint quantised to 4 bits", int_groups(4, 128, False)),
 )
+
+
+_LEAST_STEP = 512
+"""Fewer tokens of a step are not proposed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,7 @@ def suggestions(asked: PlanInputs, nearest: list[Layout]) -> list[Remedy]:
     inputs = asked.for_one_replica()
     tries = (
         _fewer_sequences(inputs, nearest),
+        _smaller_steps(inputs, nearest),
         _more_nodes(asked) or _other_sizes(asked),
         _fewer_requests(inputs, nearest),
         _shorter_context(inputs, nearest),
@@ -85,7 +91,7 @@ def _several_at_once(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None
             longest, layout = max(((longest_context(found, one), one) for one in there), key=lambda item: item[0])
             if longest >= max(CONTEXT_STEP, inputs.max_model_len // 4, inputs.workload.request_tokens or 1):
                 options = {"--quantization": method, **cache, "--max-model-len": str(longest)}
-                return Remedy(options=options, gives=f"{gives}: {_sizes(layout)}")
+                return Remedy(options=options, gives=f"{gives}: {layout.sizes}")
     return None
 
 
@@ -98,6 +104,17 @@ def _fewer_sequences(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None
         candidate = free.evaluate(layout)
         if candidate.verdict == "fits" and candidate.memory is not None and candidate.memory.least_blocks:
             return Remedy(options={"--max-num-seqs": str(candidate.memory.max_num_seqs)})
+    return None
+
+
+def _smaller_steps(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None:
+    """Return the most tokens of a step with which data-parallel ranks fit, whose experts see the tokens of all."""
+    nearest = [layout for layout in nearest if layout.data_parallel_size > 1]
+    tokens = max_num_batched_tokens(inputs.engine, inputs.cluster.accelerator, inputs.max_model_len)
+    while nearest and (tokens := tokens // 2) >= _LEAST_STEP:
+        small = replace(inputs, engine=replace(inputs.engine, max_num_batched_tokens=tokens))
+        if any(small.evaluate(layout).verdict == "fits" for layout in nearest):
+            return Remedy(options={"--max-num-batched-tokens": str(tokens)})
     return None
 
 
@@ -115,7 +132,7 @@ def _more_nodes(asked: PlanInputs) -> Remedy | None:
         return None
     size = layout.gpus_per_node if layout.num_nodes > 1 else free.cluster.node_size
     options = {"--nodes": str(layout.num_nodes * replicas), "--gpus-per-node": str(size)}
-    return Remedy(options=options, gives=_sizes(layout))
+    return Remedy(options=options, gives=layout.sizes)
 
 
 def _another_slice(asked: PlanInputs) -> Remedy | None:
@@ -124,7 +141,7 @@ def _another_slice(asked: PlanInputs) -> Remedy | None:
     for topology in device.slices:
         layout = _first_that_fits(replace(asked, cluster=whole_cluster(device, chip_count(topology))))
         if layout is not None:
-            return Remedy(options={"--gpu": f"{device.name}:{topology}"}, gives=_sizes(layout))
+            return Remedy(options={"--gpu": f"{device.name}:{topology}"}, gives=layout.sizes)
     return None
 
 
@@ -132,9 +149,9 @@ def _other_sizes(asked: PlanInputs) -> Remedy | None:
     """Return the sizes nearest to those asked for that fit, on as few nodes as possible."""
     engine = asked.engine
     tensor, pipeline = engine.tensor_parallel_size, engine.pipeline_parallel_size
-    if not (tensor or pipeline):
+    if not engine.has_asked_layout:
         return None
-    free = replace(asked, engine=replace(engine, tensor_parallel_size=None, pipeline_parallel_size=None))
+    free = replace(asked, engine=without_layout(engine))
     first = _first_that_fits(free)
     if first is None:
         return None
@@ -151,6 +168,8 @@ def _other_sizes(asked: PlanInputs) -> Remedy | None:
         "--tensor-parallel-size": str(best.tensor_parallel_size),
         "--pipeline-parallel-size": str(best.pipeline_parallel_size),
     }
+    if engine.data_parallel_size:
+        options["--data-parallel-size"] = "1"
     return Remedy(options=options if asked.cluster.num_nodes else {**options, "--nodes": str(best.num_nodes)})
 
 
@@ -161,7 +180,7 @@ def _fewer_requests(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None:
     for layout in nearest:
         memory = inputs.evaluate(layout).memory
         if memory is not None and memory.holds(1):
-            most = max(most, memory.held(inputs.blocks_each(layout, memory)))
+            most = max(most, memory.held(inputs.blocks_each(layout, memory)) * layout.data_parallel_size)
     return Remedy(options={"--concurrency": str(most)}, gives="requests of that length at once") if most else None
 
 
@@ -192,7 +211,7 @@ def _smaller_weights(inputs: PlanInputs) -> Remedy | None:
             continue  # vLLM 0.32 has no fp8 kernels for CPUs
         layout = _first_that_fits(replace(inputs, model=_quantized(inputs.model, scheme)))
         if layout is not None:
-            return Remedy(options={"--quantization": method}, gives=f"{gives}: {_sizes(layout)}")
+            return Remedy(options={"--quantization": method}, gives=f"{gives}: {layout.sizes}")
     return None
 
 
@@ -220,7 +239,3 @@ def _first_that_fits(asked: PlanInputs) -> Layout | None:
     except (DoesNotFitError, InvalidRequestError):
         return None
     return None
-
-
-def _sizes(layout: Layout) -> str:
-    return f"TP={layout.tensor_parallel_size} PP={layout.pipeline_parallel_size}"

@@ -22,7 +22,7 @@ _OPTIONS = [option for option in fields(EngineConfig) if option.name not in _NOT
 _FIELDS = ("max_model_len", *(option.name for option in _OPTIONS))
 """The options that decide about memory and layout: the fields of EngineConfig, and the context."""
 _PLAIN = ("int | None", "float | None", "str | None")
-_LAYOUT = ("tensor_parallel_size", "pipeline_parallel_size")
+_LAYOUT = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 ONLINE_METHODS = {
     "fp8": "fp8_per_tensor",
     "fp8_per_tensor": "fp8_per_tensor",
@@ -41,6 +41,8 @@ def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: M
         *("--pipeline-parallel-size", str(layout.pipeline_parallel_size)),
         *("--max-model-len", str(max_model_len)),
     ]
+    if layout.data_parallel_size > 1:
+        args += ["--data-parallel-size", str(layout.data_parallel_size)]
     given = {
         option: getattr(engine, option.name) for option in _OPTIONS if option.name not in (*_LAYOUT, "quantization")
     }

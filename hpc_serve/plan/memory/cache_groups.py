@@ -48,8 +48,13 @@ class CacheGroup:
     block_size: int
     window: int = 0
 
-    def blocks_per_request(self, max_model_len: int, in_flight_tokens: int, state_blocks: int) -> int:
-        """Return the blocks that one request of `max_model_len` tokens may hold at once."""
+    def blocks_per_request(
+        self, max_model_len: int, in_flight_tokens: int, state_blocks: int, context_ranks: int = 1
+    ) -> int:
+        """Return the blocks that one request of `max_model_len` tokens may hold at once on one rank.
+
+        `context_ranks` each hold an equal part of the tokens: `max_num_blocks_per_req` in vLLM.
+        """
         if self.kind == "state":
             return state_blocks
         held = max_model_len
@@ -57,20 +62,22 @@ class CacheGroup:
             held = min(self.window - 1 + in_flight_tokens, max_model_len)
         elif self.kind == "chunked":
             held = min(self.window + in_flight_tokens, max_model_len)
-        return -(-held // self.block_size) + (1 if self.kind == "sliding" else 0)
+        return -(-held // (self.block_size * context_ranks)) + (1 if self.kind == "sliding" else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLayout:
     """All groups of a model at one tensor parallel size, on one rank.
 
-    `bytes_per_token` are by layer. The state of a request takes `state_blocks`.
+    `bytes_per_token` are by layer. The state of a request takes `state_blocks`. `context_ranks` divide the tokens of a
+    request among them (--decode-context-parallel-size).
     """
 
     groups: tuple[CacheGroup, ...]
     block_size: int
     bytes_per_token: tuple[int, ...]
     state_blocks: int
+    context_ranks: int = 1
 
     def bytes_per_block(self, first_layer: int, end_layer: int) -> int:
         """Return the bytes of one block on a rank with these layers: those of its largest group."""
@@ -89,7 +96,8 @@ class CacheLayout:
     def blocks_per_request(self, max_model_len: int, in_flight_tokens: int) -> int:
         """Return the blocks of all groups that one request of `max_model_len` tokens may hold."""
         return sum(
-            group.blocks_per_request(max_model_len, in_flight_tokens, self.state_blocks) for group in self.groups
+            group.blocks_per_request(max_model_len, in_flight_tokens, self.state_blocks, self.context_ranks)
+            for group in self.groups
         )
 
 

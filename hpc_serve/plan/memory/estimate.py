@@ -23,7 +23,14 @@ from hpc_serve.plan.memory.cuda_graphs import cuda_graph_bytes, needs_state_bloc
 from hpc_serve.plan.memory.kv_cache import cache_layout
 from hpc_serve.plan.memory.overhead import ProfileRun, activation_bytes, non_torch_bytes
 from hpc_serve.plan.memory.rocm import row_padding_bytes
-from hpc_serve.plan.memory.stages import PipelineStage, check_layout, offloaded_bytes, pinned_bytes, pipeline_stages
+from hpc_serve.plan.memory.stages import (
+    PipelineStage,
+    check_decode_context,
+    check_layout,
+    offloaded_bytes,
+    pinned_bytes,
+    pipeline_stages,
+)
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.plan.scheduling import batches_in_flight
 
@@ -83,9 +90,12 @@ def estimate_memory(
     *,
     tensor_parallel_size: int,
     pipeline_parallel_size: int,
+    data_parallel_size: int = 1,
     max_model_len: int,
 ) -> MemoryEstimate:
     """Return the memory of a layout's tightest rank: of the stage with the fewest blocks, to which vLLM limits all.
+
+    With data parallelism, cache and sequences are those of one data-parallel rank.
 
     Raises DoesNotFitError where vLLM refuses the layout, InvalidRequestError for a context longer than the model's.
     """
@@ -94,6 +104,7 @@ def estimate_memory(
             f"max_model_len is {max_model_len}, but {model.name} has at most {model.max_model_len} positions."
         )
     check_layout(model, tensor_parallel_size, pipeline_parallel_size)
+    check_decode_context(model, engine, tensor_parallel_size)
     layout = cache_layout(model, engine, tensor_parallel_size, kind=accelerator.kind)
     batched_tokens = max_num_batched_tokens(engine, accelerator, max_model_len)
     batches = batches_in_flight(engine, accelerator.kind, pipeline_parallel_size)
@@ -101,22 +112,30 @@ def estimate_memory(
     estimates = [
         _stage_estimate(run, stage, layout, per_request)
         for stage, run in profile_runs(
-            model, accelerator, engine, (tensor_parallel_size, pipeline_parallel_size), max_model_len
+            model,
+            accelerator,
+            engine,
+            (tensor_parallel_size, pipeline_parallel_size, data_parallel_size),
+            max_model_len,
         )
     ]
     return min(estimates, key=lambda estimate: (estimate.num_blocks, estimate.kv_cache_bytes))
 
 
 def profile_runs(
-    model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineConfig, sizes: tuple[int, int], max_model_len: int
+    model: ModelSpec,
+    accelerator: AcceleratorSpec,
+    engine: EngineConfig,
+    sizes: tuple[int, int, int],
+    max_model_len: int,
 ) -> list[tuple[PipelineStage, ProfileRun]]:
-    """Return each stage of a layout with its profile run. `sizes` are those of tensor and of pipeline parallelism.
+    """Return each stage of a layout with its profile run. `sizes` are those of tensor, pipeline and data parallelism.
 
     Raises DoesNotFitError where vLLM refuses the layout.
     """
-    tensor, pipeline = sizes
-    if engine.enable_eplb and (tensor == 1 or accelerator.kind != "gpu"):
-        raise DoesNotFitError("vLLM refuses it: EPLB requires tensor parallelism, and GPUs")
+    tensor, pipeline, data = sizes
+    if engine.enable_eplb and (tensor * data == 1 or accelerator.kind != "gpu"):
+        raise DoesNotFitError("vLLM refuses it: EPLB requires tensor or data parallelism, and GPUs")
     expert_parallel = engine.enable_expert_parallel and bool(model.num_experts)
     return [
         (
@@ -128,13 +147,14 @@ def profile_runs(
                 is_last=stage.is_last,
                 is_pipelined=pipeline > 1,
                 ranks=tensor,
-                expert_ranks=tensor if expert_parallel else 1,
+                data_ranks=data,
+                expert_ranks=tensor * data if expert_parallel else 1,
                 accelerator=accelerator,
                 engine=engine,
                 max_model_len=max_model_len,
             ),
         )
-        for stage in pipeline_stages(model, tensor, pipeline, expert_parallel=expert_parallel)
+        for stage in pipeline_stages(model, tensor, pipeline, data_parallel_size=data, expert_parallel=expert_parallel)
     ]
 
 

@@ -106,6 +106,7 @@ def cache_layout(model: ModelSpec, engine: EngineConfig, ranks: int, *, kind: Ac
         block_size=min((group.block_size for group in groups), default=block_size),
         bytes_per_token=per_token,
         state_blocks=(2 if engine.caches_state_prefixes else 1) + engine.speculative_tokens,
+        context_ranks=engine.decode_context_parallel_size or 1,
     )
 
 

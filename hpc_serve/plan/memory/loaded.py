@@ -33,6 +33,11 @@ def loaded_model(model: ModelSpec, engine: EngineConfig, draft: ModelSpec | None
 
     `draft` is the draft model that --speculative-config names, where its config was found.
     """
+    if (engine.data_parallel_size or 1) > 1 and not model.num_experts:
+        raise InvalidRequestError(
+            f"{model.name} has no experts, so --data-parallel-size {engine.data_parallel_size} is as many engines that "
+            "share nothing: leave it out, and ask for --replicas, which start, stop and fail one by one."
+        )
     if model.images and _is_text_only(model, engine):
         model = replace(model, everywhere=Block(), images=None)
     elif model.images and _is_left_out("video", engine):
@@ -71,6 +76,11 @@ def option_notes(model: ModelSpec, engine: EngineConfig) -> Iterator[str]:
         yield (
             f"Not counted: weights and cache of the draft model{named} (--speculative-config). Plan the draft "
             "model separately and leave its room with --gpu-memory-utilization. The speed is that without speculation."
+        )
+    if (engine.data_parallel_size or 1) > 1 and not engine.enable_expert_parallel:
+        yield (
+            "Without --enable-expert-parallel each data-parallel rank has a slice of every expert. vLLM's recipes for "
+            "data parallelism have whole experts."
         )
     if engine.enable_lora:
         slots = f"{engine.lora_slots} slot{'s' if engine.lora_slots > 1 else ''} of rank {engine.lora_rank}"

@@ -47,7 +47,8 @@ vLLM 0.19 (49 runs in docs/accuracy of the llm-d-planner repository) and in 0.31
 NCCL_PER_PEER_BYTES = GIB * 27 // 100
 HOPPER_ALL_REDUCE_BYTES = GIB * 185 // 100
 """NCCL's buffers for tensor parallelism. They grow with each further rank: with the base 2 GPUs take 0.55 GiB, 4 GPUs
-0.95, 8 GPUs 2.1 (in 2026 4 GB200 take 0.95). On Hopper they are one sum since 0.13, which sets up
+0.95, 8 GPUs 2.1 (in 2026 4 GB200 take 0.95). The group of data-parallel ranks that share experts is assumed to take as
+much for each peer in a node: no published log says. On Hopper they are one sum since 0.13, which sets up
 all-reduces over symmetric memory there: 2 GPUs take 2.07 GiB, 4 GPUs 2.13 (the same 49 runs)."""
 
 NCCL_PER_PLAIN_PEER_BYTES = GIB // 100
@@ -60,7 +61,11 @@ MLA_WORKSPACE_TOKENS = 64 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRun:
-    """The profile run of one pipeline stage on one rank."""
+    """The profile run of one pipeline stage on one rank.
+
+    `ranks` divide the layers. Each of `data_ranks` such groups profiles a full step at the same time, and the experts
+    see the tokens of all of them.
+    """
 
     model: ModelSpec
     layers: tuple[DecoderLayer, ...]
@@ -72,6 +77,7 @@ class ProfileRun:
     accelerator: AcceleratorSpec
     engine: EngineConfig
     max_model_len: int
+    data_ranks: int = 1
 
     @property
     def tokens(self) -> int:
@@ -164,12 +170,13 @@ def _expert_elements_per_token(weight: Linear, run: ProfileRun) -> int:
     layers/fused_moe/experts.
 
     One is for the first output or the result. The other is for the activation, and where workspaces are kept also large
-    enough for the result.
+    enough for the result. Data-parallel ranks gather the tokens of all ranks before the experts: vLLM's default
+    `--all2all-backend allgather_reducescatter` (fused_moe/prepare_finalize/naive_dp_ep.py).
     """
     if weight.split != "column":
         return 0
-    outputs, hidden = weight.shard(run.ranks if run.expert_ranks == 1 else 1)
-    chosen = max(1, run.model.num_experts_per_tok)
+    outputs, hidden = weight.shard(run.ranks * run.data_ranks if run.expert_ranks == 1 else 1)
+    chosen = max(1, run.model.num_experts_per_tok) * run.data_ranks
     activation = max(outputs[0], hidden) if run.engine.keeps_expert_workspaces else outputs[0]
     return chosen * (max(sum(outputs), hidden) + activation)
 
@@ -242,9 +249,18 @@ def context_bytes(run: ProfileRun) -> int:
 
 
 def nccl_bytes(run: ProfileRun) -> int:
-    """Return NCCL's buffers for tensor parallelism. The buffers for pipeline stages are too small to measure."""
-    if run.accelerator.kind != "gpu" or run.engine.version < (0, 2) or run.ranks == 1:
+    """Return NCCL's buffers: of tensor parallelism, and of the group that shares experts.
+
+    The buffers for pipeline stages are too small to measure.
+    """
+    if run.accelerator.kind != "gpu" or run.engine.version < (0, 2):
         return 0
+    peers = min(run.ranks * run.data_ranks, run.accelerator.gpus_per_node) - 1
+    shared = peers * NCCL_PER_PEER_BYTES if run.data_ranks > 1 else 0
+    return shared + (_tensor_parallel_bytes(run) if run.ranks > 1 else 0)
+
+
+def _tensor_parallel_bytes(run: ProfileRun) -> int:
     if run.engine.version >= (0, 13) and run.accelerator.has_symmetric_memory:
         return HOPPER_ALL_REDUCE_BYTES
     is_custom = run.engine.is_v0 or run.accelerator.has_custom_all_reduce(run.ranks)

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
-from hpc_serve.plan.model.weights import Block, Vocabulary, round_up
+from hpc_serve.plan.model.weights import Block, Linear, Vocabulary, Weight, round_up
 from hpc_serve.sizes import GIB, MIB
+
+_SHARED_EXPERT = "shared_expert"
+"""The name of a weight of shared experts has this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +65,41 @@ def check_layout(model: ModelSpec, tensor_parallel_size: int, pipeline_parallel_
         raise DoesNotFitError(f"{pipeline_parallel_size} stages cannot share {layers} layers")
 
 
+def check_decode_context(model: ModelSpec, engine: EngineConfig, tensor_parallel_size: int) -> None:
+    """Raise DoesNotFitError for a --decode-context-parallel-size that vLLM refuses: the same source.
+
+    Its ranks are those of tensor parallelism that would hold the same part of the cache.
+    """
+    ranks = engine.decode_context_parallel_size or 1
+    if ranks == 1:
+        return
+    if any(layer.cache and layer.cache.kind not in ("full", "mla") for layer in model.layers):
+        raise DoesNotFitError(
+            "vLLM refuses it: --decode-context-parallel-size divides the cache of full attention alone, and "
+            f"{model.name} has layers with windows, states or a compressed cache"
+        )
+    copies = tensor_parallel_size if model.is_mla else tensor_parallel_size // model.num_key_value_heads
+    if copies % ranks or copies < ranks:
+        raise DoesNotFitError(
+            f"vLLM refuses it: TP={tensor_parallel_size} holds each part of the cache {max(1, copies)} times, which "
+            f"--decode-context-parallel-size {ranks} does not divide"
+        )
+
+
 def pipeline_stages(
-    model: ModelSpec, tensor_parallel_size: int, pipeline_parallel_size: int, *, expert_parallel: bool = False
+    model: ModelSpec,
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
+    *,
+    data_parallel_size: int = 1,
+    expert_parallel: bool = False,
 ) -> tuple[PipelineStage, ...]:
-    """Return all stages of a layout.
+    """Return all stages of a layout. Each data-parallel rank has these stages, and its share of all experts.
 
     Raises DoesNotFitError, which names what cannot be divided, where vLLM refuses it.
     """
     check_layout(model, tensor_parallel_size, pipeline_parallel_size)
-    sizer = _Sizer(tensor_parallel_size, tensor_parallel_size if expert_parallel else 1)
+    sizer = _Sizer(tensor_parallel_size, data_parallel_size, expert_parallel=expert_parallel)
     found, start = [], 0
     counts = pipeline_layers(model.num_hidden_layers - model.draft_layers, pipeline_parallel_size)
     counts[-1] += model.draft_layers
@@ -129,11 +158,19 @@ def _outside_layers(model: ModelSpec, *, is_first: bool, is_last: bool) -> list[
 
 
 class _Sizer:
-    """Sizes of blocks on one rank. Equal layers are one object, so the size of each is computed once."""
+    """Sizes of blocks on one rank. Equal layers are one object, so the size of each is computed once.
 
-    def __init__(self, ranks: int, expert_ranks: int) -> None:
+    Data-parallel ranks each have all weights but the experts, which they and their tensor-parallel ranks divide: as
+    whole experts with expert parallelism, else as parts of each expert (`FusedMoEParallelConfig.make` in vLLM's
+    layers/fused_moe/config.py). If both sizes are above 1 with expert parallelism, each rank has whole shared experts,
+    for a part of the tokens (`use_sequence_parallel_moe` in config/parallel.py).
+    """
+
+    def __init__(self, ranks: int, data_ranks: int, *, expert_parallel: bool) -> None:
         self.ranks = ranks
-        self.expert_ranks = expert_ranks
+        self.all_ranks = ranks * data_ranks
+        self.expert_ranks = self.all_ranks if expert_parallel else 1
+        self.has_whole_shared_experts = expert_parallel and ranks > 1 and data_ranks > 1
         self.known: dict[int, tuple[int, int]] = {}
         self.pinned: dict[int, int] = {}
 
@@ -141,16 +178,24 @@ class _Sizer:
         """Return (bytes, bytes that the allocator adds by rounding up)."""
         if id(block) not in self.known:
             weights = block.weights if isinstance(block, Block) else (block,)
-            sizes = [weight.bytes_per_rank(self.ranks, self.expert_ranks) for weight in weights]
+            sizes = [self._bytes_of(weight) for weight in weights]
             self.known[id(block)] = (sum(sizes), sum(allocator_rounding(size) for size in sizes))
         return self.known[id(block)]
 
     def pinned_size_of(self, block: Block) -> int:
         """Return the bytes of a block with each tensor rounded up to a power of two."""
         if id(block) not in self.pinned:
-            sizes = (weight.bytes_per_rank(self.ranks, self.expert_ranks) for weight in block.weights)
+            sizes = (self._bytes_of(weight) for weight in block.weights)
             self.pinned[id(block)] = sum(1 << (size - 1).bit_length() for size in sizes if size)
         return self.pinned[id(block)]
+
+    def _bytes_of(self, weight: Weight) -> int:
+        ranks = self.ranks
+        if isinstance(weight, Linear) and weight.is_expert:
+            ranks = self.all_ranks
+        elif self.has_whole_shared_experts and _SHARED_EXPERT in weight.name:
+            ranks = 1
+        return weight.bytes_per_rank(ranks, self.expert_ranks)
 
 
 def allocator_rounding(tensor_bytes: int) -> int:

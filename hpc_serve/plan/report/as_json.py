@@ -11,7 +11,8 @@ from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.model.spec import ModelSpec
 
-_LAYOUT_KEYS = ("tensor_parallel_size", "pipeline_parallel_size", "num_nodes", "gpus_per_node")
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_LAYOUT_KEYS = (*_SIZES, "num_nodes", "gpus_per_node")
 _MINIMUM_KEYS = ("weights", "full_context", "usable")
 _MEMORY_KEYS = (
     "total_bytes",
@@ -49,7 +50,7 @@ def no_plan_json(error: NoLayoutError, model: ModelSpec, gpu: AcceleratorSpec) -
     return {
         **_about(model, gpu),
         "fits": False,
-        **dict.fromkeys((*_LAYOUT_KEYS[:2], "replicas", *_LAYOUT_KEYS[2:], "max_model_len")),
+        **dict.fromkeys((*_SIZES, "replicas", "num_nodes", "gpus_per_node", "max_model_len")),
         "minimum_gpus": _named(error.minimum_gpus, _MINIMUM_KEYS),
         **_memory(nearest),
         "kv_cache_tokens": 0,

@@ -26,8 +26,8 @@ def explain(
     runs = profile_runs(
         inputs.model,
         inputs.cluster.accelerator,
-        replace(inputs.engine, max_num_seqs=memory.max_num_seqs),
-        (layout.tensor_parallel_size, layout.pipeline_parallel_size),
+        replace(inputs.engine_for(layout), max_num_seqs=memory.max_num_seqs),
+        (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size),
         inputs.max_model_len,
     )
     stage, run = runs[memory.pipeline_rank]

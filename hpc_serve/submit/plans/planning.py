@@ -165,7 +165,7 @@ def plan_for(asked: PlanRequest, *, stand_in: str | None = None) -> PlanResult:
         gpus_per_node=asked.gpus_per_node,
     )
     if asked.engines_per_node > 1:
-        has_sizes = bool(engine.tensor_parallel_size or engine.pipeline_parallel_size)
+        has_sizes = engine.has_asked_layout
         cluster = part_of_node(cluster, asked.engines_per_node, is_whole=not has_sizes)
     names = found.served_model_names
     parts = FoundParts(

@@ -87,6 +87,4 @@ def _is_on_the_hub(request: ServeRequest, model: str) -> bool:
 
 
 def _size(plan: ServePlan) -> str:
-    layout = plan.layout
-    ranks = layout.tensor_parallel_size * layout.pipeline_parallel_size
-    return f"about {plan.memory.weight_bytes * ranks / GIB:,.0f} GiB"
+    return f"about {plan.memory.weight_bytes * plan.layout.num_gpus / GIB:,.0f} GiB"

@@ -14,7 +14,7 @@ from tests.support.nodes import ALLOCATION, make_node
 def test_processes_that_meet_without_ray_read_the_port_from_a_private_file(tmp_path, backend, num_nodes, is_told):
     allocation = dataclasses.replace(ALLOCATION, num_nodes=num_nodes)
     node = make_node(tmp_path, backend=backend, allocation=allocation)
-    node.write_master_port(20_002)
+    node.write_settings("master-port: 20002\n")
     assert node.settings_file.read_text() == "master-port: 20002\n"
     assert node.settings_file.stat().st_mode & 0o777 == 0o600
     assert (str(node.settings_file) in node.multi_node_args()) == is_told

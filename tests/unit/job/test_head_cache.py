@@ -75,7 +75,7 @@ def test_nodes_agree_on_the_folder(tmp_path: Path, backend, others, is_kept):
         keeps_cache, used, workers = asyncio.run(agree(cache))
     assert keeps_cache == is_kept
     assert used == str((cache.path if is_kept else tmp_path / "cache") / "vllm")
-    go = {"kind": "go", "gcs": "gcs", "master_port": 0, "keeps_cache": is_kept}
+    go = {"kind": "go", "gcs": "gcs", "settings": "", "keeps_cache": is_kept}
     for worker in workers:
         assert worker.told == [go, {"kind": "ready"}]
     with open_cache(KEY, tmp_path, environ, on_several_nodes=True) as again:

@@ -30,6 +30,8 @@ COUNTED: dict[str, tuple[str, list[str], tuple[str, ...]]] = {
     # option: model, values of which each gives another plan, what else must be given
     "--tensor-parallel-size": ("8b", ["2", "4", "8"], ()),
     "--pipeline-parallel-size": ("8b", ["2", "4"], ()),
+    "--data-parallel-size": ("gpt-oss-120b", ["2", "4"], ("--tensor-parallel-size", "1")),
+    "--decode-context-parallel-size": ("deepseek-ai/DeepSeek-V2-Lite", ["2", "4"], ("--tensor-parallel-size", "4")),
     "--max-model-len": ("8b", ["4096", "8192", "65536"], ()),
     "--max-num-seqs": ("8b", ["1", "16", "512"], ()),
     "--max-num-batched-tokens": ("8b", ["2048", "16384", "65536"], ()),

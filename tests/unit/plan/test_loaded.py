@@ -142,7 +142,7 @@ def test_redundant_experts_are_weights_of_each_layer_and_a_buffer_of_one() -> No
 def test_experts_that_vllm_does_not_balance_are_refused(name: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidRequestError, match=says):
         loaded_model(spec(name), EngineConfig(**options))
-    with pytest.raises(DoesNotFitError, match="EPLB requires tensor parallelism"):
+    with pytest.raises(DoesNotFitError, match="EPLB requires tensor or data parallelism"):
         estimate("Qwen/Qwen3-30B-A3B", 1, **BALANCED)
 
 
@@ -321,6 +321,6 @@ def test_words_after_the_dashes_come_last(capsys: pytest.CaptureFixture[str]) ->
     assert both == planned(capsys, "8b", "--enable-lora", "--max-loras", "8")
 
 
-def test_data_parallelism_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_parallelism_of_a_dense_model_is_replicas(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "8b", "--", "--data-parallel-size", "2"]) == 2
-    assert "hpc-serve plans no data parallelism yet" in " ".join(capsys.readouterr().err.split())
+    assert "ask for --replicas" in " ".join(capsys.readouterr().err.split())

@@ -91,11 +91,12 @@ def test_a_script_s_options_of_another_version_are_passed_on_as_they_are():
     assert command.tensor_parallel_size == 2
 
 
-def test_a_layout_with_data_parallelism_is_refused_and_not_missized():
-    for text in ("-dp 2", "--data-parallel-size=2", "-pcp 2", "-dpl 1"):
+def test_data_parallel_ranks_count_as_gpus_of_the_layout():
+    for text in ("-pcp 2", "-dpl 1", "--data-parallel-hybrid-lb"):
         with pytest.raises(InvalidRequestError, match="cannot be given to the engine"):
             read_command(words(f"vllm serve m -tp 2 {text}"))
     assert read_command(words("vllm serve m -tp 2 -dp 1")).world_size == 2
+    assert read_command(words("vllm serve m -tp 2 --data-parallel-size=4")).world_size == 8
 
 
 def test_middleware_of_the_owner_stays_and_the_gate_comes_last():

@@ -1,0 +1,198 @@
+"""Data-parallel ranks that share experts, and ranks that divide a request's cache: memory and layouts, by hand."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpc_serve.cli.main import run
+from hpc_serve.errors import DoesNotFitError
+from hpc_serve.plan import (
+    ClusterSpec,
+    EngineConfig,
+    ModelSpec,
+    ServePlan,
+    Workload,
+    accelerator,
+    model_from_config,
+    plan,
+    resolve,
+)
+from hpc_serve.plan.choice.planner import NoLayoutError
+from hpc_serve.plan.memory.estimate import MemoryEstimate, estimate_memory
+from hpc_serve.plan.memory.stages import pipeline_stages
+
+H200 = accelerator("h200")
+R1, QWEN = "r1", "Qwen/Qwen3-30B-A3B"
+
+
+def spec(name: str) -> ModelSpec:
+    entry = resolve(name)
+    return model_from_config(entry.config, name=entry.name)
+
+
+def weights(name: str, tp: int, dp: int, *, expert_parallel: bool = True) -> int:
+    stages = pipeline_stages(spec(name), tp, 1, data_parallel_size=dp, expert_parallel=expert_parallel)
+    return stages[0].weight_bytes
+
+
+def memory(name: str, tp: int = 1, dp: int = 1, **options: Any) -> MemoryEstimate:
+    return estimate_memory(
+        spec(name),
+        H200,
+        EngineConfig(**{"enable_expert_parallel": dp > 1, **options}),
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=1,
+        data_parallel_size=dp,
+        max_model_len=8192,
+    )
+
+
+def planned(name: str, nodes: int, **options: Any) -> ServePlan:
+    cluster = ClusterSpec(accelerator=H200, num_nodes=nodes)
+    return plan(spec(name), cluster, EngineConfig(**options), Workload(max_model_len=8192))
+
+
+def test_each_data_parallel_rank_has_all_weights_but_its_share_of_the_experts() -> None:
+    expert = 3 * 2048 * 768 * 2  # gate, up and down of one of Qwen3-30B-A3B's 128 experts in each of 48 layers
+    experts = 48 * 128 * expert
+    rest = weights(QWEN, 1, 1, expert_parallel=False) - experts
+    for ranks in (2, 4, 8, 16):
+        assert weights(QWEN, 1, ranks) == rest + experts // ranks
+        assert weights(QWEN, 1, ranks, expert_parallel=False) == rest + experts // ranks
+    tensor = weights(QWEN, 2, 1, expert_parallel=True) - experts // 2
+    assert weights(QWEN, 2, 4) == tensor + experts // 8
+
+
+def test_shared_experts_are_whole_on_each_rank_of_a_tensor_parallel_group_with_data_parallelism() -> None:
+    """vLLM gives each rank of such a group other tokens: `use_sequence_parallel_moe`."""
+    scales = 3 * (2048 // 128) * (7168 // 128) * 4
+    shared = 58 * (3 * 7168 * 2048 + scales)  # fp8, with a scale of 32 bit for each block of 128 x 128
+    experts = 58 * 256 * (3 * 7168 * 2048 + scales)
+    assert weights(R1, 2, 8) - weights(R1, 2, 1) == experts // 16 - experts // 2 + shared - shared // 2
+
+
+def test_the_cache_and_the_sequences_are_those_of_one_data_parallel_rank() -> None:
+    alone, eight = memory(R1, tp=8), memory(R1, dp=8)
+    assert eight.kv_bytes_per_token == alone.kv_bytes_per_token == 61 * 576 * 2  # a latent is not divided by TP
+    assert eight.max_num_seqs == alone.max_num_seqs
+    assert memory(QWEN, dp=4).kv_bytes_per_token == 4 * memory(QWEN, tp=4).kv_bytes_per_token
+
+
+def test_the_experts_of_a_rank_see_the_tokens_of_all_data_parallel_ranks() -> None:
+    """The two workspaces of the experts are gathered tokens x 8 chosen experts x 7,168, in 16 bit."""
+    tokens = 2048
+    for ranks in (2, 8):
+        more = memory(R1, dp=ranks, max_num_batched_tokens=tokens).activation_bytes
+        less = memory(R1, dp=ranks, max_num_batched_tokens=tokens // 2).activation_bytes
+        gathered = ranks * (tokens // 2) * 8 * 2 * 7168 * 2
+        assert gathered <= more - less < gathered * 1.2
+
+
+def test_redundant_experts_are_shared_by_all_ranks() -> None:
+    asked = {"enable_eplb": True, "eplb_config": {"num_redundant_experts": 16}}
+    chosen = planned(QWEN, 2, data_parallel_size=16, enable_expert_parallel=True)
+    from hpc_serve.plan.memory.loaded import loaded_model
+
+    engine = EngineConfig(data_parallel_size=16, enable_expert_parallel=True, **asked)
+    balanced = plan(loaded_model(spec(QWEN), engine), ClusterSpec(accelerator=H200, num_nodes=2), engine)
+    assert balanced.memory.weight_bytes - chosen.memory.weight_bytes == 48 * 3 * 2048 * 768 * 2
+
+
+def test_decode_context_ranks_divide_the_tokens_of_a_request() -> None:
+    plain, divided = memory(R1, tp=8), memory(R1, tp=8, decode_context_parallel_size=8)
+    assert plain.bytes_per_block == divided.bytes_per_block
+    assert plain.blocks_per_request == 8192 // 64
+    assert divided.blocks_per_request == 8192 // 64 // 8
+    assert divided.kv_cache_tokens == pytest.approx(8 * plain.kv_cache_tokens, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "dcp", "says"),
+    [
+        (R1, 8, 3, "TP=8 holds each part of the cache 8 times, which --decode-context-parallel-size 3 does not divide"),
+        (QWEN, 4, 2, "TP=4 holds each part of the cache 1 times"),
+        ("gpt-oss-120b", 8, 2, "has layers with windows"),
+    ],
+)
+def test_decode_context_ranks_that_vllm_refuses(name: str, tp: int, dcp: int, says: str) -> None:
+    with pytest.raises(DoesNotFitError, match=says):
+        memory(name, tp=tp, decode_context_parallel_size=dcp)
+
+
+def test_a_layout_asked_for_takes_tp_x_pp_x_dp_gpus() -> None:
+    chosen = planned(R1, 2, data_parallel_size=8, enable_expert_parallel=True)
+    assert str(chosen.layout) == "DP=8 TP=2 PP=1 (2 nodes x 8)"
+    assert chosen.vllm_args[:8] == (
+        *("--tensor-parallel-size", "2", "--pipeline-parallel-size", "1"),
+        *("--max-model-len", "8192", "--data-parallel-size", "8"),
+    )
+    with pytest.raises(NoLayoutError, match="DP=16 x TP=2 x PP=1 is 32 ranks, but 2 x 8 GPUs are 16"):
+        planned(R1, 2, data_parallel_size=16, tensor_parallel_size=2, pipeline_parallel_size=1)
+    with pytest.raises(NoLayoutError, match="DP=3 does not divide the 16 GPUs there are"):
+        planned(R1, 2, data_parallel_size=3)
+
+
+def test_requests_at_once_are_divided_among_the_data_parallel_ranks() -> None:
+    cluster, engine = ClusterSpec(accelerator=H200, num_nodes=2), EngineConfig(data_parallel_size=16)
+    held = plan(spec(R1), cluster, engine, Workload(max_model_len=163_840, concurrency=48))
+    assert not any("the others wait" in reason for reason in held.reasons)
+    waits = plan(spec(R1), cluster, engine, Workload(max_model_len=163_840, concurrency=80))
+    assert any("The cache holds 48 of 80 requests" in reason for reason in waits.reasons)
+
+
+def test_a_plan_for_experts_shows_data_parallel_ranks_beside_its_choice() -> None:
+    beside = [one for one in planned(R1, 1).candidates if one.layout.data_parallel_size > 1]
+    assert [str(one.layout) for one in beside] == ["DP=8 TP=1 PP=1 (1 node x 8)"]
+    assert not any(one.layout.data_parallel_size > 1 for one in planned("70b", 1).candidates)
+
+
+def test_fewer_tokens_of_a_step_are_proposed_where_the_gathered_tokens_do_not_fit() -> None:
+    cluster = ClusterSpec(accelerator=accelerator("h100-80gb"), num_nodes=2)
+    short = Workload(max_model_len=8192)
+    with pytest.raises(NoLayoutError) as refused:
+        plan(spec(R1), cluster, EngineConfig(data_parallel_size=16, enable_expert_parallel=True), short)
+    options = [one.options for one in refused.value.suggestions if "--max-num-batched-tokens" in one.options]
+    assert options
+    tokens = int(options[0]["--max-num-batched-tokens"])
+    engine = EngineConfig(data_parallel_size=16, enable_expert_parallel=True, max_num_batched_tokens=tokens)
+    assert plan(spec(R1), cluster, engine, short).layout.data_parallel_size == 16
+
+
+def test_words_after_the_dashes_are_checked_like_options(capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    words = ("--data-parallel-size", "8", "--enable-expert-parallel")
+    for beside in (words, ("--", *words)):
+        assert run(["plan", "r1", "--gpu", "h200", "--max-model-len", "8192", "--json", *beside]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
+    assert (found[0]["data_parallel_size"], found[0]["num_nodes"], found[0]["gpus_per_node"]) == (8, 1, 8)
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 1), (2, 2), (8, 1), (1, 8), (2, 8)])
+@pytest.mark.parametrize("expert_parallel", [True, False])
+def test_vllm_itself_divides_the_experts_so(
+    monkeypatch: pytest.MonkeyPatch, tp: int, dp: int, expert_parallel: bool
+) -> None:
+    pytest.importorskip("vllm", reason="its own arithmetic is called")
+    from vllm.config import ParallelConfig
+    from vllm.model_executor.layers.fused_moe import config as fused_moe
+
+    group = SimpleNamespace(rank_in_group=0)
+    monkeypatch.setattr(fused_moe, "get_dp_group", lambda: group)
+    monkeypatch.setattr(fused_moe, "get_tensor_model_parallel_rank", lambda: 0)
+    asked = ParallelConfig(
+        tensor_parallel_size=tp,
+        data_parallel_size=dp,
+        enable_expert_parallel=expert_parallel,
+        distributed_executor_backend="mp",
+    )
+    divided = fused_moe.FusedMoEParallelConfig.make(tp, 1, dp, 1, asked)
+    expert = 3 * 2048 * 768 * 2
+    local = 128 // divided.ep_size * (expert // divided.tp_size)
+    alone = weights(QWEN, tp, 1, expert_parallel=False) - 48 * 128 * (expert // tp)
+    assert weights(QWEN, tp, dp, expert_parallel=expert_parallel) == alone + 48 * local
+    assert asked.use_sequence_parallel_moe == (expert_parallel and tp > 1 and dp > 1)
