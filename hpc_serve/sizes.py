@@ -1,4 +1,4 @@
-"""Sizes as people write them, in bytes."""
+"""Sizes as people write them: of memory in bytes, and of a layout of ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ GIB = 2**30
 
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{0,18})?|\.\d{1,18})\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _SMALLEST = MIB
+
+
+def layout_text(tensor: int, pipeline: int, data: int = 1, *, between: str = " ") -> str:
+    """Return the sizes of a layout for a person. Data parallelism is named only where there is any.
+
+    >>> layout_text(8, 2), layout_text(1, 1, 16, between=" x ")
+    ('TP=8 PP=2', 'DP=16 x TP=1 x PP=1')
+    """
+    ranks = [f"DP={data}"] if data > 1 else []
+    return between.join([*ranks, f"TP={tensor}", f"PP={pipeline}"])
 
 
 def parse_size(text: str) -> int:

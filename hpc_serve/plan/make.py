@@ -112,7 +112,9 @@ class PlanResult:
 
         Raises InvalidRequestError if the accelerator's speed is not known.
         """
-        return Roofline(self.model, self.accelerator, engine or self.inputs.engine, self.chosen.layout)
+        layout = self.chosen.layout
+        engine = replace(self.inputs, engine=engine or self.inputs.engine).engine_for(layout)
+        return Roofline(self.model, self.accelerator, engine, layout)
 
     def estimates(self, engine: EngineConfig | None = None) -> list[SpeedEstimate]:
         """Return the speeds of a replica by requests in flight; none if the accelerator's speed is not known."""
@@ -293,11 +295,11 @@ def _for_target(
         raise NoLayoutError(str(error), candidates=(), suggestions=(), minimum_gpus=minimum) from None
     layout = option.layout
     engine = replace(
-        inputs.engine,
+        inputs.engine_for(layout),
         tensor_parallel_size=layout.tensor_parallel_size,
         pipeline_parallel_size=layout.pipeline_parallel_size,
     )
-    batch = option.estimate.traffic.concurrency
+    batch = -(-option.estimate.traffic.concurrency // layout.data_parallel_size)
     if target != SpeedTarget() and engine.max_num_seqs is None and traffic.concurrency == 1:
         # The target is met as long as no more requests share a step than that.
         engine = replace(engine, max_num_seqs=batch)

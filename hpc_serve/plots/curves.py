@@ -69,7 +69,7 @@ def drawn_of(result: PlanResult, layout: Layout, memory: MemoryEstimate) -> Draw
     Raises InvalidRequestError where the speed is not known.
     """
     inputs = result.inputs
-    engine = replace(inputs.engine, max_num_seqs=memory.max_num_seqs)
+    engine = replace(inputs.engine_for(layout), max_num_seqs=memory.max_num_seqs)
     return Drawn(
         roofline=Roofline(result.model, result.accelerator, engine, layout),
         memory=memory,

@@ -64,7 +64,7 @@ def draw(result: PlanResult, path: str) -> None:
         draw_memory(figure.add_subplot(grid[1, 1]), plan, plan.accelerator)
         nodes = f"{plan.layout.num_nodes} x {plan.layout.gpus_per_node} {plan.accelerator.product}"
         figure.suptitle(plan.model, x=0.065, y=0.975, ha="left", fontsize=17, fontweight="bold", color=INK)
-        layout = f"{plan.layout.sizes.replace(' ', ', ')} on {nodes}"
+        layout = f"{plan.layout.sizes(', ')} on {nodes}"
         scheme = result.model.quantization.method.replace("none", result.model.dtype)
         about = f"one replica: {layout}, {scheme}; answers of {traffic.output_tokens:,} tokens"
         figure.text(0.065, 0.922, about, fontsize=11.5, color="#52606d")
@@ -223,7 +223,8 @@ def _breakdown(axes: Any, drawn: Drawn) -> None:
         IDEAL if drawn.is_ideal else EXPECTED,
     )
     sizes = sorted({held, *(2**power for power in range(11) if 2**power < held / 1.3)})
-    steps = [drawn.roofline.decode(batch, traffic.mean_context, factors) for batch in sizes]
+    ranks = drawn.roofline.layout.data_parallel_size
+    steps = [drawn.roofline.decode(batch / ranks, traffic.mean_context, factors) for batch in sizes]
     places, below = range(len(sizes)), [0.0] * len(sizes)
     for name, label, colour in _CAUSES:
         heights = [

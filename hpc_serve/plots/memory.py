@@ -83,8 +83,7 @@ def _parts(memory: MemoryEstimate) -> tuple[float, float, float]:
 
 def _name(candidate: Candidate) -> str:
     layout = candidate.layout
-    sizes = layout.sizes
-    return f"{sizes}\n{layout.num_nodes} x {layout.gpus_per_node}, {candidate.verdict}"
+    return f"{layout.sizes()}\n{layout.num_nodes} x {layout.gpus_per_node}, {candidate.verdict}"
 
 
 def _faded(colour: str) -> str:

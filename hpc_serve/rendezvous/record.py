@@ -13,6 +13,7 @@ from typing import Annotated, Literal, get_args
 from hpc_serve.redact import redact, redact_lines
 from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Bounds, SignedInt, Timestamp, from_json_text, to_json_text
 from hpc_serve.rendezvous.names import record_file_name, replica_name, validate_job_id
+from hpc_serve.sizes import layout_text
 
 VERSION = 1
 
@@ -137,9 +138,8 @@ class EndpointRecord:
 
     @property
     def layout(self) -> str:
-        """The sizes of the engine's layout in words. Data parallelism is named only where there is any."""
-        data = f"DP={self.data_parallel_size} " if self.data_parallel_size > 1 else ""
-        return f"{data}TP={self.tensor_parallel_size} PP={self.pipeline_parallel_size}"
+        """The sizes of the engine's layout, as `TP=8 PP=2`."""
+        return layout_text(self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size)
 
     def is_overdue(self, now: float) -> bool:
         """Return whether renewals are missing at `now`, in seconds since the epoch.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.sizes import layout_text
 from hpc_serve.vllm.allowed import check_arguments, check_file_arguments
 from hpc_serve.vllm.arguments import names_in, read_arguments, value_of, without
 
@@ -51,13 +52,8 @@ class ServeCommand:
     stand_in: str | None = None
 
     @property
-    def rank_size(self) -> int:
-        """GPUs of one data-parallel rank."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    @property
     def world_size(self) -> int:
-        return self.rank_size * self.data_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
 
 def read_command(words: Sequence[str], *, stand_in: StandIn | None = None) -> ServeCommand:
@@ -109,8 +105,8 @@ def choose_backend(backend: str, command: ServeCommand, num_nodes: int) -> str:
 
 def check_layout(command: ServeCommand, *, num_nodes: int, device: Device, per_node: int, backend: str) -> None:
     """Refuse a layout that cannot start on this allocation, or that leaves whole nodes idle. Raises DoesNotFitError."""
-    data = f"DP={command.data_parallel_size} x " if command.data_parallel_size > 1 else ""
-    sizes = f"{data}TP={command.tensor_parallel_size} x PP={command.pipeline_parallel_size}"
+    data = command.data_parallel_size
+    sizes = layout_text(command.tensor_parallel_size, command.pipeline_parallel_size, data, between=" x ")
     layout = f"{sizes} = {command.world_size} {device}s"
     have = f"{num_nodes} node{'s' if num_nodes > 1 else ''} x {per_node} {device}s"
     if num_nodes > 1 and not per_node:
@@ -119,7 +115,7 @@ def check_layout(command: ServeCommand, *, num_nodes: int, device: Device, per_n
         )
     if num_nodes > 1 and device == "TPU" and backend != "ray":
         raise DoesNotFitError("vLLM joins the hosts of a TPU slice with Ray alone: use --backend ray, or auto.")
-    if data and backend != "mp":
+    if data > 1 and backend != "mp":
         raise DoesNotFitError(
             f"The engine wants {layout}, and hpc-serve starts data-parallel ranks over vLLM's own start alone: use "
             "--backend mp, or auto."
@@ -134,11 +130,11 @@ def check_layout(command: ServeCommand, *, num_nodes: int, device: Device, per_n
         )
     if num_nodes > 1 and command.world_size % num_nodes:
         raise DoesNotFitError(f"The engine wants {layout}, which {num_nodes} nodes cannot share evenly.")
-    share = command.world_size // num_nodes
-    if data and share % command.rank_size and command.rank_size % share:
+    share, rank = command.world_size // num_nodes, command.world_size // data
+    if share % rank and rank % share:
         raise DoesNotFitError(
             f"The engine wants {layout}, and {num_nodes} nodes x {share} cut a data-parallel rank of "
-            f"{command.rank_size}: a node takes whole ranks, or a rank whole nodes."
+            f"{rank}: a node takes whole ranks, or a rank whole nodes."
         )
 
 

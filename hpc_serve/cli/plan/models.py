@@ -80,4 +80,4 @@ def _layout_on(site: SiteProfile, model: str) -> str | None:
         plan = plan_for(asked).plan
     except HpcServeError:
         return None
-    return plan.layout.sizes if plan else None
+    return plan.layout.sizes() if plan else None

@@ -110,7 +110,7 @@ def _headline(chosen: ServePlan) -> Text:
     layout = chosen.layout
     nodes = f"{layout.num_nodes} node{'s' if layout.num_nodes > 1 else ''}"
     where = f"{nodes} x {layout.gpus_per_node} {chosen.accelerator.name}"
-    sizes = layout.sizes.replace(" ", " x ")
+    sizes = layout.sizes(" x ")
     replicas = f"{chosen.replicas} replicas, each on " if chosen.replicas > 1 else ""
     return Text(chosen.model, style="bold").append(f": {replicas}{where}, {sizes}", style="not bold")
 

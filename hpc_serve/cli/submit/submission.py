@@ -69,7 +69,7 @@ def submission_text(
     from hpc_serve.submit.services.wanted_sentence import bounds_sentence
 
     job, plan = submission.job, submission.plan
-    layout = plan.layout.sizes
+    layout = plan.layout.sizes()
     nodes = f"{plan.layout.num_nodes} node{'s' if plan.layout.num_nodes > 1 else ''}"
     machines = (
         f"{nodes} x {plan.layout.gpus_per_node} {plan.accelerator.unit}{'s' if plan.layout.gpus_per_node > 1 else ''}"

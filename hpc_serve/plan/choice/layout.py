@@ -14,6 +14,7 @@ from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.plan.hardware.cluster import ClusterSpec
 from hpc_serve.plan.hardware.tpu import is_offered, slice_with
+from hpc_serve.sizes import layout_text
 
 MAX_NODES = 64
 """The search for a layout stops at this number of nodes."""
@@ -37,11 +38,16 @@ class Layout:
         """Ranks in all."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
+    def sizes(self, between: str = " ") -> str:
+        """Return the sizes for a person, as `TP=8 PP=2`."""
+        sizes = self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size
+        return layout_text(*sizes, between=between)
+
     @property
-    def sizes(self) -> str:
-        """The sizes in words, as `TP=8 PP=2`. Data parallelism is named only where there is any."""
-        data = f"DP={self.data_parallel_size} " if self.data_parallel_size > 1 else ""
-        return f"{data}TP={self.tensor_parallel_size} PP={self.pipeline_parallel_size}"
+    def cuts_ranks(self) -> bool:
+        """Whether a node has a part of one data-parallel rank and a part of another. vLLM refuses such a layout."""
+        rank = self.num_gpus // self.data_parallel_size
+        return bool(self.gpus_per_node % rank and rank % self.gpus_per_node)
 
     @property
     def splits_layers_across_nodes(self) -> bool:
@@ -50,7 +56,7 @@ class Layout:
 
     def __str__(self) -> str:
         nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
-        return f"{self.sizes} ({nodes} x {self.gpus_per_node})"
+        return f"{self.sizes()} ({nodes} x {self.gpus_per_node})"
 
 
 def layouts(cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
@@ -82,13 +88,11 @@ def without_layout(engine: EngineConfig) -> EngineConfig:
 
 
 def data_parallel_layouts(num_nodes: int, cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
-    """Yield the layouts on all GPUs of so many nodes whose data-parallel ranks share experts, without stages.
+    """Yield the layouts on all GPUs of so many nodes with data-parallel ranks that share experts, without stages.
 
-    The ranks of a tensor-parallel group stay within a node. Yield none where data parallelism, stages or another kind
-    of accelerator was asked for.
+    A tensor-parallel group stays within a node. Yield none if a size of data parallelism or stages were asked for.
     """
-    asked = engine.data_parallel_size or (engine.pipeline_parallel_size or 1) > 1
-    if asked or cluster.accelerator.kind != "gpu":
+    if engine.data_parallel_size or (engine.pipeline_parallel_size or 1) > 1:
         return
     node_size = cluster.node_size_of(num_nodes)
     for tensor in reversed(_divisors(node_size)):
@@ -158,7 +162,7 @@ def layouts_on(num_nodes: int, cluster: ClusterSpec, engine: EngineConfig) -> It
                 num_nodes=num_nodes,
                 gpus_per_node=used,
             )
-            if not _leaves_asked_gpus_idle(layout, cluster):
+            if not (layout.cuts_ranks or _leaves_asked_gpus_idle(layout, cluster)):
                 yield layout
 
 
@@ -187,7 +191,7 @@ def _layout_asked_for(tensor: int, pipeline: int, data: int, cluster: ClusterSpe
     ranks = tensor * pipeline * data
     nodes = cluster.num_nodes or _fewest_nodes(ranks, cluster) or 1
     size = cluster.node_size_of(nodes)
-    asked = f"{f'DP={data} x ' if data > 1 else ''}TP={tensor} x PP={pipeline} is {ranks} ranks"
+    asked = f"{layout_text(tensor, pipeline, data, between=' x ')} is {ranks} ranks"
     if ranks > nodes * size:
         places = f"{nodes} x {size} {cluster.accelerator.unit}s are {nodes * size}"
         raise DoesNotFitError(f"{asked}, but {places}; use {_larger_machines(ranks, cluster)}smaller sizes.")
@@ -202,6 +206,11 @@ def _layout_asked_for(tensor: int, pipeline: int, data: int, cluster: ClusterSpe
         num_nodes=nodes,
         gpus_per_node=ranks // nodes,
     )
+    if layout.cuts_ranks:
+        raise DoesNotFitError(
+            f"{asked}, and {nodes} nodes x {ranks // nodes} cut a data-parallel rank of {tensor * pipeline}: vLLM "
+            "takes whole ranks on a node, or whole nodes for a rank; use other sizes."
+        )
     if _leaves_asked_gpus_idle(layout, cluster):
         raise DoesNotFitError(_too_many_gpus(layout, cluster))
     return layout
@@ -217,11 +226,12 @@ def _leaves_asked_gpus_idle(layout: Layout, cluster: ClusterSpec) -> bool:
 
 def _too_many_gpus(layout: Layout, cluster: ClusterSpec) -> str:
     """Return how many GPUs would stay idle, and what to write instead."""
-    tensor, ranks = layout.tensor_parallel_size, layout.num_gpus
+    ranks = layout.num_gpus
+    stage = ranks // layout.pipeline_parallel_size
     device, nodes, size = cluster.accelerator, layout.num_nodes, cluster.node_size_of(layout.num_nodes)
     instead = []
-    if nodes * size % tensor == 0:
-        instead.append(f"--pipeline-parallel-size {nodes * size // tensor} to use all")
+    if nodes * size % stage == 0:
+        instead.append(f"--pipeline-parallel-size {nodes * size // stage} to use all")
     if device.kind == "cpu":
         instead.append(f"--gpu {device.name}-{ranks}s")
     elif cluster.is_whole:
@@ -229,7 +239,7 @@ def _too_many_gpus(layout: Layout, cluster: ClusterSpec) -> str:
     else:
         instead += [f"--nodes {-(-ranks // size)}"] if ranks <= size or ranks % size == 0 else []
         instead.append(f"--gpus-per-node {layout.gpus_per_node} to use as many of each node")
-    sizes = f"{layout.sizes.replace(' ', ' x ')} is {ranks} rank{'s' if ranks > 1 else ''}"
+    sizes = f"{layout.sizes(' x ')} is {ranks} rank{'s' if ranks > 1 else ''}"
     places = f"{nodes} node{'s' if nodes > 1 else ''} x {size} {device.unit}s are {nodes * size}"
     return f"{sizes}, but {places}: {nodes * size - ranks} would stay idle; use {', or '.join(instead)}."
 

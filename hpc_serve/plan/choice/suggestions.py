@@ -25,8 +25,6 @@ _QUANTIZATIONS: tuple[tuple[str, str, Scheme], ...] = (
     ("fp8", "fp8 weights", FP8_TENSOR),
     ("gptq", "a checkpoint quantised to 4 bits", int_groups(4, 128, False)),
 )
-
-
 _LEAST_STEP = 512
 """Fewer tokens of a step are not proposed."""
 
@@ -91,7 +89,7 @@ def _several_at_once(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None
             longest, layout = max(((longest_context(found, one), one) for one in there), key=lambda item: item[0])
             if longest >= max(CONTEXT_STEP, inputs.max_model_len // 4, inputs.workload.request_tokens or 1):
                 options = {"--quantization": method, **cache, "--max-model-len": str(longest)}
-                return Remedy(options=options, gives=f"{gives}: {layout.sizes}")
+                return Remedy(options=options, gives=f"{gives}: {layout.sizes()}")
     return None
 
 
@@ -108,7 +106,7 @@ def _fewer_sequences(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None
 
 
 def _smaller_steps(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None:
-    """Return the most tokens of a step with which data-parallel ranks fit, whose experts see the tokens of all."""
+    """Return the most tokens of a step with which a data-parallel layout fits: its experts see those of all ranks."""
     nearest = [layout for layout in nearest if layout.data_parallel_size > 1]
     tokens = max_num_batched_tokens(inputs.engine, inputs.cluster.accelerator, inputs.max_model_len)
     while nearest and (tokens := tokens // 2) >= _LEAST_STEP:
@@ -132,7 +130,7 @@ def _more_nodes(asked: PlanInputs) -> Remedy | None:
         return None
     size = layout.gpus_per_node if layout.num_nodes > 1 else free.cluster.node_size
     options = {"--nodes": str(layout.num_nodes * replicas), "--gpus-per-node": str(size)}
-    return Remedy(options=options, gives=layout.sizes)
+    return Remedy(options=options, gives=layout.sizes())
 
 
 def _another_slice(asked: PlanInputs) -> Remedy | None:
@@ -141,7 +139,7 @@ def _another_slice(asked: PlanInputs) -> Remedy | None:
     for topology in device.slices:
         layout = _first_that_fits(replace(asked, cluster=whole_cluster(device, chip_count(topology))))
         if layout is not None:
-            return Remedy(options={"--gpu": f"{device.name}:{topology}"}, gives=layout.sizes)
+            return Remedy(options={"--gpu": f"{device.name}:{topology}"}, gives=layout.sizes())
     return None
 
 
@@ -211,7 +209,7 @@ def _smaller_weights(inputs: PlanInputs) -> Remedy | None:
             continue  # vLLM 0.32 has no fp8 kernels for CPUs
         layout = _first_that_fits(replace(inputs, model=_quantized(inputs.model, scheme)))
         if layout is not None:
-            return Remedy(options={"--quantization": method}, gives=f"{gives}: {layout.sizes}")
+            return Remedy(options={"--quantization": method}, gives=f"{gives}: {layout.sizes()}")
     return None
 
 

@@ -78,11 +78,17 @@ def check_decode_context(model: ModelSpec, engine: EngineConfig, tensor_parallel
             "vLLM refuses it: --decode-context-parallel-size divides the cache of full attention alone, and "
             f"{model.name} has layers with windows, states or a compressed cache"
         )
-    copies = tensor_parallel_size if model.is_mla else tensor_parallel_size // model.num_key_value_heads
-    if copies % ranks or copies < ranks:
+    copies = tensor_parallel_size if model.is_mla else max(1, tensor_parallel_size // model.num_key_value_heads)
+    if copies < ranks or tensor_parallel_size % ranks:
         raise DoesNotFitError(
-            f"vLLM refuses it: TP={tensor_parallel_size} holds each part of the cache {max(1, copies)} times, which "
-            f"--decode-context-parallel-size {ranks} does not divide"
+            f"vLLM refuses it: TP={tensor_parallel_size} holds each part of the cache {copies} times, and "
+            f"--decode-context-parallel-size {ranks} is more, or does not divide TP"
+        )
+    queries = model.num_attention_heads // model.num_key_value_heads
+    if not model.is_mla and queries % ranks:
+        raise DoesNotFitError(
+            f"vLLM refuses it: --decode-context-parallel-size {ranks} does not divide the {queries} query heads of "
+            "each KV head"
         )
 
 

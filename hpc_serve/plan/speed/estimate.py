@@ -8,7 +8,7 @@ decides how many run at once.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.memory.kv_cache import cache_layout
@@ -70,17 +70,27 @@ def estimate_speed(
 ) -> SpeedEstimate:
     """Return the speed of one replica under some traffic.
 
-    `memory` is that of the layout. Requests that the cache or vLLM's max_num_seqs cannot hold wait.
+    `memory` is that of the layout. Requests that the cache or vLLM's max_num_seqs cannot hold wait. The requests in
+    flight are divided among the data-parallel ranks. Ranks step together, so a step is that of the fullest one.
     """
-    capacity = requests_held(roofline, traffic, memory)
-    batch = running_requests(roofline, traffic, capacity)
+    ranks = roofline.layout.data_parallel_size
+    each = replace(traffic, concurrency=-(-traffic.concurrency // ranks))
+    share = traffic.concurrency / each.concurrency
+    capacity = requests_held(roofline, each, memory)
+    batch = running_requests(roofline, each, capacity)
+
+    def of_all(factors: Factors) -> Speed:
+        speed = speed_column(roofline, each, batch, factors)
+        rates = share * speed.requests_per_s, share * speed.output_tokens_per_s
+        return replace(speed, requests_per_s=rates[0], output_tokens_per_s=rates[1])
+
     return SpeedEstimate(
         traffic=traffic,
         num_gpus=roofline.layout.num_gpus,
-        batch=batch,
-        capacity=capacity,
-        ideal=speed_column(roofline, traffic, batch, IDEAL),
-        expected=speed_column(roofline, traffic, batch, factors),
+        batch=share * batch,
+        capacity=ranks * capacity,
+        ideal=of_all(IDEAL),
+        expected=of_all(factors),
         factors=factors,
         usd_per_gpu_hour=usd_per_gpu_hour,
         is_ideal=is_ideal,
@@ -88,7 +98,7 @@ def estimate_speed(
 
 
 def requests_held(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> float:
-    """Return how many requests of the traffic's mean length the cache of a layout holds at once."""
+    """Return how many requests of the traffic's mean length the cache of one data-parallel rank holds at once."""
     engine = roofline.engine
     ranks = roofline.layout.tensor_parallel_size
     layout = cache_layout(roofline.model, engine, ranks, kind=roofline.accelerator.kind)
@@ -99,7 +109,8 @@ def requests_held(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) 
 
 def held_at_once(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> int:
     """Return the most requests of the traffic's mean length that run at once: by the cache, and by max_num_seqs."""
-    return max(1, int(min(requests_held(roofline, traffic, memory), roofline.max_num_seqs)))
+    of_rank = min(requests_held(roofline, traffic, memory), roofline.max_num_seqs)
+    return max(1, int(roofline.layout.data_parallel_size * of_rank))
 
 
 def running_requests(roofline: Roofline, traffic: Traffic, capacity: float) -> float:

@@ -8,7 +8,7 @@ Scale Your Model", part 7 (jax-ml.github.io/scaling-book/inference).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hpc_serve.errors import InvalidRequestError
@@ -109,6 +109,8 @@ class StepTime:
 class Roofline:
     """How long a step of one model on one layout takes, for any batch. The work is counted once.
 
+    With data parallelism the batch is that of one rank. The ranks step together, each with as large a batch.
+
     If scheduling is async, the host works on a step while the device computes the last one (`is_async` in
     scheduling.py). Raises InvalidRequestError if no source confirms the accelerator's FLOP/s or bandwidth.
     """
@@ -147,21 +149,22 @@ class Roofline:
         """
         stages = len(self.work.stages)
         tokens, share = tokens / stages, sequences / stages
-        prompts = max(0.0, tokens - share)
+        prompts, routed = max(0.0, tokens - share), tokens * self.layout.data_parallel_size
         flops = weights = cache = communication = 0.0
         for stage in self.work.stages:
             attention = prompts / prompt_tokens * stage.prompt_attention_flops(prompt_tokens) if prompt_tokens else 0.0
             flops += self._flops_s(stage, tokens, share, attention, factors)
             away = stage.offloaded_bytes
-            weights += max(0.0, stage.weight_bytes(tokens) - away) / (self.bandwidth * factors.bandwidth)
+            weights += max(0.0, stage.weight_bytes(routed) - away) / (self.bandwidth * factors.bandwidth)
             weights += away / (ASSUMED_LINK_BYTES_PER_S * factors.bandwidth)
             read = share * stage.cache_bytes(context) / (self.bandwidth * factors.bandwidth)
             attended = share * stage.attention_flops(context) / (self._plain_rate * factors.attention_flops)
             cache += max(read, attended)
-            communication += self._all_reduce_s(stage, tokens, factors)
+            communication += self._all_reduce_s(stage, tokens, factors) + self._gather_s(stage, tokens, factors)
         if stages > 1:
-            hop = self.work.hop_bytes(tokens) / (self.hop_bytes_per_s * factors.link) + factors.collective_s
-            communication += (stages - 1) * hop
+            # A rank sends its share of the activations and of the residual.
+            sent = 2 * tokens * self.work.hidden_bytes / self.layout.tensor_parallel_size
+            communication += (stages - 1) * (sent / (self.hop_bytes_per_s * factors.link) + factors.collective_s)
         kernels = factors.kernel_s * sum(stage.kernels for stage in self.work.stages)
         host = factors.sequence_s * share
         if self.async_scheduling:
@@ -189,13 +192,30 @@ class Roofline:
         return (dense + head) / factors.flops + experts / factors.expert_flops + attending / factors.attention_flops
 
     def _all_reduce_s(self, stage: StageWork, tokens: float, factors: Factors) -> float:
-        if self.layout.tensor_parallel_size == 1:
+        """Return the time of a stage's all-reduces. In a ring each rank sends 2·(n - 1)/n of their bytes."""
+        ranks = self.layout.tensor_parallel_size
+        if ranks == 1:
             return 0.0
         count = stage.layers * ALL_REDUCES_PER_LAYER
-        return (
-            self.work.all_reduce_bytes(stage, tokens) / (self.link_bytes_per_s * factors.link)
-            + count * factors.collective_s
+        size = count * tokens * self.work.hidden_bytes * 2 * (ranks - 1) / ranks
+        return size / (self.link_bytes_per_s * factors.link) + count * factors.collective_s
+
+    def _gather_s(self, stage: StageWork, tokens: float, factors: Factors) -> float:
+        """Return the time to gather the tokens of all data-parallel ranks for the experts, and to scatter the sums.
+
+        These are the two collectives of vLLM's default `--all2all-backend allgather_reducescatter`
+        (fused_moe/prepare_finalize/naive_dp_ep.py). NCCL's rings take each token once into each other node, over the
+        networks of all its GPUs, and from there from GPU to GPU.
+        """
+        layout, size = self.layout, 2 * stage.expert_layers * tokens * self.work.hidden_bytes
+        ranks, nodes = layout.data_parallel_size, layout.num_nodes
+        if ranks == 1:
+            return 0.0
+        link_s = (
+            (ranks - 1) * size / link_rate(self.accelerator, replace(layout, tensor_parallel_size=layout.gpus_per_node))
         )
+        network_s = ranks * (nodes - 1) / nodes * size / (layout.gpus_per_node * network_rate(self.accelerator))
+        return (link_s + network_s) / factors.link + 2 * stage.expert_layers * factors.collective_s
 
 
 def link_rate(accelerator: AcceleratorSpec, layout: Layout) -> float:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.choice.candidates import Candidate, PlanInputs
-from hpc_serve.plan.choice.layout import Layout, layouts_on
+from hpc_serve.plan.choice.layout import Layout, data_parallel_layouts, layouts_on
 from hpc_serve.plan.memory.estimate import MemoryEstimate
-from hpc_serve.plan.speed.estimate import SpeedEstimate, estimate_speed
+from hpc_serve.plan.speed.estimate import SpeedEstimate, estimate_speed, held_at_once
 from hpc_serve.plan.speed.limits import limit_lines
 from hpc_serve.plan.speed.step import EXPECTED, Roofline
 from hpc_serve.plan.speed.traffic import Traffic
@@ -23,6 +23,10 @@ _NODES = (1, 2, 4, 8, 16)
 _NO_BUBBLES = (
     "Engines of more pipeline stages than nodes (on TPUs: of more than one) are left out: their estimates would be too "
     "good, because no measurement that the factors are fitted on has pipeline bubbles."
+)
+_EVEN_EXPERTS = (
+    "No factor is fitted on measurements of data parallelism: the estimates of such layouts assume that the experts "
+    "get equal work."
 )
 _UNITS = {"ms": 1e-3, "s": 1.0}
 
@@ -63,7 +67,7 @@ class Deployment:
 
     def __str__(self) -> str:
         many = f"{self.replicas} replicas of " if self.replicas > 1 else "one "
-        return f"{many}TP={self.layout.tensor_parallel_size} PP={self.layout.pipeline_parallel_size}"
+        return f"{many}{self.layout.sizes()}"
 
 
 def parse_speed_target(text: str) -> SpeedTarget:
@@ -101,9 +105,10 @@ def choose_deployment(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget)
         raise DoesNotFitError(_unmet_target_text(deployments, target))
     reasons = _reasons(met, [deployment for deployment in deployments if not deployment.meets], small, target)
     largest = max(deployments, key=lambda deployment: deployment.layout.tensor_parallel_size)
-    roofline = Roofline(inputs.model, inputs.cluster.accelerator, inputs.engine, largest.layout)
+    roofline = Roofline(inputs.model, inputs.cluster.accelerator, inputs.engine_for(largest.layout), largest.layout)
     asked = inputs.engine.pipeline_parallel_size
-    return met[0], [*reasons, *limit_lines(roofline), *([] if asked else [_NO_BUBBLES])]
+    assumed = [_EVEN_EXPERTS] if any(one.layout.data_parallel_size > 1 for one in deployments) else []
+    return met[0], [*reasons, *limit_lines(roofline), *assumed, *([] if asked else [_NO_BUBBLES])]
 
 
 def _unmet_target_text(deployments: list[Deployment], target: SpeedTarget) -> str:
@@ -138,7 +143,7 @@ def _deployments(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget) -> t
             if candidate.memory is None or not candidate.memory.holds(1):
                 small.append(candidate)
                 continue
-            roofline = Roofline(inputs.model, cluster.accelerator, inputs.engine, layout)
+            roofline = Roofline(inputs.model, cluster.accelerator, inputs.engine_for(layout), layout)
             best = _best_batch(roofline, traffic, candidate.memory, target, replicas)
             found.append(
                 Deployment(
@@ -160,10 +165,12 @@ def _even_deployments(inputs: PlanInputs, nodes: int) -> Iterator[tuple[Layout, 
     There are no more stages than nodes. _NO_BUBBLES says why.
     """
     cluster, engine = inputs.cluster, inputs.engine
-    asked = engine.tensor_parallel_size or engine.pipeline_parallel_size
+    asked = engine.has_asked_layout
     is_tpu = cluster.accelerator.kind == "tpu"  # its links span hosts
+    shares_experts = bool(inputs.model.num_experts) and cluster.accelerator.kind == "gpu"
     for used in (count for count in range(nodes, 0, -1) if nodes % count == 0):
-        for layout in layouts_on(used, cluster, engine):
+        data = data_parallel_layouts(used, cluster, engine) if shares_experts else ()
+        for layout in (*layouts_on(used, cluster, engine), *data):
             copies, rest = divmod(nodes * cluster.node_size_of(nodes), layout.num_gpus)
             if asked or (rest == 0 and layout.pipeline_parallel_size <= (1 if is_tpu else used)):
                 yield layout, copies
@@ -181,7 +188,7 @@ def _best_batch(
     if traffic.concurrency > 1:
         return at(-(-traffic.concurrency // replicas))
     low = at(1)
-    high = max(1, int(min(low.capacity, roofline.max_num_seqs)))
+    high = held_at_once(roofline, traffic, memory)
     if target.is_met(at(high)) or not target.is_met(low):
         return at(high) if target.is_met(at(high)) else low
     least = 1

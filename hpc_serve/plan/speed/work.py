@@ -62,13 +62,14 @@ class Attention:
 class StageWork:
     """One rank of one pipeline stage: what it holds, and its operations per token by the type it computes in.
 
-    `expert_bytes` are those of all routed experts on the rank. A token goes to `experts_per_token` of `experts`. The
-    embedding table counts nowhere, because only single rows of it are read. `offloaded_bytes` of the weights are in the
-    node's memory. `head_flops` are per sequence. `kernels` is how many kernels a step starts one after the other,
-    whatever its tokens.
+    `expert_layers` have routed experts. `expert_bytes` are those of all routed experts on the rank. A token goes to
+    `experts_per_token` of `experts`. The embedding table counts nowhere, because only single rows of it are read.
+    `offloaded_bytes` of the weights are in the node's memory. `head_flops` are per sequence. `kernels` is how many
+    kernels a step starts one after the other, whatever its tokens.
     """
 
     layers: int
+    expert_layers: int
     kernels: int
     dense_bytes: int
     expert_bytes: int
@@ -81,7 +82,9 @@ class StageWork:
     attention: tuple[Attention, ...]
 
     def weight_bytes(self, tokens: float) -> float:
-        """Return the bytes of weights that a step reads. Only experts that at least one token goes to are read.
+        """Return the bytes of weights that a step reads, with so many tokens of all data-parallel ranks together.
+
+        Only experts that at least one token goes to are read.
 
         If the router is even, a token misses a given expert with probability 1 - k/E. Then n tokens go to E·(1 - (1 -
         k/E)^n) experts on average.
@@ -123,28 +126,18 @@ class StageWork:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWork:
-    """All stages of a layout, and what their ranks send. `hidden_bytes` are the activations of one token."""
+    """All stages of a layout. Their ranks send `hidden_bytes` for each token: its activations."""
 
     stages: tuple[StageWork, ...]
-    layout: Layout
     hidden_bytes: int
-
-    def all_reduce_bytes(self, stage: StageWork, tokens: float) -> float:
-        """Return the bytes that a rank sends for the all-reduces of a stage. In a ring it sends 2·(n - 1)/n of each."""
-        ranks = self.layout.tensor_parallel_size
-        return stage.layers * ALL_REDUCES_PER_LAYER * tokens * self.hidden_bytes * 2 * (ranks - 1) / ranks
-
-    def hop_bytes(self, tokens: float) -> float:
-        """Return the bytes that a rank sends to the next stage: its share of the activations and of the residual."""
-        return 2 * tokens * self.hidden_bytes / self.layout.tensor_parallel_size
 
 
 def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineConfig, layout: Layout) -> ModelWork:
     """Return the work of a layout. Raises DoesNotFitError where vLLM refuses the layout."""
-    tensor, pipeline = layout.tensor_parallel_size, layout.pipeline_parallel_size
-    expert_ranks = tensor if engine.enable_expert_parallel and model.num_experts else 1
+    tensor, pipeline, data = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size
+    whole = engine.enable_expert_parallel and bool(model.num_experts)
     found = []
-    for stage in pipeline_stages(model, tensor, pipeline, expert_parallel=expert_ranks > 1):
+    for stage in pipeline_stages(model, tensor, pipeline, data_parallel_size=data, expert_parallel=whole):
         dense: Counter[str] = Counter()
         experts: Counter[str] = Counter()
         expert_bytes = expert_layers = 0
@@ -152,7 +145,7 @@ def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineCon
         for layer in stage.layers:
             key = id(layer.block)
             if key not in known:
-                known[key] = _count(layer.block.weights, model, accelerator, tensor, expert_ranks)
+                known[key] = _count(layer.block.weights, model, accelerator, (tensor, data), whole)
             in_dense, in_experts, size = known[key]
             dense += in_dense
             experts += in_experts
@@ -165,6 +158,7 @@ def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineCon
         found.append(
             StageWork(
                 layers=len(stage.layers),
+                expert_layers=expert_layers,
                 kernels=LAYER_KERNELS * len(stage.layers)
                 + EXPERT_KERNELS * expert_layers
                 + LATENT_KERNELS * sum(layer.cache is not None and layer.cache.kind == "mla" for layer in stage.layers),
@@ -179,7 +173,7 @@ def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineCon
                 attention=_attention(model, engine, stage.first_layer, stage.end_layer, tensor),
             )
         )
-    return ModelWork(stages=tuple(found), layout=layout, hidden_bytes=model.hidden_size * model.dtype_bytes)
+    return ModelWork(stages=tuple(found), hidden_bytes=model.hidden_size * model.dtype_bytes)
 
 
 def compute_type(scheme: Scheme, model: ModelSpec, accelerator: AcceleratorSpec) -> str:
@@ -205,10 +199,14 @@ def compute_type(scheme: Scheme, model: ModelSpec, accelerator: AcceleratorSpec)
 
 
 def _count(
-    weights: tuple[Weight, ...], model: ModelSpec, accelerator: AcceleratorSpec, ranks: int, expert_ranks: int
+    weights: tuple[Weight, ...], model: ModelSpec, accelerator: AcceleratorSpec, sizes: tuple[int, int], whole: bool
 ) -> tuple[Counter[str], Counter[str], int]:
-    """Return (operations per token in dense matrices, the same in experts, bytes of experts) of one block on one
-    rank."""
+    """Return (operations per token in dense matrices, the same in experts, bytes of experts) of one block on one rank.
+
+    `sizes` are those of tensor and data parallelism, which divide the experts: `whole` ones, or each. A data-parallel
+    rank computes the tokens of all such ranks with its part.
+    """
+    ranks, data_ranks = sizes
     dense: Counter[str] = Counter()
     experts: Counter[str] = Counter()
     expert_bytes = 0
@@ -220,7 +218,7 @@ def _count(
         if weight.is_expert:
             chosen = weight.parameters * model.num_experts_per_tok / weight.copies
             experts[type_] += 2 * chosen / ranks  # type: ignore[assignment]
-            expert_bytes += weight.bytes_per_rank(ranks, expert_ranks)
+            expert_bytes += weight.bytes_per_rank(ranks * data_ranks, ranks * data_ranks if whole else 1)
         else:
             dense[type_] += 2 * weight.parameters / share  # type: ignore[assignment]
     return dense, experts, expert_bytes

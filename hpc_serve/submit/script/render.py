@@ -207,7 +207,7 @@ def _title(request: ServeRequest, plan: ServePlan) -> str:
     nodes = f"{layout.num_nodes} node" + ("s" if layout.num_nodes > 1 else "")
     units = plan.accelerator.unit + ("s" if layout.gpus_per_node > 1 else "")
     where = f"{nodes} x {layout.gpus_per_node} {units} ({request.gpu})"
-    sizes = layout.sizes.replace(" ", " x ")
+    sizes = layout.sizes(" x ")
     replicas = replicas_of(request, plan)
     each = f"{replicas} replicas, each on " if replicas > 1 else ""
     if request.replicas_per_job > 1:

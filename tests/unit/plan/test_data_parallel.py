@@ -21,9 +21,14 @@ from hpc_serve.plan import (
     plan,
     resolve,
 )
+from hpc_serve.plan.choice.layout import Layout, layouts_on
 from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.memory.estimate import MemoryEstimate, estimate_memory
+from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.memory.stages import pipeline_stages
+from hpc_serve.plan.speed.estimate import estimate_speed, requests_held
+from hpc_serve.plan.speed.step import IDEAL, Roofline
+from hpc_serve.plan.speed.traffic import Traffic
 
 H200 = accelerator("h200")
 R1, QWEN = "r1", "Qwen/Qwen3-30B-A3B"
@@ -93,10 +98,8 @@ def test_the_experts_of_a_rank_see_the_tokens_of_all_data_parallel_ranks() -> No
 
 
 def test_redundant_experts_are_shared_by_all_ranks() -> None:
-    asked = {"enable_eplb": True, "eplb_config": {"num_redundant_experts": 16}}
+    asked: dict[str, Any] = {"enable_eplb": True, "eplb_config": {"num_redundant_experts": 16}}
     chosen = planned(QWEN, 2, data_parallel_size=16, enable_expert_parallel=True)
-    from hpc_serve.plan.memory.loaded import loaded_model
-
     engine = EngineConfig(data_parallel_size=16, enable_expert_parallel=True, **asked)
     balanced = plan(loaded_model(spec(QWEN), engine), ClusterSpec(accelerator=H200, num_nodes=2), engine)
     assert balanced.memory.weight_bytes - chosen.memory.weight_bytes == 48 * 3 * 2048 * 768 * 2
@@ -113,8 +116,9 @@ def test_decode_context_ranks_divide_the_tokens_of_a_request() -> None:
 @pytest.mark.parametrize(
     ("name", "tp", "dcp", "says"),
     [
-        (R1, 8, 3, "TP=8 holds each part of the cache 8 times, which --decode-context-parallel-size 3 does not divide"),
+        (R1, 8, 3, "--decode-context-parallel-size 3 is more, or does not divide TP"),
         (QWEN, 4, 2, "TP=4 holds each part of the cache 1 times"),
+        (QWEN, 32, 3, "--decode-context-parallel-size 3 is more, or does not divide TP"),
         ("gpt-oss-120b", 8, 2, "has layers with windows"),
     ],
 )
@@ -134,6 +138,15 @@ def test_a_layout_asked_for_takes_tp_x_pp_x_dp_gpus() -> None:
         planned(R1, 2, data_parallel_size=16, tensor_parallel_size=2, pipeline_parallel_size=1)
     with pytest.raises(NoLayoutError, match="DP=3 does not divide the 16 GPUs there are"):
         planned(R1, 2, data_parallel_size=3)
+
+
+def test_a_layout_that_cuts_a_data_parallel_rank_is_no_candidate() -> None:
+    with pytest.raises(NoLayoutError, match="3 nodes x 8 cut a data-parallel rank of 12"):
+        planned(R1, 3, data_parallel_size=2, tensor_parallel_size=4, pipeline_parallel_size=3)
+    engine = EngineConfig(data_parallel_size=2)
+    assert not list(layouts_on(3, ClusterSpec(accelerator=H200, num_nodes=3), engine))
+    spanned = layouts_on(4, ClusterSpec(accelerator=H200, num_nodes=4), engine)
+    assert "DP=2 TP=8 PP=2" in {one.sizes() for one in spanned}
 
 
 def test_requests_at_once_are_divided_among_the_data_parallel_ranks() -> None:
@@ -170,6 +183,59 @@ def test_words_after_the_dashes_are_checked_like_options(capsys: pytest.CaptureF
         found.append(json.loads(capsys.readouterr().out))
     assert found[0] == found[1]
     assert (found[0]["data_parallel_size"], found[0]["num_nodes"], found[0]["gpus_per_node"]) == (8, 1, 8)
+
+
+def roofline(dp: int, nodes: int = 1, tp: int = 1) -> tuple[Roofline, MemoryEstimate]:
+    layout = Layout(
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=1,
+        data_parallel_size=dp,
+        num_nodes=nodes,
+        gpus_per_node=dp * tp // nodes,
+    )
+    engine = EngineConfig(enable_expert_parallel=dp > 1)
+    return Roofline(spec(QWEN), H200, engine, layout), memory(QWEN, tp=tp, dp=dp)
+
+
+def test_a_data_parallel_rank_computes_as_much_a_token_and_holds_its_share_of_the_experts() -> None:
+    alone, four = (roofline(ranks)[0].work.stages[0] for ranks in (1, 4))
+    assert four.expert_bytes * 4 == alone.expert_bytes
+    assert (four.dense_bytes, four.dense_flops, four.expert_flops) == (
+        *(alone.dense_bytes, alone.dense_flops, alone.expert_flops),
+    )
+
+
+def test_the_tokens_of_all_data_parallel_ranks_go_to_each_for_its_experts_and_back() -> None:
+    """48 layers, hidden size 2,048 in 16 bit; 8 tokens a rank."""
+    size = 2 * 48 * 8 * 2048 * 2
+    within, across = (roofline(*sizes)[0].decode(8, 1, IDEAL).communication_s for sizes in ((8, 1), (16, 2)))
+    assert within == pytest.approx(7 * size / H200.link_bytes_per_s)
+    out = 8 * size / (8 * H200.network_bytes_per_s)
+    assert across == pytest.approx(15 * size / H200.link_bytes_per_s + out)
+    assert roofline(1)[0].decode(8, 1, IDEAL).communication_s == 0
+
+
+def test_ranks_that_step_together_serve_a_share_of_the_requests_each() -> None:
+    of_four, held = roofline(4)
+    one, full, more = (estimate_speed(of_four, Traffic(concurrency=count), held) for count in (1, 64, 65))
+    step = of_four.decode(16, Traffic().mean_context)
+    assert full.expected.step == step
+    assert more.expected.step == of_four.decode(17, Traffic().mean_context)  # the fullest rank decides
+    assert one.batch == 1
+    assert full.batch == 64
+    assert one.expected.output_tokens_per_s < full.expected.output_tokens_per_s / 20
+    assert full.capacity == 4 * requests_held(of_four, Traffic(), held)
+
+
+@pytest.mark.parametrize(("target", "has_data_parallelism"), [("throughput", True), ("tpot=25ms", False)])
+def test_data_parallelism_is_for_many_requests_and_tensor_parallelism_for_few(
+    capsys: pytest.CaptureFixture[str], target: str, has_data_parallelism: bool
+) -> None:
+    assert run(["plan", "r1", "--gpu", "h200", "--nodes", "2", "--target", target, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["data_parallel_size"] > 1) == has_data_parallelism
+    assert ("--enable-expert-parallel" in told["vllm_args"]) == has_data_parallelism
+    assert any("DP=" in reason and "tokens/s" in reason for reason in told["reasons"])
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 1), (2, 2), (8, 1), (1, 8), (2, 8)])

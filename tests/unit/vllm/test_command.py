@@ -15,8 +15,10 @@ from hpc_serve.vllm.command import (
     check_layout,
     choose_backend,
     head_args,
+    headless_argv,
     multi_node_args,
     read_command,
+    settings_text,
 )
 
 FILES = ("/run/key", "/run/certificate")
@@ -121,6 +123,7 @@ def test_a_stand_in_that_is_not_there_is_named(tmp_path: Path):
         ("mp", "vllm serve m", 2, "mp"),
         ("ray", "vllm serve m", 1, "ray"),
         ("auto", "vllm serve m --distributed-executor-backend mp", 2, "mp"),
+        ("auto", "vllm serve m --data-parallel-size 2", 2, "mp"),
     ],
 )
 def test_several_nodes_use_ray_unless_told_otherwise(backend, line, num_nodes, chosen):
@@ -157,6 +160,41 @@ def test_a_layout_that_fits_passes():
 def test_what_cpus_and_tpus_cannot_do_is_said(fields, why):
     with pytest.raises(DoesNotFitError, match=why):
         check("vllm serve m -tp 16", **fields)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_nodes", "gpus"),
+    [("-dp 2", 1, 2), ("-dp 2", 2, 1), ("-dp 8 -tp 2", 2, 8), ("-dp 2 -tp 8", 4, 4)],
+)
+def test_a_node_has_whole_data_parallel_ranks_or_a_rank_whole_nodes(layout, num_nodes, gpus):
+    check(f"vllm serve m {layout}", num_nodes=num_nodes, per_node=gpus, backend="mp")
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_nodes", "gpus", "backend", "why"),
+    [
+        ("-dp 2 -tp 12", 3, 8, "mp", "3 nodes x 8 cut a data-parallel rank of 12"),
+        ("-dp 4", 2, 2, "ray", "DP=4 x TP=1 x PP=1 = 4 GPUs, and .* use --backend mp, or auto"),
+        ("-dp 8 -tp 4", 2, 8, "mp", "DP=8 x TP=4 x PP=1 = 32 GPUs, the job has 2 nodes x 8 GPUs"),
+    ],
+)
+def test_data_parallel_ranks_that_cannot_start_so_are_refused(layout, num_nodes, gpus, backend, why):
+    with pytest.raises(DoesNotFitError, match=why):
+        check(f"vllm serve m {layout}", num_nodes=num_nodes, per_node=gpus, backend=backend)
+
+
+def test_processes_of_several_nodes_meet_at_ports_of_a_file():
+    ports = iter((20_001, 20_002)).__next__
+    assert settings_text(read_command(words("vllm serve m -tp 4")), ports) == "master-port: 20001\n"
+    ports = iter((20_001, 20_002)).__next__
+    told = settings_text(read_command(words("vllm serve m -dp 4")), ports)
+    assert told == "master-port: 20001\ndata-parallel-rpc-port: 20002\n"
+
+
+def test_a_node_without_a_server_is_told_no_number_of_servers():
+    command = read_command(words("vllm serve m -dp 4 --api-server-count 2 --max-num-seqs 8"))
+    assert (command.api_servers, headless_argv(command)) == (2, words("vllm serve m -dp 4 --max-num-seqs 8"))
+    assert read_command(words("vllm serve m -dp 4")).api_servers == 4
 
 
 def test_the_head_is_told_only_what_the_line_leaves_open():
