@@ -13,11 +13,12 @@ from hpc_serve.job.cleanup.run_dir import read_control_port
 from hpc_serve.job.links.control import connect
 from hpc_serve.job.links.link import Link, LinkLostError, Message
 from hpc_serve.job.machine.network import node_address, reachable_addresses
+from hpc_serve.job.machine.process import stopped_processes
 from hpc_serve.job.preflight.node_side import answer_head
 from hpc_serve.job.progress.reading import RunReading
 from hpc_serve.job.ray.held_ray import HeldRay
 from hpc_serve.job.run.node import Node
-from hpc_serve.job.run.outcome import Outcome, RunEnd
+from hpc_serve.job.run.outcome import Outcome, RunEnd, failure
 from hpc_serve.job.run.parts import Parts, StopOrder
 from hpc_serve.job.run.ray_cluster import worker_argv
 from hpc_serve.vllm.command import headless_argv
@@ -26,6 +27,7 @@ _log = logging.getLogger(__name__)
 _REPORT_TIMEOUT_S = 30.0
 _GRACE_S = 5.0
 _POLL_INTERVAL_S = 0.2
+_LOOKS_PER_SILENCE = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +160,23 @@ async def _start_part(node: Node, parts: Parts, holding: asyncio.Future[_Ray] | 
         engine = await parts.start_child("engine", argv, environ)
         parts.add_child(StopOrder.ENGINE, engine, grace_s=_GRACE_S)
         parts.end_with(engine)
+        await _watch_for_stopped(node)
+
+
+async def _watch_for_stopped(node: Node) -> None:
+    """Raise PartFailedError once a process of the engine here is stopped for as long as a silent node may be silent.
+
+    The ranks of the other nodes wait for it, and the head's gate sees the processes of its own node alone. Looks are
+    counted, and not seconds: if Slurm suspends the job, this launcher stands still as well.
+    """
+    looks: dict[int, int] = {}
+    while True:
+        await asyncio.sleep(node.silence_s / _LOOKS_PER_SILENCE)
+        stopped = await asyncio.to_thread(stopped_processes, node.run_mark)
+        looks = {pid: looks.get(pid, 0) + 1 for pid in stopped}
+        for pid, count in looks.items():
+            if count >= _LOOKS_PER_SILENCE:
+                raise failure("engine", f"its process {stopped[pid]} ({pid}) was stopped for {node.silence_s:g} s")
 
 
 def _own_address(node: Node) -> str:

@@ -78,17 +78,16 @@ def read_command(words: Sequence[str], *, stand_in: StandIn | None = None) -> Se
             args += ("--served-model-name", model)
         args += stand_in.args
     given = read_arguments(args)
-    data_ranks = value_of(given, "--data-parallel-size") or 1
     return ServeCommand(
         argv=(*words[:place], stand_in.folder if stand_in else model, *args),
         model=model,
         served_model_names=names,
         tensor_parallel_size=value_of(given, "--tensor-parallel-size") or 1,
         pipeline_parallel_size=value_of(given, "--pipeline-parallel-size") or 1,
-        data_parallel_size=data_ranks,
+        data_parallel_size=value_of(given, "--data-parallel-size") or 1,
         port=value_of(given, "--port") or None,
         executor=value_of(given, "--distributed-executor-backend"),
-        api_servers=value_of(given, "--api-server-count") or data_ranks,  # vLLM's own default
+        api_servers=value_of(given, "--api-server-count") or 1,
         scheduling_policy=value_of(given, "--scheduling-policy"),
         stand_in=stand_in.folder if stand_in else None,
     )
@@ -152,11 +151,15 @@ def head_args(
     `tls_files` are the files of the run's key and certificate.
     After SIGTERM the engine finishes the requests under way for `shutdown_timeout_s` seconds.
     vLLM puts each `--middleware` around those before it, so the gate, which comes last, is around all of them.
+    By default vLLM starts an API server for each data-parallel rank. One server alone sees all requests, and so whether
+    the engine hangs.
     """
     added = ["--host", "127.0.0.1", "--port", "0", "--middleware", GATE]
     added += ["--ssl-keyfile", tls_files[0], "--ssl-certfile", tls_files[1]]
     if shutdown_timeout_s > 0:
         added += ["--shutdown-timeout", str(shutdown_timeout_s)]
+    if command.data_parallel_size > 1 and "--api-server-count" not in names_in(command.argv):
+        added += ["--api-server-count", "1"]
     if device != "TPU" and command.world_size > 1 and command.executor is None:
         added += ["--distributed-executor-backend", backend]
     return added

@@ -208,6 +208,18 @@ async def end_marked(mark: str, *, grace_s: float, killed_s: float | None = None
     return len(found)
 
 
+def stopped_processes(mark: str) -> dict[int, str]:
+    """Return the names of the stopped processes (SIGSTOP) on this node with a run's mark, by their number."""
+    found = {}
+    for pid in marked_pids(mark):
+        with contextlib.suppress(OSError):
+            folder = Path("/proc") / str(pid)
+            state = (folder / "stat").read_bytes().rpartition(b")")[2].split()[0]
+            if state == b"T":
+                found[pid] = (folder / "cmdline").read_bytes().partition(b"\0")[0].decode(errors="replace").strip()
+    return found
+
+
 def marked_pids(mark: str, *, variable: str = RUN_MARK) -> Iterator[int]:
     """The pids of this user's processes with `mark` in their environment. A zombie has no environment any more."""
     needle = f"{variable}={mark}".encode()

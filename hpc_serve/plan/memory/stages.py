@@ -105,7 +105,7 @@ def pipeline_stages(
     Raises DoesNotFitError, which names what cannot be divided, where vLLM refuses it.
     """
     check_layout(model, tensor_parallel_size, pipeline_parallel_size)
-    sizer = _Sizer(tensor_parallel_size, data_parallel_size, expert_parallel=expert_parallel)
+    sizer = _Sizer(model, tensor_parallel_size, data_parallel_size, expert_parallel=expert_parallel)
     found, start = [], 0
     counts = pipeline_layers(model.num_hidden_layers - model.draft_layers, pipeline_parallel_size)
     counts[-1] += model.draft_layers
@@ -168,15 +168,16 @@ class _Sizer:
 
     Data-parallel ranks each have all weights but the experts, which they and their tensor-parallel ranks divide: as
     whole experts with expert parallelism, else as parts of each expert (`FusedMoEParallelConfig.make` in vLLM's
-    layers/fused_moe/config.py). If both sizes are above 1 with expert parallelism, each rank has whole shared experts,
-    for a part of the tokens (`use_sequence_parallel_moe` in config/parallel.py).
+    layers/fused_moe/config.py). If both sizes are above 1 with expert parallelism, each rank of some models has whole
+    shared experts, for a part of the tokens (`use_sequence_parallel_moe` in config/parallel.py).
     """
 
-    def __init__(self, ranks: int, data_ranks: int, *, expert_parallel: bool) -> None:
+    def __init__(self, model: ModelSpec, ranks: int, data_ranks: int, *, expert_parallel: bool) -> None:
         self.ranks = ranks
         self.all_ranks = ranks * data_ranks
         self.expert_ranks = self.all_ranks if expert_parallel else 1
-        self.has_whole_shared_experts = expert_parallel and ranks > 1 and data_ranks > 1
+        is_mixed = expert_parallel and ranks > 1 and data_ranks > 1
+        self.has_whole_shared_experts = is_mixed and model.has_whole_shared_experts
         self.known: dict[int, tuple[int, int]] = {}
         self.pinned: dict[int, int] = {}
 

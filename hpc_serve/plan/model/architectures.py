@@ -142,6 +142,7 @@ def model_from_config(
         head=None if tied else Vocabulary(name="lm_head", rows=rows, width=width, scheme=scheme.head),
         everywhere=tower,
         on_every_stage=frozenset(about.get("on_every_stage", ())),
+        has_whole_shared_experts=about.get("has_whole_shared_experts", False),
         intermediate_size=builder.intermediate_size,
         rotary_bytes=_rotary_bytes(builder),
         num_experts=experts,

@@ -141,7 +141,8 @@ class ModelSpec:
     `max_model_len` is the longest context the config allows, which is vLLM's default. `head` is None if the output head
     is the embedding. Each pipeline stage holds `everywhere` (the vision tower, which `images` describes). Some models
     in vLLM ignore the stage, so each stage also holds the parts in `on_every_stage`: of "embedding", "final" and
-    "head". `rotary_bytes` is the table of sines and cosines on each rank. `prediction_layers` are the checkpoint's
+    "head". `has_whole_shared_experts`: each rank has them whole if data, tensor and expert parallelism come together.
+    `rotary_bytes` is the table of sines and cosines on each rank. `prediction_layers` are the checkpoint's
     layers for multi-token prediction, which vLLM loads only to speculate. When it loads them, they are the last
     `draft_layers` of `layers`. `stored_wide`: the files hold 32-bit floats, which are loaded in 16 bit. `unknown_keys`
     are fields of the config that look like a size and were left out at the person's own risk.
@@ -163,6 +164,7 @@ class ModelSpec:
     head: Vocabulary | None
     everywhere: Block = field(default_factory=Block)
     on_every_stage: frozenset[str] = frozenset()
+    has_whole_shared_experts: bool = False
     intermediate_size: int = 0
     rotary_bytes: int = 0
     num_experts: int = 0

@@ -56,8 +56,8 @@ def memory_parts(request: ServeRequest, plan: ServePlan) -> dict[str, int]:
     caches = settings.cache_dir or settings.tmpdir or _TMP
     found = {
         _ENGINE: _engine_gib(plan, node),
-        "further API servers": _api_servers_gib(request, plan) * request.replicas_per_job,
-        "processed images (--mm-processor-cache-gb)": _images_gib(request, plan) * request.replicas_per_job,
+        "further API servers": _api_servers_gib(request) * request.replicas_per_job,
+        "processed images (--mm-processor-cache-gb)": _images_gib(request) * request.replicas_per_job,
         "weights outside the GPUs (--cpu-offload-gb)": _gib(plan.memory.pinned_bytes * node),
         "cache outside the GPUs (KV offload)": _gib(_offloaded_cache_bytes(request, engine) * node / engine),
         f"compiled code in {caches}": _GIB_OF_CACHES if is_in_memory(caches, folders) else 0,
@@ -113,18 +113,18 @@ def _engine_gib(plan: ServePlan, ranks: int) -> int:
     return _GIB_BASE + _GIB_PER_GPU * ranks
 
 
-def _api_servers_gib(request: ServeRequest, plan: ServePlan) -> int:
-    return _GIB_PER_API_SERVER * (_api_servers(request, plan) - 1)
+def _api_servers_gib(request: ServeRequest) -> int:
+    return _GIB_PER_API_SERVER * (_api_servers(request) - 1)
 
 
-def _images_gib(request: ServeRequest, plan: ServePlan) -> int:
+def _images_gib(request: ServeRequest) -> int:
     """Return what the caches of processed images take beyond vLLM's default: one of each API server and of the core."""
     each = _given(request, "--mm-processor-cache-gb") or 0
-    return max(0, math.ceil((each - _GIB_OF_IMAGES) * (_api_servers(request, plan) + 1)))
+    return max(0, math.ceil((each - _GIB_OF_IMAGES) * (_api_servers(request) + 1)))
 
 
-def _api_servers(request: ServeRequest, plan: ServePlan) -> int:
-    return max(1, _given(request, "--api-server-count") or plan.layout.data_parallel_size)
+def _api_servers(request: ServeRequest) -> int:
+    return max(1, _given(request, "--api-server-count") or 1)
 
 
 def _weights_gib(plan: ServePlan) -> int:

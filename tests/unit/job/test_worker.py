@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from dataclasses import replace
 
@@ -104,6 +105,18 @@ def test_without_ray_it_starts_the_engine_without_a_server(over_a_connection, tm
         "serve m -pp 2 --distributed-executor-backend mp --nnodes 2 --node-rank 1 --master-addr 127.0.0.1" in arguments
     )
     assert arguments.endswith("--headless")
+
+
+def test_a_process_of_its_engine_that_is_stopped_fails_the_run_and_is_named(over_a_connection):
+    async def scenario(link):
+        await link.send("go")
+        return await link.receive()
+
+    stops = "import signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    message, code = over_a_connection(scenario, stops, backend="mp", silence_s=0.5)
+    assert code == 1
+    assert message["part"] == "engine"  # the head adds the node
+    assert re.search(r"its process \S+ \(\d+\) was stopped for 0.5 s", message["reason"])
 
 
 SAYS_WHERE = "print(os.environ['VLLM_CACHE_ROOT'], file=open(os.environ['VLLM_HOST_IP'] + '.said', 'w'), flush=True)"

@@ -46,6 +46,8 @@ COMMITTED = {
     "8b": request_of("8b"),
     "70b": request_of("70b"),
     "405b": request_of("405b", 2),
+    "r1": request_of("r1", 2, gpu="h200", target="throughput"),
+    "gpt-oss-120b": request_of("gpt-oss-120b"),
     "70b-mi300x": request_of("70b", gpu="mi300x"),
     "70b-v6e": request_of("70b", gpu="v6e:2x4"),
     "70b-v5e": request_of("70b", gpu="v5e:4x4"),

@@ -194,7 +194,16 @@ def test_processes_of_several_nodes_meet_at_ports_of_a_file():
 def test_a_node_without_a_server_is_told_no_number_of_servers():
     command = read_command(words("vllm serve m -dp 4 --api-server-count 2 --max-num-seqs 8"))
     assert (command.api_servers, headless_argv(command)) == (2, words("vllm serve m -dp 4 --max-num-seqs 8"))
-    assert read_command(words("vllm serve m -dp 4")).api_servers == 4
+
+
+def test_an_engine_with_data_parallel_ranks_has_one_server_unless_the_line_says_otherwise():
+    def told(line: str) -> bool:
+        command = read_command(words(line))
+        return "--api-server-count" in head_args(command, device="GPU", backend="mp", tls_files=FILES)
+
+    assert told("vllm serve m -dp 4")
+    assert not told("vllm serve m -dp 4 --api-server-count 2")
+    assert not told("vllm serve m -tp 4")
 
 
 def test_the_head_is_told_only_what_the_line_leaves_open():
