@@ -47,6 +47,7 @@ COMMANDS = {
     "chat": ("hpc_serve.cli.use.talk", "chat_command", "Talk to a service."),
     "env": ("hpc_serve.cli.use.talk", "env_command", "Print OPENAI_BASE_URL and OPENAI_API_KEY for other tools."),
     "gateway": ("hpc_serve.cli.use.gateway", "gateway_command", "Serve one address for services: a socket or a port."),
+    "access": ("hpc_serve.cli.use.access", "access_command", "Say how to reach a service from a laptop."),
     "batch": ("hpc_serve.cli.batch", "batch_command", "Answer a file of requests in OpenAI's Batch format."),
     "bench": ("hpc_serve.cli.use.bench", "bench_command", "Measure a service: throughput and latency."),
     "quantize": ("hpc_serve.cli.setup.quantize", "quantize_command", "Make a model's weights 8 bit, in a job."),

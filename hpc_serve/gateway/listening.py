@@ -3,10 +3,6 @@
 A socket's folder is 0700, so nobody else can connect. The socket's name has the host in it, since a socket on a shared
 filesystem works only on the host that made it. The gateway holds a lock while it runs; the lock tells a used socket
 from a stale one.
-
-A socket's folder is 0700, so nobody else can connect. Its name has the host in it, since a socket on a shared
-filesystem works on the host alone that made it. A lock that the gateway holds while it runs tells a socket that is used
-from one that was left behind.
 """
 
 from __future__ import annotations
@@ -82,24 +78,35 @@ def on_socket(path: Path) -> Iterator[ListenAddress]:
                 os.unlink(path)
 
 
-@contextmanager
-def on_default_socket(home: Path, environ: Mapping[str, str]) -> Iterator[ListenAddress]:
-    """Listen on a socket below the home, or on this node if the home cannot have a socket."""
+def default_socket(home: Path, environ: Mapping[str, str]) -> Path:
+    """Return the path of this host's socket: below the home, or on this node if the home cannot have a socket.
+
+    Its folder is made if it is missing.
+    """
     host = socket.gethostname().partition(".")[0]
     path = home / "gateway" / f"{host}.sock"
     if len(os.fsencode(path)) <= LONGEST_PATH:
         make_private_folder(home, tighten=False)
         make_private_folder(path.parent)
         if _can_have_sockets(path.parent):
-            with on_socket(path) as place:
-                yield place
-            return
+            return path
     base = Path(environ.get("HPC_SERVE_TMPDIR") or "/tmp")
     with suppress(PortsInUseError):  # then the folder has another name
         make_named_folder(base, "gateway", home, called="HPC_SERVE_TMPDIR")
-    folder = make_named_folder(base, "gateway", home, called="HPC_SERVE_TMPDIR")
-    with on_socket(folder / "gateway.sock") as place:
-        yield place
+    return make_named_folder(base, "gateway", home, called="HPC_SERVE_TMPDIR") / "gateway.sock"
+
+
+def is_answered(path: Path) -> bool:
+    """Return whether a program of this host listens on a socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_ANSWER_S)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # its queue is full: somebody is there
+            return True
+    return True
 
 
 @contextmanager
@@ -144,16 +151,8 @@ def _remove_stale(path: Path) -> None:
             raise InvalidRequestError(f"{path} is in the way: it is no socket. Remove it, or give another --socket.")
     except FileNotFoundError:
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(_ANSWER_S)
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            pass
-        except OSError:  # its queue is full: somebody is there
-            raise _taken(path) from None
-        else:
-            raise _taken(path)
+    if is_answered(path):
+        raise _taken(path)
     with suppress(FileNotFoundError):
         os.unlink(path)
 

@@ -97,10 +97,9 @@ def gateway_command(
     with ExitStack() as stack:
         if port is not None:
             place = stack.enter_context(listening.on_port(host or "127.0.0.1", port))
-        elif socket_path is not None:
-            place = stack.enter_context(listening.on_socket(socket_path.absolute()))
         else:
-            place = stack.enter_context(listening.on_default_socket(home, os.environ))
+            path = socket_path.absolute() if socket_path else listening.default_socket(home, os.environ)
+            place = stack.enter_context(listening.on_socket(path))
         certificate = shared = None
         if not place.is_loopback:
             assert host is not None

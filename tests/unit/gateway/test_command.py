@@ -119,16 +119,16 @@ def test_a_home_whose_path_is_too_long_gets_a_socket_on_this_node(tmp_path):
     home = tmp_path / ("long" * 30)
     with tempfile.TemporaryDirectory(dir="/tmp") as local:  # the folder of a test may itself be too long
         environ = {"HPC_SERVE_TMPDIR": local}
-        with listening.on_default_socket(home, environ) as place:
-            assert place.path.parents[1] == Path(local)
-            assert (mode(place.path), mode(place.path.parent)) == (0o600, 0o700)
-        assert not place.path.exists()
-        with listening.on_default_socket(home, environ) as again:
-            assert again.path == place.path
-        place.path.parent.chmod(0o777)  # as one that another user made first
-        with listening.on_default_socket(home, environ) as other:
-            assert other.path.parent != place.path.parent
-            assert mode(other.path.parent) == 0o700
+        path = listening.default_socket(home, environ)
+        with listening.on_socket(path):
+            assert path.parents[1] == Path(local)
+            assert (mode(path), mode(path.parent)) == (0o600, 0o700)
+        assert not path.exists()
+        assert listening.default_socket(home, environ) == path
+        path.parent.chmod(0o777)  # as one that another user made first
+        other = listening.default_socket(home, environ)
+        assert other.parent != path.parent
+        assert mode(other.parent) == 0o700
 
 
 def test_a_port_has_a_key_that_nobody_else_reads(service, program):
