@@ -40,15 +40,26 @@ svg.wide text{font-size:19px} svg.wide .in{font-size:18px}}
 """
 
 
-def document(title: str, body: Markup, *, style: str = "", script: str = "", data: object = None) -> str:
-    """The whole page. `data` is what the script reads, as JSON in the element with the id `data`."""
+def document(
+    title: str,
+    body: Markup,
+    *,
+    style: str = "",
+    script: str = "",
+    data: object = None,
+    asks_its_host: bool = False,
+) -> str:
+    """Return the whole page. `data` is what the script reads, as JSON in the element with the id `data`.
+
+    With `asks_its_host` the script may send requests to the server that the page came from.
+    """
     css = f"{_STYLE}{_series()}{style}"
     policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src {_source(css)}"
     parts = [body]
     if data is not None:
         parts.append(Markup('<script type="application/json" id="data">{}</script>').format(_json(data)))
     if script:
-        policy += f"; script-src {_source(script)}"
+        policy += f"; script-src {_source(script)}" + ("; connect-src 'self'" if asks_its_host else "")
         parts.append(Markup("<script>{}</script>").format(_verbatim(script, "script")))
     return str(
         Markup(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -110,3 +113,55 @@ def test_what_is_pasted_gets_an_answer(service, said, gateway, program):
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert re.search(r"w0\.\w+ w1\..* w11\.", done.stdout)
+
+
+@pytest.fixture
+def login_host(tmp_path):
+    """An sshd of this user on a loopback port; gives the words that lead ssh there."""
+    sshd = shutil.which("sshd", path="/usr/sbin:/usr/bin")
+    if sshd is None or shutil.which("ssh") is None:
+        pytest.skip("no sshd is installed (Debian: openssh-server)")
+    keys = tmp_path / "keys"
+    keys.mkdir(mode=0o700)
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)], check=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = (
+        *(f"Port {port}", "ListenAddress 127.0.0.1", f"HostKey {keys / 'host'}", "UsePAM no", "StrictModes no"),
+        *(f"AuthorizedKeysFile {keys / 'user.pub'}", "PasswordAuthentication no", "PermitRootLogin yes"),
+        f"PidFile {keys / 'sshd.pid'}",
+    )
+    (keys / "sshd_config").write_text("\n".join(settings) + "\n")
+    if os.getuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    daemon = subprocess.Popen([sshd, "-D", "-f", str(keys / "sshd_config")])
+    asked = ("-F", "none", "-p", str(port), "-i", str(keys / "user"), "-o", "StrictHostKeyChecking=no")
+    yield (*asked, "-o", f"UserKnownHostsFile={keys / 'known'}")
+    daemon.terminate()
+    daemon.wait(60)
+
+
+def test_the_line_as_ssh_runs_it_starts_a_gateway_that_ends_with_it(service, said, login_host, tmp_path):
+    service.start(*GREEDY)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    text = said("405b", "--local-port", str(port), "--login", f"{pwd.getpwuid(os.getuid()).pw_name}@127.0.0.1")
+    words = [*ssh_line(text)[:1], "-t", *login_host, *ssh_line(text)[1:]]  # twice: a test has no terminal
+    with (tmp_path / "ssh.log").open("w") as log:
+        ssh = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT)
+    program = said("405b", "--for", "python", "--local-port", str(port))
+
+    def answer():
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+        return done.stdout if "w11." in done.stdout else None
+
+    try:
+        wait_for(answer, 90, what="an answer through ssh", step_s=1.0)
+        assert "a gateway runs on" in said("405b")
+    finally:
+        ssh.terminate()
+        ssh.wait(60)
+    wait_for(lambda: "starts a gateway" in said("405b"), 60, what="the end of the gateway")
