@@ -20,9 +20,7 @@ from hpc_serve.rendezvous.drain import DrainRequest
 from hpc_serve.rendezvous.fields import field_types
 from hpc_serve.rendezvous.preflight import PreflightReport, Verdict
 from hpc_serve.rendezvous.wanted import Decision, Wanted
-from hpc_serve.submit.request.environment import JobSettings, variable_of
 from hpc_serve.submit.site.site import SiteProfile
-from hpc_serve.variables import VARIABLES, Variable
 from tests.support.api_page import python_api
 from tests.support.markdown import block, cell, page, table, told
 from tests.support.stubs import make_record
@@ -89,33 +87,6 @@ def site_file() -> str:
             "wins setting by setting. [Variables](environment-variables.md) and options win over both. An unknown "
             "setting is an error, which names the line.",
             table(("setting", "what it says"), ((f"`{one.name}`", _help(one)) for one in fields(SiteProfile))),
-        ],
-    )
-
-
-def environment_variables() -> str:
-    """Every variable, first those that a person may set."""
-    in_file = {variable_of(one.name): one.name for one in fields(JobSettings)} | {"HPC_SERVE_LOG_DIR": "log_dir"}
-
-    def row(one: Variable) -> tuple[str, ...]:
-        setting = f" In the site file: `{in_file[one.name]}`." if one.name in in_file else ""
-        return f"`{one.name}`", cell(one.help + setting), cell(one.default), "yes" if one.kept else ""
-
-    ours = [one for one in VARIABLES if one.set_by == "us"]
-    return page(
-        "Environment variables",
-        [
-            block("export HPC_SERVE_HOME=/project/ours/hpc-serve\nhpc-serve submit 8b"),
-            "Set them where you submit: sbatch hands your environment to the job. A variable wins over the "
-            "[site file](site-file.md), and an option of a command wins over both. Jobs of a service may submit others "
-            "(`--replicas MIN:MAX`, `--idle-stop`): these find the variables that are marked as kept.",
-            table(
-                ("variable", "what it says", "default", "kept"),
-                (row(one) for one in VARIABLES if one.set_by == "you"),
-            ),
-            "## Between our own processes",
-            "A job's script and launchers set these. Do not set them yourself.",
-            table(("variable", "what it says"), ((f"`{one.name}`", cell(one.help)) for one in ours)),
         ],
     )
 
@@ -189,7 +160,6 @@ def exit_codes() -> str:
 PAGES: Mapping[str, Callable[[], str]] = {
     "command-line.md": command_line,
     "site-file.md": site_file,
-    "environment-variables.md": environment_variables,
     "record.md": records,
     "exit-codes.md": exit_codes,
     "python-api.md": python_api,

@@ -18,7 +18,7 @@ import hpc_serve
 from hpc_serve.cli import main
 from hpc_serve.client.replicas.status import ReplicaState
 from hpc_serve.submit.request.environment import JobSettings, variable_of
-from hpc_serve.variables import VARIABLES
+from hpc_serve.variables import KEPT
 from tests.support.markdown import examples
 from tests.support.reference import FOLDER, PAGES, STATES
 from tests.support.stubs import StubService
@@ -55,12 +55,19 @@ def test_links_lead_somewhere(page: str) -> None:
 
 def test_each_variable_that_the_product_reads_or_sets_is_described_once() -> None:
     files = [*(CHECKOUT / "hpc_serve").rglob("*.py"), *(CHECKOUT / "templates").glob("*.j2")]
-    table = CHECKOUT / "hpc_serve" / "variables.py"
-    named = {name for path in files if path != table for name in VARIABLE.findall(path.read_text(encoding="utf-8"))}
-    named |= {variable_of(setting.name) for setting in fields(JobSettings)}
-    described = [variable.name for variable in VARIABLES]
+    named = {name for path in files for name in VARIABLE.findall(path.read_text(encoding="utf-8"))}
+    settings = {variable_of(setting.name): setting.name for setting in fields(JobSettings)}
+    rows = re.findall(
+        r"^\| `(\w+)` \| (.*?) \|(?: .*? \| (yes)? ?\|)?$",
+        (FOLDER / "environment-variables.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    described = [name for name, _, _ in rows]
     assert len(described) == len(set(described))
-    assert {name for name in described if name.startswith("HPC_SERVE_")} == named
+    assert {name for name in described if name.startswith("HPC_SERVE_")} == named | set(settings)
+    assert {name for name, _, kept in rows if kept} == set(KEPT)
+    in_file = {name: found[1] for name, words, _ in rows if (found := re.search(r"In the site file: `(\w+)`", words))}
+    assert in_file == settings | {"HPC_SERVE_LOG_DIR": "log_dir"}
 
 
 def test_each_state_of_a_replica_is_described() -> None:
