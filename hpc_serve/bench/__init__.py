@@ -6,9 +6,9 @@
     for one in measure(Sweep(services=("405b",), workloads=(load,), paces=(Pace(max_concurrency=64),))):
         print(one.figures.output_rate)               # tokens per second
 
-These modules are pure: `prompts` and `files` decide what is asked, `arrivals` when, and `answers`, `figures`, `notes`,
-`results`, `report` and `page` what follows from the answers. `texts` asks the engines for tokens, `load` sends the
-requests, `own_share` watches this program, `sweep` makes one run after the other.
+These modules are pure: `prompts` and `files` decide what is asked, and `answers`, `figures`, `notes`, `results`,
+`report` and `page` what follows from the answers. `texts` asks the engines for tokens, `load` sends the requests,
+`own_share` watches this program, `sweep` makes one run after the other.
 """
 
 from typing import TYPE_CHECKING
@@ -17,8 +17,9 @@ from hpc_serve.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hpc_serve.bench.measured import Measured
+    from hpc_serve.bench.outcome import Pace
     from hpc_serve.bench.prompts import Lengths
-    from hpc_serve.bench.sweep import Pace, Sweep, measure
+    from hpc_serve.bench.sweep import Sweep, measure
     from hpc_serve.bench.workload import BenchWorkload
 
 __all__ = ["BenchWorkload", "Lengths", "Measured", "Pace", "Sweep", "measure"]
@@ -29,7 +30,8 @@ if not TYPE_CHECKING:
         {
             "Lengths": "prompts",
             "Measured": "measured",
-            **dict.fromkeys(("Pace", "Sweep", "measure"), "sweep"),
+            "Pace": "outcome",
+            **dict.fromkeys(("Sweep", "measure"), "sweep"),
             "BenchWorkload": "workload",
         },
     )

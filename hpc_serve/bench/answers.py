@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from hpc_serve.client.resume.received import DONE, EVENT_END, datas
+
 
 class AnswerReader:
     """One answer of a stream of completions or chat. Times are those of the caller's clock, in seconds."""
@@ -36,11 +38,9 @@ class AnswerReader:
 
     def feed(self, data: bytes, now_s: float) -> None:
         """More bytes of the body have come."""
-        *events, self._rest = (self._rest + data).split(b"\n\n")
-        for event in events:
-            for line in event.splitlines():
-                if line.startswith(b"data:"):
-                    self._read(line[5:].strip(), now_s)
+        whole, end, self._rest = (self._rest + data).rpartition(EVENT_END)
+        for event in datas(whole + end):
+            self._read(event, now_s)
 
     def failure(self) -> str:
         """Why this is no whole answer; "" if it is one."""
@@ -51,7 +51,7 @@ class AnswerReader:
         return "" if self.is_done else "the answer ended before its end"
 
     def _read(self, data: bytes, now_s: float) -> None:
-        if data == b"[DONE]":
+        if data == DONE:
             self.is_done = True
             return
         try:

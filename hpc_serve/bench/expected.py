@@ -6,13 +6,11 @@ wrote down count; they are of one length. If neither will do, the prediction say
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from hpc_serve.bench.outcome import Run
-from hpc_serve.bench.prediction import Prediction
+from hpc_serve.bench.outcome import Prediction, Run
 from hpc_serve.errors import HpcServeError
 from hpc_serve.plan.engine import EngineConfig, Workload
 from hpc_serve.plan.make import PlanRequest
@@ -27,7 +25,7 @@ from hpc_serve.submit.plans.planning import plan_for
 def predict(store: ServiceStore, run: Run, *, gpu: str | None) -> Prediction:
     """Return the prediction of a run; `gpu` names the accelerator as `plan --gpu` takes it."""
     asked = {(request.input_len, request.output_len) for request in run.requests}
-    if run.max_concurrency is None or not math.isinf(run.request_rate):
+    if run.pace.max_concurrency is None or run.pace.is_rate:
         return Prediction(reason="the plan counts requests in flight, and this run has a rate: see --max-concurrency.")
     if len(asked) != 1:
         return Prediction(reason="the plan is of requests of one length, and these differ.")
@@ -41,7 +39,7 @@ def predict(store: ServiceStore, run: Run, *, gpu: str | None) -> Prediction:
     records = [record for record in found.records if record.name.removesuffix(".json") in run.replicas]
     if not records:
         return Prediction(reason="no record of its replicas is left.")
-    in_flight = max(1, round(run.max_concurrency / len(records)))
+    in_flight = max(1, round(run.pace.max_concurrency / len(records)))
     if gpu is None:
         return _written_down(records, found.submitted, (input_len, output_len), in_flight)
     return _planned_anew(records, gpu, input_len, output_len, in_flight)

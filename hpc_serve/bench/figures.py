@@ -17,6 +17,20 @@ from hpc_serve.bench.outcome import RequestResult, Run
 
 PERCENTILES = (50.0, 90.0, 99.0)
 METRICS = ("ttft", "tpot", "itl", "e2el")
+FIGURES = (
+    ("completed", "completed", "Successful requests:"),
+    ("failed", "failed", "Failed requests:"),
+    ("duration_s", "duration", "Benchmark duration (s):"),
+    ("total_input", "total_input_tokens", "Total input tokens:"),
+    ("total_output", "total_output_tokens", "Total generated tokens:"),
+    ("request_rate", "request_throughput", "Request throughput (req/s):"),
+    ("goodput", "request_goodput", "Request goodput (req/s):"),
+    ("output_rate", "output_throughput", "Output token throughput (tok/s):"),
+    ("peak_output_rate", "max_output_tokens_per_s", "Peak output token throughput (tok/s):"),
+    ("peak_concurrency", "max_concurrent_requests", "Peak concurrent requests:"),
+    ("total_rate", "total_token_throughput", "Total token throughput (tok/s):"),
+)
+"""The figures by their names here, with the keys and the words of `vllm bench serve`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +81,6 @@ def figures_of(
     duration_s: float,
     *,
     goals_ms: Mapping[str, float] | None = None,
-    percentiles: Sequence[float] = PERCENTILES,
 ) -> Figures:
     """Return the figures of some requests in `duration_s`. `goals_ms` bounds ttft, tpot and e2el, in milliseconds."""
     answered = [outcome for outcome in outcomes if outcome.is_answered]
@@ -88,7 +101,7 @@ def figures_of(
         good=sum(_is_good(outcome, goals_ms) for outcome in answered) if goals_ms else None,
         peak_output_rate=rate,
         peak_concurrency=concurrency,
-        times={name: spread(times, percentiles) for name, times in values.items()},
+        times={name: spread(times) for name, times in values.items()},
         resent=sum(outcome.sent - 1 for outcome in outcomes),
     )
 
@@ -106,14 +119,14 @@ def tpot_s(outcome: RequestResult) -> float:
     return (outcome.latency_s - outcome.ttft_s) / (outcome.output_len - 1) if outcome.output_len > 1 else 0.0
 
 
-def spread(values_s: Sequence[float], percentiles: Sequence[float] = PERCENTILES) -> Spread:
+def spread(values_s: Sequence[float]) -> Spread:
     """Return the spread of times in seconds; all figures are 0 without any time, as in vLLM."""
     values = sorted(values_s) or [0.0]
     return Spread(
         mean=1e3 * statistics.fmean(values),
         median=1e3 * statistics.median(values),
         std=1e3 * statistics.pstdev(values),
-        percentiles={percent: 1e3 * percentile(values, percent) for percent in percentiles},
+        percentiles={percent: 1e3 * percentile(values, percent) for percent in PERCENTILES},
     )
 
 

@@ -1,5 +1,7 @@
 """Sends the requests of a run at their times, so many at once, and says what came of each.
 
+The times follow the formula of `vllm bench serve` (its `get_request`).
+
 A failure is an outcome like another. When it is told to stop, what had ended by then is kept.
 """
 
@@ -8,45 +10,63 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import math
+import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hpc_serve.bench.answers import AnswerReader
-from hpc_serve.bench.outcome import BenchRequest, RequestResult, Sent
+from hpc_serve.bench.outcome import BenchRequest, Pace, RequestResult, Sent
 from hpc_serve.bench.own_share import OwnShareMeter
 from hpc_serve.bench.service import BenchService, refusal
 from hpc_serve.client.requests.transport import EXCHANGE
 
 
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """A request to be sent, `at_s` after the beginning; `place` is its number in the run."""
+def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Return when each of `count` requests is sent, in seconds from the beginning.
 
-    place: int
-    request: BenchRequest
-    at_s: float
+    The times between them follow a gamma distribution with the mean 1/`rate` and the shape `burstiness`: 1 is a Poisson
+    process, less comes in bursts, more is even, inf is a clock. They are scaled so that the last one is sent at
+    count/rate: different seeds have the same load.
+
+    >>> arrival_times(3, math.inf, 1.0, seed=0)
+    [0.0, 0.0, 0.0]
+    >>> arrival_times(3, 2.0, math.inf, seed=0)
+    [0.5, 1.0, 1.5]
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    if math.isinf(burstiness):
+        return [(place + 1) / rate for place in range(count)]
+    chance = random.Random(f"arrivals {seed}")
+    times, now_s = [], 0.0
+    for _ in range(count):
+        now_s += chance.gammavariate(burstiness, 1 / (rate * burstiness))
+        times.append(now_s)
+    return [time_s * (count / rate) / now_s for time_s in times] if now_s else times
 
 
 async def send_all(
     service: BenchService,
-    orders: Sequence[Order],
+    requests: Sequence[BenchRequest],
+    pace: Pace,
     *,
-    max_concurrency: int | None,
+    seed: int,
     stop: asyncio.Event,
     on_end: Callable[[], None] = lambda: None,
 ) -> Sent:
-    """Send them all, `max_concurrency` at once (None: no bound). Returns early, with what there is, after `stop`."""
+    """Send all requests at a pace. Returns early, with what there is, after `stop`."""
     outcomes: list[RequestResult] = []
-    arrived: asyncio.Queue[tuple[Order, float] | None] = asyncio.Queue()
-    senders = min(max_concurrency or len(orders), len(orders))
+    arrived: asyncio.Queue[tuple[int, BenchRequest, float] | None] = asyncio.Queue()
+    senders = min(pace.max_concurrency or len(requests), len(requests))
+    times_s = arrival_times(len(requests), pace.request_rate, pace.burstiness, seed)
 
     async def come() -> None:
-        for order in orders:
-            if (left_s := began_s + order.at_s - time.perf_counter()) > 0:
+        for place, (request, at_s) in enumerate(zip(requests, times_s)):
+            if (left_s := began_s + at_s - time.perf_counter()) > 0:
                 await asyncio.sleep(left_s)
-            arrived.put_nowait((order, time.perf_counter()))
+            arrived.put_nowait((place, request, time.perf_counter()))
         for _ in range(senders):
             arrived.put_nowait(None)
 
@@ -77,13 +97,14 @@ async def send_all(
         outcomes=tuple(sorted(outcomes, key=lambda outcome: outcome.place)),
         duration_s=ended_s - began_s,
         own_share=meter.stop(),
-        interrupted=len(outcomes) < len(orders),
+        interrupted=len(outcomes) < len(requests),
     )
 
 
-async def ask(service: BenchService, order: Order, arrived_s: float | None = None) -> RequestResult:
-    """Send one request and read its stream."""
-    request = order.request
+async def ask(
+    service: BenchService, place: int, request: BenchRequest, arrived_s: float | None = None
+) -> RequestResult:
+    """Send one request, whose number in the run is `place`, and read its stream."""
     options = {"model": service.model, "stream": True, "stream_options": {"include_usage": True}}
     body = json.dumps({**request.body, **options}).encode()
     start_s = time.perf_counter()
@@ -103,7 +124,7 @@ async def ask(service: BenchService, order: Order, arrived_s: float | None = Non
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"
     return RequestResult(
-        place=order.place,
+        place=place,
         input_len=reader.input_len if reader.input_len is not None else request.input_len or 0,
         output_len=reader.output_len or len(reader.itls_s) + (reader.ttft_s is not None),
         ttft_s=reader.ttft_s or 0.0,

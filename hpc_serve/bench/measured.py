@@ -1,15 +1,17 @@
-"""A run with all that is shown of it: its figures, the prediction, and the faults of its answers."""
+"""A run with all that is shown of it: figures, prediction, faults of its answers. The curves of several runs."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_serve.bench.figures import Figures, by_replica, figures_of
 from hpc_serve.bench.notes import notes_on
-from hpc_serve.bench.outcome import Run
-from hpc_serve.bench.prediction import Prediction
+from hpc_serve.bench.outcome import Prediction, Run
+from hpc_serve.pages.charts import Curve
+
+PREDICTED, WORST = "6 4", "2 3"
+"""The dashes of a predicted curve, and of a 99th percentile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,11 @@ class Measured:
     @property
     def figures(self) -> Figures:
         return figures_of(self.run.outcomes, self.run.duration_s, goals_ms=self.goals_ms)
+
+    @property
+    def predicted_rate(self) -> float | None:
+        """Return the predicted tokens per second, if there is a prediction."""
+        return self.prediction.output_rate if self.prediction else None
 
     def of_replicas(self) -> dict[str, Figures]:
         """Return the figures of each replica; under "" those of requests that none answered."""
@@ -41,21 +48,38 @@ class Measured:
         return [*notes_on(self.run), f"{len(self.wrong)} answers are wrong by --check, the first: {first}"]
 
 
-def by_series(runs: Sequence[Measured]) -> dict[str, list[Measured]]:
-    """Return the runs of each service and workload, in the order of what comes."""
+def series_of(runs: Sequence[Measured]) -> dict[str, list[Measured]]:
+    """Return the runs of each service and workload, in the order of their load."""
     found: dict[str, list[Measured]] = {}
-    for one in runs:
+    for one in sorted(runs, key=lambda one: one.run.load):
         found.setdefault(f"{one.run.service}, {one.run.workload}", []).append(one)
-    return {title: sorted(series, key=lambda one: load_of(one.run)) for title, series in found.items()}
+    return found
 
 
-def load_of(run: Run) -> float:
-    """Return how many requests come: per second at a rate, else at once."""
-    if not math.isinf(run.request_rate):
-        return run.request_rate
-    return float(run.max_concurrency or len(run.requests))
+def load_curves(runs: Sequence[Measured]) -> list[tuple[str, list[Curve]]]:
+    """Return the charts of throughput and times by load: a title, and the curves of each service and workload."""
+
+    def curves(value: Callable[[Measured], float | None], dashes: str = "") -> list[Curve]:
+        return [
+            Curve(
+                name=title,
+                points=[(one.run.load, seen) for one in ones if (seen := value(one)) is not None],
+                series=place,
+                dashes=dashes,
+            )
+            for place, (title, ones) in enumerate(series_of(runs).items())
+        ]
+
+    expected = curves(lambda one: one.predicted_rate, PREDICTED)
+    is_dashed = ", predicted dashed" if any(curve.points for curve in expected) else ""
+    charts = [(f"Output tokens/s{is_dashed}", [*curves(lambda one: one.figures.output_rate), *expected])]
+    for name in ("ttft", "tpot"):
+        middle = curves(lambda one, name=name: one.figures.times[name].median)  # type: ignore[misc]
+        worst = curves(lambda one, name=name: one.figures.times[name].percentiles[99.0], WORST)  # type: ignore[misc]
+        charts.append((f"{name.upper()} (ms): median, P99 dotted", middle + worst))
+    return charts
 
 
 def load_title(runs: Sequence[Measured]) -> str:
-    """What `load_of` counts."""
-    return "requests at once" if all(math.isinf(one.run.request_rate) for one in runs) else "requests per second"
+    """Return what the load of these runs counts."""
+    return "requests per second" if any(one.run.pace.is_rate for one in runs) else "requests at once"

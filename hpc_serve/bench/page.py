@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from markupsafe import Markup
 
 from hpc_serve.bench.figures import METRICS
-from hpc_serve.bench.measured import Measured, by_series, load_of, load_title
-from hpc_serve.bench.report import pace, replica_rows, sweep_rows
-from hpc_serve.pages.charts import Curve, histogram, over_load
+from hpc_serve.bench.measured import Measured, load_curves, load_title, series_of
+from hpc_serve.bench.report import is_number, replica_rows, sweep_rows
+from hpc_serve.pages.charts import histogram, over_load
 from hpc_serve.pages.frame import document, swatch, table
 
 _STYLE = """
@@ -58,26 +58,10 @@ def _curves(runs: Sequence[Measured]) -> Iterator[Markup]:
     """Throughput and latency against the load, where there are several loads or series."""
     if len(runs) < 2:
         return
-    series = by_series(runs)
-    keys = (Markup('<span class="key">{} {}</span>').format(swatch(place), title) for place, title in enumerate(series))
+    titles = enumerate(series_of(runs))
+    keys = (Markup('<span class="key">{} {}</span>').format(swatch(place), title) for place, title in titles)
     yield Markup("<h2>By load</h2><p>{}</p>").format(Markup("").join(keys))
-
-    def lines(value: Callable[[Measured], float | None], dashes: str = "") -> list[Curve]:
-        found = []
-        for place, (title, ones) in enumerate(series.items()):
-            points = [(load_of(one.run), seen) for one in ones if (seen := value(one)) is not None]
-            found.append(Curve(name=title, points=points, series=place, dashes=dashes))
-        return found
-
-    expected = lines(lambda one: one.prediction.output_rate if one.prediction else None, "6 4")
-    load = load_title(runs)
-    is_dashed = ", predicted dashed" if any(curve.points for curve in expected) else ""
-    charts = [over_load(f"Output tokens/s{is_dashed}", load, [*lines(lambda one: one.figures.output_rate), *expected])]
-    for name, title in (("ttft", "TTFT"), ("tpot", "TPOT")):
-        middle = lines(lambda one, name=name: one.figures.times[name].median)  # type: ignore[misc]
-        worst = lines(lambda one, name=name: one.figures.times[name].percentiles[99.0], "2 3")  # type: ignore[misc]
-        charts.append(over_load(f"{title} (ms): median, P99 dotted", load, middle + worst))
-    yield _side_by_side(charts)
+    yield _side_by_side([over_load(title, load_title(runs), curves) for title, curves in load_curves(runs)])
 
 
 def _side_by_side(charts: Sequence[Markup]) -> Markup:
@@ -86,7 +70,7 @@ def _side_by_side(charts: Sequence[Markup]) -> Markup:
 
 def _run(number: int, one: Measured) -> Iterator[Markup]:
     run, figures = one.run, one.figures
-    yield Markup("<h2>Run {}: {}, {}, {}</h2>").format(number, run.service, run.workload, pace(run))
+    yield Markup("<h2>Run {}: {}, {}, {}</h2>").format(number, run.service, run.workload, run.pace)
     for note in one.notes:
         yield Markup('<p class="warning">{}</p>').format(note)
     if one.prediction is not None and one.prediction.reason:
@@ -113,5 +97,4 @@ def _run(number: int, one: Measured) -> Iterator[Markup]:
 def _table(rows: Sequence[Sequence[str]]) -> Markup:
     """Return a table; its first row is the heading."""
     heading, *body = rows
-    is_word = [not cell.replace(",", "").replace(".", "").replace("-", "").isdecimal() for cell in (body or rows)[0]]
-    return table(heading, body, are_numbers=[not word for word in is_word])
+    return table(heading, body, are_numbers=[is_number(cell) for cell in (body or rows)[0]])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from hpc_serve.bench.measured import Measured, by_series, load_of, load_title
+from hpc_serve.bench.measured import PREDICTED, WORST, Measured, load_curves, load_title
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plots.figure import STYLE, pyplot
+from hpc_serve.plots.figure import FORMATS, STYLE, pyplot, save
 
-FORMATS = (".png", ".svg", ".pdf")
+_LINES = {"": "o-", PREDICTED: "--", WORST: ":"}
 
 
 def check_plot(path: Path) -> None:
@@ -22,38 +21,20 @@ def check_plot(path: Path) -> None:
 
 def draw_runs(runs: Sequence[Measured], path: Path) -> None:
     """Write the pictures of some runs into one file."""
-    plt = pyplot()
+    plt, charts = pyplot(), load_curves(runs)
+    loads = sorted({one.run.load for one in runs})
     with plt.rc_context(STYLE):
-        figure, (rates, firsts, betweens) = plt.subplots(1, 3, figsize=(15, 4.8), layout="constrained")
-        for title, series in by_series(runs).items():
-            places = [load_of(one.run) for one in series]
-            (line,) = rates.plot(places, [one.figures.output_rate for one in series], "o-", label=title)
-            expected = [one.prediction.output_rate if one.prediction else None for one in series]
-            if all(rate is not None for rate in expected):
-                rates.plot(places, expected, "--", color=line.get_color(), label=f"{title}, predicted")
-            for axes, name in ((firsts, "ttft"), (betweens, "tpot")):
-                times = [one.figures.times[name] for one in series]
-                axes.plot(places, [one.median for one in times], "o-", color=line.get_color())
-                worst = [one.percentiles[99.0] for one in times]
-                axes.plot(places, worst, ":", color=line.get_color())
-        rates.legend(fontsize=8.5)
-        _finish(rates, "Throughput", "output tokens per second", runs)
-        _finish(firsts, "Time to first token: median, P99 dotted", "ms", runs)
-        _finish(betweens, "Time per output token: median, P99 dotted", "ms", runs)
+        figure, places = plt.subplots(1, len(charts), figsize=(15, 4.8), layout="constrained")
+        for axes, (title, curves) in zip(places, charts):
+            for curve in filter(lambda curve: curve.points, curves):
+                label = f"{curve.name}, predicted" if curve.dashes == PREDICTED else curve.name
+                axes.plot(*zip(*curve.points), _LINES[curve.dashes], color=f"C{curve.series}", label=label)
+            axes.set(title=title, xlabel=load_title(runs), xscale="log")
+            axes.set_ylim(bottom=0)
+            axes.set_xticks(loads, [f"{load:g}" for load in loads])
+            axes.minorticks_off()
+        places[0].legend(fontsize=8.5)
         try:
-            figure.savefig(path)
-        except OSError as error:
-            raise InvalidRequestError(f"{path} cannot be written: {error.strerror}.") from error
+            save(figure, path)
         finally:
             plt.close(figure)
-
-
-def _finish(axes: Any, title: str, unit: str, runs: Sequence[Measured]) -> None:
-    axes.set_title(title)
-    axes.set_xlabel(load_title(runs))
-    axes.set_ylabel(unit)
-    axes.set_ylim(bottom=0)
-    axes.set_xscale("log")
-    loads = sorted({load_of(one.run) for one in runs})
-    axes.set_xticks(loads, [f"{load:g}" for load in loads])
-    axes.minorticks_off()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
-from hpc_serve.bench.figures import Figures
+from hpc_serve.bench.figures import FIGURES, Figures
 from hpc_serve.bench.measured import Measured
-from hpc_serve.bench.outcome import Run
-from hpc_serve.bench.prediction import Prediction
+from hpc_serve.bench.outcome import Prediction
 
 _WIDTH = 50
 _TITLES = {
@@ -21,24 +19,15 @@ _TITLES = {
 
 def run_lines(measured: Measured) -> Iterator[str]:
     """All of one run, line by line as `vllm bench serve` prints it, then its replicas and what must be said of it."""
-    run, figures = measured.run, measured.figures
+    pace, figures = measured.run.pace, measured.figures
     yield f"{' Serving Benchmark Result ':=^{_WIDTH}}"
-    yield _line("Successful requests:", figures.completed)
-    yield _line("Failed requests:", figures.failed)
-    if run.max_concurrency is not None:
-        yield _line("Maximum request concurrency:", run.max_concurrency)
-    if not math.isinf(run.request_rate):
-        yield _line("Request rate configured (RPS):", run.request_rate)
-    yield _line("Benchmark duration (s):", figures.duration_s)
-    yield _line("Total input tokens:", figures.total_input)
-    yield _line("Total generated tokens:", figures.total_output)
-    yield _line("Request throughput (req/s):", figures.request_rate)
-    if figures.goodput is not None:
-        yield _line("Request goodput (req/s):", figures.goodput)
-    yield _line("Output token throughput (tok/s):", figures.output_rate)
-    yield _line("Peak output token throughput (tok/s):", figures.peak_output_rate)
-    yield _line("Peak concurrent requests:", float(figures.peak_concurrency))
-    yield _line("Total token throughput (tok/s):", figures.total_rate)
+    for name, _, words in FIGURES:
+        if (value := getattr(figures, name)) is not None:
+            yield _line(words, float(value) if name == "peak_concurrency" else value)
+        if name == "failed" and pace.max_concurrency is not None:
+            yield _line("Maximum request concurrency:", pace.max_concurrency)
+        if name == "failed" and pace.is_rate:
+            yield _line("Request rate configured (RPS):", pace.request_rate)
     for name, (short, title) in _TITLES.items():
         spread = figures.times[name]
         yield f"{title:-^{_WIDTH}}"
@@ -81,17 +70,16 @@ def replica_rows(measured: Measured) -> list[list[str]]:
 def sweep_rows(runs: Sequence[Measured]) -> list[list[str]]:
     """Return a heading, and a row for each run. Medians are of the requests that were answered."""
     has_goals = any(one.goals_ms for one in runs)
-    has_predictions = any(one.prediction and one.prediction.output_rate is not None for one in runs)
+    has_predictions = any(one.predicted_rate is not None for one in runs)
     heading = ["service", "replicas", "workload", "pace", "requests", "failed", "req/s"]
     heading += [*(["good/s"] if has_goals else []), "tokens/s out", *(["predicted"] if has_predictions else [])]
     rows = [[*heading, "tokens/s all", "TTFT ms", "P99", "TPOT ms", "P99"]]
     for one in runs:
         run, figures = one.run, one.figures
-        expected = one.prediction.output_rate if one.prediction else None
-        row = [run.service, str(len(run.replicas)), run.workload, pace(run), str(figures.completed)]
+        row = [run.service, str(len(run.replicas)), run.workload, str(run.pace), str(figures.completed)]
         row += [str(figures.failed), _number(figures.request_rate)]
         row += [_number(figures.goodput)] if has_goals else []
-        row += [_number(figures.output_rate), *([_number(expected)] if has_predictions else [])]
+        row += [_number(figures.output_rate), *([_number(one.predicted_rate)] if has_predictions else [])]
         row.append(_number(figures.total_rate))
         for name in ("ttft", "tpot"):
             row += [_number(figures.times[name].median), _number(figures.times[name].percentiles[99.0])]
@@ -99,21 +87,10 @@ def sweep_rows(runs: Sequence[Measured]) -> list[list[str]]:
     return rows
 
 
-def pace(run: Run) -> str:
-    """Return how requests come, in few words.
-
-    64 at once; 4/s; 4/s, 64 at once at most
-    """
-    at_once = "all at once" if run.max_concurrency is None else f"{run.max_concurrency} at once"
-    if math.isinf(run.request_rate):
-        return at_once
-    return f"{run.request_rate:g}/s" + ("" if run.max_concurrency is None else f", {at_once} at most")
-
-
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Rows in columns: words to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    is_text = [not _is_number(cell) for cell in (rows[1] if len(rows) > 1 else rows[0])]
+    is_text = [not is_number(cell) for cell in (rows[1] if len(rows) > 1 else rows[0])]
     for row in rows:
         cells = [cell.ljust(width) if left else cell.rjust(width) for cell, width, left in zip(row, widths, is_text)]
         yield "  ".join(cells).rstrip()
@@ -141,5 +118,6 @@ def _number(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _is_number(cell: str) -> bool:
+def is_number(cell: str) -> bool:
+    """Return whether a cell of a table goes to the right."""
     return cell.replace(",", "").replace(".", "").isdigit() or cell == "-"

@@ -11,36 +11,35 @@ import math
 from pathlib import Path
 from typing import Any
 
-from hpc_serve.bench.figures import METRICS, Figures, Spread
+from hpc_serve.bench.figures import FIGURES, METRICS, Figures, Spread
 from hpc_serve.bench.measured import Measured
 from hpc_serve.bench.outcome import RequestResult
+from hpc_serve.bench.prompts import CHAT
 
 SUMMARY = "summary.json"
-_CHAT = "/v1/chat/completions"
 
 
 def run_json(measured: Measured, *, is_detailed: bool = False) -> dict[str, Any]:
     """Return one run. If `is_detailed`, it holds each request, as with vLLM's --save-detailed."""
     run, figures, prediction = measured.run, measured.figures, measured.prediction
-    is_chat = bool(run.requests) and run.requests[0].path == _CHAT
-    rate = "inf" if math.isinf(run.request_rate) else run.request_rate
+    kind = "openai-chat" if run.requests and run.requests[0].path == CHAT else "openai"
     answer: dict[str, Any] = {
         "date": run.date,
-        "endpoint_type": "openai-chat" if is_chat else "openai",
-        "backend": "openai-chat" if is_chat else "openai",
+        "endpoint_type": kind,
+        "backend": kind,
         "label": run.service,
         "model_id": run.model,
         "tokenizer_id": None,
         "num_prompts": len(run.requests),
-        "request_rate": rate,
-        "burstiness": "inf" if math.isinf(run.burstiness) else run.burstiness,
-        "max_concurrency": run.max_concurrency,
+        "request_rate": _number(run.pace.request_rate),
+        "burstiness": _number(run.pace.burstiness),
+        "max_concurrency": run.pace.max_concurrency,
         **_figures_json(figures),
     }
     if is_detailed:
         answer |= _details(run.outcomes)
     answer |= _times_json(figures)
-    if run.max_concurrency is not None:
+    if run.pace.max_concurrency is not None:
         answer |= _spread_json("client_queue_time", figures.times["client_queue_time"])
     return answer | {
         "service": run.service,
@@ -59,21 +58,13 @@ def run_json(measured: Measured, *, is_detailed: bool = False) -> dict[str, Any]
     }
 
 
+def _number(value: float) -> float | str:
+    return "inf" if math.isinf(value) else value
+
+
 def _figures_json(figures: Figures) -> dict[str, Any]:
-    return {
-        "duration": figures.duration_s,
-        "completed": figures.completed,
-        "failed": figures.failed,
-        "total_input_tokens": figures.total_input,
-        "total_output_tokens": figures.total_output,
-        "request_throughput": figures.request_rate,
-        "request_goodput": figures.goodput,
-        "output_throughput": figures.output_rate,
-        "total_token_throughput": figures.total_rate,
-        "max_output_tokens_per_s": figures.peak_output_rate,
-        "max_concurrent_requests": figures.peak_concurrency,
-        "rtfx": 0.0,  # of speech; vLLM writes it for every model
-    }
+    values = {key: getattr(figures, name) for name, key, _ in FIGURES}
+    return {**values, "rtfx": 0.0}  # of speech; vLLM writes it for every model
 
 
 def _times_json(figures: Figures) -> dict[str, float]:

@@ -7,17 +7,15 @@ count, as `vllm bench serve` sends one first: what is wrong with the requests is
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpc_serve.bench.arrivals import arrival_times
-from hpc_serve.bench.load import Order, ask, send_all
+from hpc_serve.bench.load import ask, send_all
 from hpc_serve.bench.measured import Measured
-from hpc_serve.bench.outcome import BenchRequest, Run, Split
+from hpc_serve.bench.outcome import BenchRequest, Pace, Run, Split
 from hpc_serve.bench.service import BenchError, BenchService
 from hpc_serve.bench.texts import EngineTexts
 from hpc_serve.bench.workload import MADE, BenchWorkload, make_requests
@@ -26,15 +24,6 @@ from hpc_serve.client.discovery.wait import Wait
 from hpc_serve.rendezvous.store import ServiceStore
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pace:
-    """How requests come: at a rate (requests/s; inf: all at once), so many under way at most (None: no bound)."""
-
-    max_concurrency: int | None
-    request_rate: float = math.inf
-    burstiness: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +101,7 @@ async def _prepare(service: BenchService, workload: BenchWorkload) -> tuple[Benc
     service.take_turns(True)
     try:
         for place in range(len(service.replicas)):
-            outcome = await ask(service, Order(place=place, request=first, at_s=0.0))
+            outcome = await ask(service, place, first)
             if not outcome.is_answered:
                 raise BenchError(f"{service.name} does not answer the first request: {outcome.error}")
     finally:
@@ -128,20 +117,16 @@ async def _run(
     stop: asyncio.Event,
     watcher: Watcher,
 ) -> Run:
-    times = arrival_times(len(requests), pace.request_rate, pace.burstiness, workload.seed)
-    orders = [Order(place=place, request=one, at_s=at_s) for place, (one, at_s) in enumerate(zip(requests, times))]
     date, replicas = time.strftime("%Y%m%d-%H%M%S"), service.replicas
-    watcher.began(service.name, workload, len(orders), pace)
-    sent = await send_all(service, orders, max_concurrency=pace.max_concurrency, stop=stop, on_end=watcher.ended_one)
+    watcher.began(service.name, workload, len(requests), pace)
+    sent = await send_all(service, requests, pace, seed=workload.seed, stop=stop, on_end=watcher.ended_one)
     return Run(
         **vars(sent),
         service=service.name,
         model=service.model,
         workload=workload.title,
         requests=requests,
-        max_concurrency=pace.max_concurrency,
-        request_rate=pace.request_rate,
-        burstiness=pace.burstiness,
+        pace=pace,
         split=service.split,
         replicas=replicas,
         date=date,

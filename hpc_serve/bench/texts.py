@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable
+from importlib.resources import files
 from typing import Any
 
 from hpc_serve.bench.service import BenchError, BenchService
-from hpc_serve.bench.words import WORDS
 
+WORDS = files("hpc_serve.bench").joinpath("words.txt").read_text(encoding="ascii").split()
+"""Common English words. Most are one token of any tokenizer, and none is a special token."""
 _MOST_STEPS = 16
 _FILLERS = (" a", ".", "a", " I")
 

@@ -7,16 +7,15 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from hpc_serve.bench import prompts
 from hpc_serve.bench.files import FORMATS, Sample, choose, read_samples
-from hpc_serve.bench.outcome import BenchRequest
+from hpc_serve.bench.outcome import BenchRequest, Dataset
 from hpc_serve.bench.prompts import Lengths
 from hpc_serve.bench.texts import EngineTexts
 from hpc_serve.errors import InvalidRequestError
 
-Dataset = Literal["random", "chat", "prefix_repetition", "custom", "sharegpt", "burstgpt"]
 MADE = ("random", "chat", "prefix_repetition")
 _AT_ONCE = 16  # questions to the tokenizer
 _USUAL_ANSWER = 256

@@ -68,7 +68,7 @@ def draw(result: PlanResult, path: str) -> None:
         scheme = result.model.quantization.method.replace("none", result.model.dtype)
         about = f"one replica: {layout}, {scheme}; answers of {traffic.output_tokens:,} tokens"
         figure.text(0.065, 0.922, about, fontsize=11.5, color="#52606d")
-        _save(figure, target)
+        save(figure, target)
         plt.close(figure)
 
 
@@ -264,7 +264,8 @@ def _plain_ticks(axis: Any) -> None:
     axis.set_minor_formatter(ticker.NullFormatter())
 
 
-def _save(figure: Any, target: Path) -> None:
+def save(figure: Any, target: Path) -> None:
+    """Write a figure to a file. Raises InvalidRequestError."""
     try:
         figure.savefig(target, dpi=140, facecolor=PAPER)
     except OSError as error:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from hpc_serve.bench.files import FORMATS
+from hpc_serve.bench.outcome import Dataset, Pace
 from hpc_serve.cli.commands import GroupedCommand
 from hpc_serve.cli.complete import gpu_names, live_service_names
 from hpc_serve.cli.values import Duration
@@ -16,20 +18,11 @@ from hpc_serve.given_files import parse_json
 if TYPE_CHECKING:
     from hpc_serve.bench.sweep import Sweep
 
-_DATASETS = ("random", "chat", "prefix_repetition", "custom", "sharegpt", "burstgpt")
-_FILES = ("custom", "sharegpt", "burstgpt")
 _USUAL_LENGTHS = "1000/1000"
 _USUAL_CONCURRENCY = "64"
 _GROUPS = {
     "Most used": (
-        "lengths",
-        "max_concurrency",
-        "num_prompts",
-        "request_rate",
-        "dataset_path",
-        "wait",
-        "html",
-        "as_json",
+        *("lengths", "max_concurrency", "num_prompts", "request_rate", "dataset_path", "wait", "html", "as_json"),
     ),
     "Requests": (
         *("dataset_name", "output_len", "prefix_len", "num_prefixes", "seed", "ignore_eos", "extra_body", "burstiness"),
@@ -37,6 +30,7 @@ _GROUPS = {
     ),
     "Figures": ("goals", "gpu", "check", "full", "save", "detailed", "plot"),
 }
+_DATASETS = get_args(Dataset)
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -129,12 +123,12 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
 def _sweep(services: tuple[str, ...], options: dict[str, Any]) -> Sweep:
     """Return the runs to make. Raises click.UsageError, InvalidRequestError."""
     from hpc_serve.bench.prompts import parse_lengths
-    from hpc_serve.bench.sweep import Pace, Sweep
+    from hpc_serve.bench.sweep import Sweep
     from hpc_serve.bench.workload import BenchWorkload
 
     path, dataset = options["dataset_path"], options["dataset_name"]
     dataset = dataset or ("custom" if path is not None else "random")
-    is_file = dataset in _FILES
+    is_file = dataset in FORMATS
     if is_file != (path is not None):
         raise click.UsageError(
             f"--dataset-name {dataset} needs --dataset-path."

@@ -10,9 +10,9 @@ import click
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from hpc_serve.bench.measured import Measured
-from hpc_serve.bench.outcome import Run
-from hpc_serve.bench.report import pace, replica_rows, run_lines, sweep_rows, table
-from hpc_serve.bench.sweep import Pace, Sweep, Watcher, make_runs
+from hpc_serve.bench.outcome import Pace, Run
+from hpc_serve.bench.report import replica_rows, run_lines, sweep_rows, table
+from hpc_serve.bench.sweep import Sweep, Watcher, make_runs
 from hpc_serve.bench.workload import BenchWorkload
 from hpc_serve.cli.console import PlainConsole, progress_line
 from hpc_serve.errors import HpcServeError
@@ -59,7 +59,7 @@ def print_runs(runs: Sequence[Measured], *, is_full: bool) -> None:
         lines += run_lines(runs[0])
     elif is_full and runs:
         for number, one in enumerate(runs, start=1):
-            heading = f"Run {number}: {one.run.service}, {one.run.workload}, {pace(one.run)}"
+            heading = f"Run {number}: {one.run.service}, {one.run.workload}, {one.run.pace}"
             lines += [heading, *run_lines(one), ""]
         lines += table(sweep_rows(runs))
     elif runs:
@@ -98,9 +98,7 @@ class _Progress(Watcher):
         self._progress.reset(self._task, total=None, description=f"{service}: making requests, {workload.title}")
 
     def began(self, service: str, workload: BenchWorkload, count: int, pace: Pace) -> None:
-        bound = "" if pace.max_concurrency is None else f", {pace.max_concurrency} at once"
-        rate = "" if pace.request_rate == float("inf") else f", {pace.request_rate:g}/s"
-        title = f"run {self._number} of {self._count}: {service}, {workload.title}{rate}{bound}"
+        title = f"run {self._number} of {self._count}: {service}, {workload.title}, {pace}"
         self._progress.reset(self._task, total=count, description=title)
         if not self._console.is_terminal:
             click.echo(f"{title}: {count} requests", err=True)

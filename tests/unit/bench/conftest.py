@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.bench.outcome import BenchRequest, OwnShare, RequestResult, Run
+from hpc_serve.bench.outcome import BenchRequest, OwnShare, Pace, RequestResult, Run
 from hpc_serve.bench.prompts import Lengths
-from hpc_serve.bench.sweep import Pace, Sweep, Watcher, make_runs
+from hpc_serve.bench.sweep import Sweep, Watcher, make_runs
 from hpc_serve.bench.workload import BenchWorkload
 from tests.support.stubs import StubService
 from tests.unit.client.conftest import service
@@ -64,9 +64,7 @@ def make_run(*outcomes: RequestResult, **fields: Any) -> Run:
         "requests": (request,) * len(outcomes),
         "outcomes": outcomes,
         "duration_s": 2.0,
-        "max_concurrency": 2,
-        "request_rate": float("inf"),
-        "burstiness": 1.0,
+        "pace": Pace(max_concurrency=2),
         "split": "client",
         "replicas": ("1-r0-0",),
         "own_share": OwnShare(busy=0.1, late_s=0.001),

@@ -8,8 +8,8 @@ import pytest
 
 from hpc_serve.bench.measured import Measured
 from hpc_serve.bench.notes import notes_on
-from hpc_serve.bench.outcome import OwnShare
-from hpc_serve.bench.report import pace, run_lines, sweep_rows, table
+from hpc_serve.bench.outcome import OwnShare, Pace
+from hpc_serve.bench.report import run_lines, sweep_rows, table
 from tests.unit.bench.conftest import make_outcome, make_run
 
 ANSWERED = make_outcome()
@@ -67,7 +67,7 @@ def test_one_run_is_told_in_the_words_of_vllm():
 
 def test_several_runs_are_rows():
     run = make_run(ANSWERED)
-    slow = make_run(ANSWERED, request_rate=4.0, max_concurrency=None)
+    slow = make_run(ANSWERED, pace=Pace(request_rate=4.0, max_concurrency=None))
     rows = sweep_rows([Measured(run=one) for one in (run, slow)])
     assert [row[3] for row in rows] == ["pace", "2 at once", "4/s"]
     assert len({len(row) for row in rows}) == 1
@@ -75,5 +75,5 @@ def test_several_runs_are_rows():
 
 
 def test_paces_in_words():
-    assert pace(make_run(max_concurrency=None)) == "all at once"
-    assert pace(make_run(max_concurrency=8, request_rate=2.5)) == "2.5/s, 8 at once at most"
+    assert str(Pace(max_concurrency=None)) == "all at once"
+    assert str(Pace(max_concurrency=8, request_rate=2.5)) == "2.5/s, 8 at once at most"

@@ -33,7 +33,7 @@ def test_lengths_asked_for_are_lengths_got(service, measure, dataset):
 def test_runs_of_a_sweep_have_prompts_of_their_own(service, measure):
     service.start()
     runs = measure(at_once=(1, 3))
-    assert [run.max_concurrency for run in runs] == [1, 3]
+    assert [run.pace.max_concurrency for run in runs] == [1, 3]
     assert not {str(one.body) for one in runs[0].requests} & {str(one.body) for one in runs[1].requests}
     assert [run.requests for run in measure(at_once=(1, 3))] == [run.requests for run in runs]
 
@@ -42,11 +42,11 @@ def test_so_many_at_once_and_no_more(service, measure, monkeypatch):
     """Counted here: an engine writes down the end of a request after its answer, when the next one may have come."""
     asking, under_way, seen = load.ask, set(), []
 
-    async def counted(service, order, arrived_s):
-        under_way.add(order.place)
+    async def counted(service, place, *rest):
+        under_way.add(place)
         seen.append(len(under_way))
-        outcome = await asking(service, order, arrived_s)
-        under_way.remove(order.place)
+        outcome = await asking(service, place, *rest)
+        under_way.remove(place)
         return outcome
 
     monkeypatch.setattr(load, "ask", counted)

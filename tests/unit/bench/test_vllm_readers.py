@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.bench.measured import Measured
+from hpc_serve.bench.outcome import Pace
 from hpc_serve.bench.results import SUMMARY, document, run_json
 from tests.support.patience import PATIENCE_S
 from tests.unit.bench.conftest import make_outcome, make_run
@@ -32,7 +33,7 @@ def read(reader: str, folder: Path, *words: str) -> str:
 
 def save(folder: Path, *at_once: int, is_detailed: bool = False) -> Path:
     """A file as `bench --save FOLDER/summary.json` writes it, of a run for each number of requests at once."""
-    runs = [Measured(run=make_run(ANSWERED, max_concurrency=most)) for most in at_once]
+    runs = [Measured(run=make_run(ANSWERED, pace=Pace(max_concurrency=most))) for most in at_once]
     path = folder / SUMMARY
     path.write_text(json.dumps(document([run_json(one, is_detailed=is_detailed) for one in runs], path)))
     return path

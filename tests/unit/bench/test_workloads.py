@@ -10,11 +10,10 @@ import random
 
 import pytest
 
-from hpc_serve.bench.arrivals import arrival_times
 from hpc_serve.bench.files import Sample, choose, read_samples
+from hpc_serve.bench.load import arrival_times
 from hpc_serve.bench.prompts import Lengths, parse_lengths, random_requests, shared_prefix_requests
-from hpc_serve.bench.texts import fit
-from hpc_serve.bench.words import WORDS
+from hpc_serve.bench.texts import WORDS, fit
 from hpc_serve.errors import InvalidRequestError
 
 VOCABULARY = list(range(100, 200))
