@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpc_serve.cli.complete import live_service_names
-from hpc_serve.cli.values import Duration
+from hpc_serve.cli.values import Duration, Written
+from hpc_serve.durations import duration
 
 if TYPE_CHECKING:
     from hpc_serve.batch import Progress
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-class _Shard(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
+class _Shard(Written):
     name = "K/N"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        number, _, count = value.partition("/")
+    def read(self, word: str) -> tuple[int, int]:
+        number, _, count = word.partition("/")
         if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-            self.fail(f"{value!r} is no shard: write 3/16 for the third of sixteen.", param, ctx)
+            raise ValueError(f"{word!r} is no shard: write 3/16 for the third of sixteen.")
         return int(number), int(count)
 
 
@@ -51,13 +52,9 @@ def batch_command(
     service: str | None,
     model: str | None,
     replicas: str | None,
-    wait: float,
-    in_order: bool,
-    any_model: bool,
-    retries: int,
-    retry_errors: bool,
     shard: tuple[int, int] | None,
     merges: bool,
+    **options: Any,
 ) -> None:
     """Answer the lines of REQUESTS, in OpenAI's Batch format, into OUTPUT.
 
@@ -87,19 +84,8 @@ def batch_command(
 
     async def run() -> Progress | None:
         last = None
-        async for answer in batch.run(
-            requests,
-            output,
-            service=service,
-            wait=wait,
-            shard=shard,
-            in_order=in_order,
-            any_model=any_model,
-            retries=retries,
-            retry_errors=retry_errors,
-            on_need=own.start,
-            on_tick=_show,
-        ):
+        asked = {"service": service, "shard": shard, **options}
+        async for answer in batch.run(requests, output, **asked, on_need=own.start, on_tick=_show):
             last = answer.progress
         return last
 
@@ -171,15 +157,10 @@ def _figures(progress: Progress) -> str:
     done = progress.before + progress.answered + progress.failed
     words = [f"{done}/{progress.total} lines"]
     if progress.left and progress.left_s is not None:
-        words.append(f"{_time(progress.left_s)} left")
+        words.append(f"{duration(progress.left_s)} left")
     if progress.tokens_per_s is not None:
         words.append(f"{progress.tokens_per_s:,.0f} tokens/s")
     words += [f"{progress.gpu_hours:.2f} GPU-hours", f"{progress.failed} failed"]
     if progress.left:
         words.append(f"{progress.in_flight} of at most {progress.window} under way at {progress.replicas} replicas")
     return ", ".join(words)
-
-
-def _time(seconds: float) -> str:
-    hours, rest = divmod(int(seconds), 3600)
-    return f"{hours} h {rest // 60:02} min" if hours else f"{rest // 60} min {rest % 60:02} s"

@@ -8,7 +8,7 @@ import shlex
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -47,14 +47,7 @@ def gateway_command(
     host: str | None,
     share: Path | None,
     key_file: Path | None,
-    wait: float,
-    wake: bool,
-    max_in_flight: int,
-    queue: int,
-    max_body: int,
-    origins: tuple[str, ...],
-    hosts: tuple[str, ...],
-    grace: float,
+    **options: Any,
 ) -> None:
     """Serve one address for all services, or for those named, to anything that speaks to OpenAI.
 
@@ -85,14 +78,14 @@ def gateway_command(
     settings = Settings(
         services=names,
         key=key,
-        wait_s=wait,
-        wake=wake,
-        most_in_flight=max_in_flight,
-        most_queued=queue,
-        most_body_bytes=max_body,
-        most_held_bytes=16 * max_body,
-        origins=origins,
-        hosts=tuple(map(str.lower, hosts)),
+        wait_s=options["wait"],
+        wake=options["wake"],
+        most_in_flight=options["max_in_flight"],
+        most_queued=options["queue"],
+        most_body_bytes=options["max_body"],
+        most_held_bytes=16 * options["max_body"],
+        origins=options["origins"],
+        hosts=tuple(map(str.lower, options["hosts"])),
     )
     with ExitStack() as stack:
         if port is not None:
@@ -120,7 +113,7 @@ def gateway_command(
             ServiceStore(home),
             settings,
             certificate=certificate,
-            grace_s=grace,
+            grace_s=options["grace"],
             on_start=lambda: _tell(place, names, home, key_file, shared),
         )
 
