@@ -22,13 +22,7 @@ from hpc_serve.vllm.arguments import ARGS_FILE
 
 VOCAB_SIZE = 512
 MAX_POSITIONS = 131_072
-SPECIAL_TOKENS = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-)
+SPECIAL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] + '<|eot_id|>' }}"
@@ -43,7 +37,7 @@ WORDS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TinyShape:
     """Sizes of a tiny model; head_dim is the smallest that the engine's CPU attention takes."""
 
@@ -57,27 +51,9 @@ class TinyShape:
 
 # The layout of each large model divides its likeness: TP=8 x PP=2, TP=4, one GPU.
 SHAPES = {
-    "405b": TinyShape(
-        num_hidden_layers=4,
-        hidden_size=256,
-        intermediate_size=512,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-    ),
-    "70b": TinyShape(
-        num_hidden_layers=4,
-        hidden_size=128,
-        intermediate_size=256,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-    ),
-    "8b": TinyShape(
-        num_hidden_layers=2,
-        hidden_size=128,
-        intermediate_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    ),
+    "405b": TinyShape(4, 256, 512, num_attention_heads=16, num_key_value_heads=8),
+    "70b": TinyShape(4, 128, 256, num_attention_heads=8, num_key_value_heads=4),
+    "8b": TinyShape(2, 128, 256, num_attention_heads=4, num_key_value_heads=2),
 }
 # A small engine starts quickly on a CPU with a small cache (bytes per GPU) and nothing compiled.
 ENGINE_ARGS = """\
@@ -243,12 +219,8 @@ def _write_weights(path: Path, shape: TinyShape, speakable: frozenset[int], seed
             data = _random_bfloat16(source, math.prod(dimensions), scale=loudness * dimensions[-1] ** -0.5)
         if name == "lm_head.weight":
             data = _silence(data, dimensions, speakable)
-        header[name] = {
-            "dtype": "BF16",
-            "shape": dimensions,
-            "data_offsets": [len(content), len(content) + len(data)],
-        }
-        content += data
+        begin, content = len(content), content + data
+        header[name] = {"dtype": "BF16", "shape": dimensions, "data_offsets": [begin, len(content)]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(struct.pack("<Q", len(text)) + text + content)

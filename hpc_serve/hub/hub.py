@@ -7,32 +7,30 @@ The hub is asked last, and only for names of the form owner/name. A token goes i
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
-from hpc_serve.given_files import MAX_INDEX_BYTES, open_regular, parse_json, read_bounded
+from hpc_serve.given_files import parse_json, read_bounded
 from hpc_serve.hub.hub_requests import MAX_CONFIG_BYTES, check_answer, get_file
 from hpc_serve.hub.hub_settings import read_hub_settings
-from hpc_serve.hub.local_weights import cached_folder
-from hpc_serve.hub.needed_files import is_plain_path
+from hpc_serve.hub.local_weights import cached_folder, read_header, read_index
+from hpc_serve.hub.needed_files import SAFETENSORS_INDEX, is_plain_path
 from hpc_serve.plan import ModelSpec, catalog, model_from_config
 from hpc_serve.plan.model.architectures import with_overrides
 from hpc_serve.plan.model.checkpoint import StoredTensor, holds_what_is_loaded, loaded_bytes, match_checkpoint
 from hpc_serve.plan.model.quantization import QUANTIZATION_FILE, with_quantization_file
-from hpc_serve.sizes import MIB
 
 if TYPE_CHECKING:
     import httpx
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-_HEADER_LIMIT_BYTES = 100 * MIB
-"""Longest header the safetensors format allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,37 +143,39 @@ def stored_tensors(folder: Path) -> list[StoredTensor] | None:
 
     Reads each file's header only. Raises InvalidRequestError for a file that is not one.
     """
-    index = folder / "model.safetensors.index.json"
-    files = _indexed(index) if index.is_file() else sorted(folder.glob("*.safetensors"))
+    index, files = _index(folder), sorted(folder.glob("*.safetensors"))
+    if index is not None:
+        files = [folder / name for name in sorted(set(index["weight_map"].values()))]
     if not files or not all(file.is_file() for file in files):
         return None
-    headers = ((file, name, entry) for file in files for name, entry in _header(file).items())
-    return [_stored(file, name, entry) for file, name, entry in headers if name != "__metadata__"]
+    found = []
+    for file in files:
+        with _named(file):
+            header, _ = read_header(file)
+        found += [_stored(file, name, entry) for name, entry in header.items() if name != "__metadata__"]
+    return found
 
 
-def _indexed(index: Path) -> list[Path]:
-    """Return the files that an index names, beside it."""
-    names = _read(index, MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise InvalidRequestError(f"{index} has no weight_map of tensors to files: it is damaged.")
-    if outside := [name for name in names.values() if not is_plain_path(name)]:
-        raise InvalidRequestError(
-            f"{index} names {outside[0]!r}, which is not below the model's folder: it is damaged."
-        )
-    return [index.parent / name for name in sorted(set(names.values()))]
+def _index(folder: Path) -> Mapping[str, Any] | None:
+    """Return the index of a folder's weights; None if there is none."""
+    file = folder / SAFETENSORS_INDEX
+    if not file.is_file():
+        return None
+    with _named(file):
+        index = read_index(file)
+    if outside := [name for name in index["weight_map"].values() if not is_plain_path(name)]:
+        raise InvalidRequestError(f"{file} names {outside[0]!r}, which is not below the model's folder: it is damaged.")
+    return index
 
 
 def _indexed_bytes(folder: Path, spec: ModelSpec) -> int | None:
-    """Return the total size by the index; None without a usable index, or if vLLM loads other tensors."""
-    file = folder / "model.safetensors.index.json"
-    if not file.is_file():
-        return None
-    index = _read(file, MAX_INDEX_BYTES)
-    metadata, names = index.get("metadata"), index.get("weight_map")
+    """Return the total size by the index; None without a usable size, or if vLLM loads other tensors."""
+    index = _index(folder) or {}
+    metadata = index.get("metadata")
     size = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if type(size) is not int or size <= 0 or not isinstance(names, dict):
+    if type(size) is not int or size <= 0:
         return None
-    return size if holds_what_is_loaded(names, spec) else None
+    return size if holds_what_is_loaded(index["weight_map"], spec) else None
 
 
 def _stored(file: Path, name: str, entry: Any) -> StoredTensor:
@@ -223,41 +223,28 @@ def _from_hub(
     if optional and response.status_code in (401, 403, 404):
         return {}
     check_answer(response, repository, settings, hint=catalog.did_you_mean(repository))
-    return _object(response.content, f"{repository}/{file} of {settings.endpoint}")
+    with _named(f"{repository}/{file} of {settings.endpoint}", kind=" as JSON"):
+        return _object(response.content)
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:
-    return _read(file, MAX_CONFIG_BYTES)
+    with _named(file, kind=" as JSON"):
+        return _object(read_bounded(file, MAX_CONFIG_BYTES))
 
 
-def _read(file: Path, most_bytes: int) -> Mapping[str, Any]:
-    """Return the JSON object of a file. Raises InvalidRequestError."""
-    try:
-        content = read_bounded(file, most_bytes)
-    except OSError as error:
-        raise InvalidRequestError(f"{file} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise InvalidRequestError(f"{file} cannot be read: {error}.") from error
-    return _object(content, str(file))
-
-
-def _object(content: bytes, where: str) -> Mapping[str, Any]:
-    try:
-        value = parse_json(content)
-    except ValueError as error:
-        raise InvalidRequestError(f"{where} cannot be read as JSON: {error}.") from error
+def _object(content: bytes) -> Mapping[str, Any]:
+    value = parse_json(content)
     if not isinstance(value, dict):
-        raise InvalidRequestError(f"{where} holds no JSON object.")
+        raise ValueError("it holds no JSON object")
     return value
 
 
-def _header(file: Path) -> Mapping[str, Any]:
-    """Return the header of a safetensors file: eight bytes of length (little endian), then JSON."""
+@contextlib.contextmanager
+def _named(file: object, *, kind: str = "") -> Iterator[None]:
+    """Raise InvalidRequestError, with the name of a file, where it cannot be read or used."""
     try:
-        with open_regular(file) as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 0 < length <= _HEADER_LIMIT_BYTES:
-                raise InvalidRequestError(f"{file} is no safetensors file: its header would be {length} bytes long.")
-            return _object(stream.read(length), f"the header of {file}")
+        yield
     except OSError as error:
         raise InvalidRequestError(f"{file} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise InvalidRequestError(f"{file} cannot be read{kind}: {error}.") from error

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from hpc_serve.given_files import open_regular, parse_json, read_bounded, read_json
 from hpc_serve.hub.hub_settings import read_hub_settings
@@ -121,36 +122,54 @@ def damaged_files(files: tuple[Path, ...]) -> tuple[str, ...]:
         return tuple(f"{path.name} {words}" for path, words in zip(files, readers.map(_damage, files)) if words)
 
 
+def read_index(index: Path) -> dict[str, Any]:
+    """Return an index of weights. Its `weight_map` has the file of each tensor. Raises OSError, ValueError."""
+    content = read_json(index)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError("it has no weight_map of tensors to files")
+    return dict(content)
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file: eight bytes of length (little endian), then JSON; and where it ends.
+
+    Raises OSError, and ValueError with what is wrong with it.
+    """
+    with open_regular(path) as file:
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
+        if not size:
+            raise ValueError("it is empty")
+        if length > _LONGEST_HEADER_BYTES or size < _HEADER_LENGTH_BYTES + length:
+            raise ValueError(f"it ends within its header, after {size:,} bytes")
+        try:
+            return dict(parse_json(file.read(length))), _HEADER_LENGTH_BYTES + length
+        except (TypeError, ValueError):
+            raise ValueError("it has a header that is not safetensors'") from None
+
+
 def _damage(path: Path) -> str:
     try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size == 0:
-                return "is empty"
-            if path.suffix != ".safetensors":
-                return ""
-            length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
-            if length > _LONGEST_HEADER_BYTES or size < _HEADER_LENGTH_BYTES + length:
-                return f"ends within its header, after {size:,} bytes"
-            header = parse_json(file.read(length))
+        if path.suffix != ".safetensors":
+            with open_regular(path) as file:
+                return "" if file.read(1) else "is empty"
+        header, begin = read_header(path)
+        ends = [int(tensor["data_offsets"][1]) for name, tensor in header.items() if name != "__metadata__"]
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    except ValueError:
+    except (IndexError, KeyError, TypeError, OverflowError):
         return "has a header that is not safetensors'"
-    try:
-        ends = [int(tensor["data_offsets"][1]) for name, tensor in header.items() if name != "__metadata__"]
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError):
-        return "has a header that is not safetensors'"
-    whole = _HEADER_LENGTH_BYTES + length + max(ends, default=0)
+    except ValueError as error:
+        return str(error).removeprefix("it ")
+    size, whole = path.stat().st_size, begin + max(ends, default=0)
     return f"has {size:,} of its {whole:,} bytes" if size < whole else ""
 
 
 def _indexed(index: Path) -> tuple[str, ...]:
-    """Return the files that an index names; none where it cannot be read, which is vLLM's to say."""
+    """Return the files that an index names; none where it cannot be used, which is vLLM's to say."""
     try:
-        names = read_json(index)["weight_map"].values()
-        return tuple(sorted({str(name) for name in names}))
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return tuple(sorted(set(read_index(index)["weight_map"].values())))
+    except ValueError:
         return ()
 
 

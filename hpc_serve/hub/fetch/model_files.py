@@ -1,8 +1,6 @@
 """Finds which files of a model to fetch: its files at a commit of the hub, and those missing from the cache.
 
 If the hub may not be asked, or does not answer, it checks whether the cache alone is enough.
-
-Where the hub may not be asked, or does not answer, it says whether the cache alone is enough.
 """
 
 from __future__ import annotations
@@ -12,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
-from hpc_serve.given_files import read_json
 from hpc_serve.hub.fetch.download import Download
 from hpc_serve.hub.fetch.hub_repository import HubConnectionError, HubRepository, unwritable
 from hpc_serve.hub.hub_settings import HubSettings
-from hpc_serve.hub.local_weights import missing_weights, snapshot_folder
+from hpc_serve.hub.local_weights import missing_weights, read_index, snapshot_folder
 from hpc_serve.hub.needed_files import SAFETENSORS_INDEX, RepositoryFile, has_weights, needed_files
 from hpc_serve.sizes import readable_size
 
@@ -96,6 +93,6 @@ def cached_alone(name: str, settings: HubSettings, revision: str, why: str) -> P
 
 def _indexed(index: Path) -> frozenset[str]:
     try:
-        return frozenset(str(name) for name in read_json(index)["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidRequestError(f"{index} is no index of weights: {type(error).__name__}.") from error
+        return frozenset(read_index(index)["weight_map"].values())
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(f"{index} is no index of weights: {error}.") from error
