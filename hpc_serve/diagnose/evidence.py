@@ -82,7 +82,7 @@ class LogEvidence:
         self.last_at = head.at if head.at is not None else self.last_at
         is_of_launcher = head.is_error is True and " ERROR hpc-serve: " in line
         raised = self._note_traceback(head)
-        if not self._is_traceback_body(head, raised):
+        if raised is not None or not self._readers[head.process].is_in_traceback:
             self._note_rules(head, raised, repeats=self.is_record or is_of_launcher)
         if failed := _LAUNCHER_FAILED.fullmatch(head.text) if is_of_launcher else _SCRIPT_FAILED.match(line):
             self.before_failure = self.before_failure or tuple(self.last_lines)
@@ -103,9 +103,6 @@ class LogEvidence:
         if raised is not None:
             _keep(self.raised, raised)
         return raised
-
-    def _is_traceback_body(self, head: LineHead, raised: Raised | None) -> bool:
-        return raised is None and self._readers[head.process].is_in_traceback
 
     def _note_rules(self, head: LineHead, raised: Raised | None, *, repeats: bool) -> None:
         is_note = head.is_error is False or (raised is not None and raised.is_survived)

@@ -77,7 +77,7 @@ class Gate:
             await self._app(scope, receive, send)
         elif scope["type"] not in ("http", "websocket"):
             raise RuntimeError(f"hpc-serve's gate does not know {scope['type']} connections and refuses them.")
-        elif _is_health(scope):
+        elif _is_get(scope, "/health"):
             await self._app(scope, receive, _with_headers(send, self._health_headers(scope)))
         elif not self._has_key(scope):
             await _refuse(scope, receive, send, 401, "invalid_api_key", _NO_KEY, ((b"www-authenticate", b"Bearer"),))
@@ -160,10 +160,6 @@ def _read_key(path: str | None) -> bytes | None:
             "hpc-serve: no API key, so the engine refuses every request: HPC_SERVE_API_KEY_FILE=%s: %s.", path, reason
         )
     return key or None
-
-
-def _is_health(scope: Scope) -> bool:
-    return _is_get(scope, "/health")
 
 
 def _is_get(scope: Scope, path: str) -> bool:

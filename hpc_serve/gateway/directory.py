@@ -18,7 +18,7 @@ from hpc_serve.errors import HpcServeError, StoreError
 from hpc_serve.gateway.answers import Refusal
 from hpc_serve.gateway.front import Front
 from hpc_serve.gateway.settings import Settings
-from hpc_serve.rendezvous.live import LiveRecords
+from hpc_serve.rendezvous.entries import EntryFiles
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, ServiceStore
 from hpc_serve.rendezvous.wanted_file import read_wanted_or_none
@@ -50,7 +50,7 @@ class Directory:
     def __init__(self, store: ServiceStore, settings: Settings) -> None:
         self._store = store
         self._settings = settings
-        self._live: dict[str, LiveRecords] = {}
+        self._live: dict[str, EntryFiles] = {}
         self._found: dict[str, Found] = {}
         self._fronts: dict[str, Front] = {}
         self._look: asyncio.Task[None] | None = None
@@ -192,7 +192,7 @@ class Directory:
         if not services and self._found and not (self._store.home / "services").is_dir():
             raise StoreError(f"{self._store.home} is away.")
         for service in services:
-            live = self._live.setdefault(service, LiveRecords(self._store, service))
+            live = self._live.setdefault(service, self._store.live(service))
             try:
                 entries = live.read_all()
             except HpcServeError:

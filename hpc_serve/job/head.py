@@ -10,8 +10,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from hpc_serve.errors import StoreError
@@ -21,7 +19,7 @@ from hpc_serve.job.engine.drain import Drain, follow_drain_requests
 from hpc_serve.job.engine.endpoint import EngineEndpoint, make_endpoint
 from hpc_serve.job.engine.engine import Engine
 from hpc_serve.job.links.control import ControlServer
-from hpc_serve.job.links.link import Link, Message
+from hpc_serve.job.links.link import Link
 from hpc_serve.job.links.worker_links import WorkerLinks
 from hpc_serve.job.machine.network import choose_port, listen_on
 from hpc_serve.job.preflight.head_side import HeadPreflight, log_report, write_report
@@ -32,13 +30,12 @@ from hpc_serve.job.run.parts import Parts
 from hpc_serve.job.run.record_keeper import RecordKeeper, end_of, first_record
 from hpc_serve.job.run.takeover import take_over
 from hpc_serve.rendezvous.claims import claim
-from hpc_serve.rendezvous.drain import forget_drain_request
+from hpc_serve.rendezvous.files import remove_file
 from hpc_serve.rendezvous.record import NodeRecord
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.vllm.command import check_layout, settings_text
 
 _log = logging.getLogger(__name__)
-_POLL_INTERVAL_S = 0.5
 
 
 async def run_head(node: Node) -> int:
@@ -61,7 +58,6 @@ class Head:
     def __init__(self, node: Node, keeper: RecordKeeper, endpoint: EngineEndpoint) -> None:
         self._node, self._keeper = node, keeper
         self._run_end = RunEnd(node.options.kill_wait_s)
-        self._changed = asyncio.Event()
         self._parts = Parts(
             node.run_mark,
             self._run_end,
@@ -69,9 +65,7 @@ class Head:
             node_name=node.allocation.node_name,
         )
         self._preflight: HeadPreflight | None = None
-        self._workers = WorkerLinks(
-            node.allocation.num_nodes, self._parts, self._run_end, self._publish_worker, self._take_answer
-        )
+        self._workers = WorkerLinks(node.allocation.num_nodes, self._parts, self._run_end, self._publish_worker)
         self._engine = Engine(
             node,
             keeper,
@@ -94,7 +88,7 @@ class Head:
             num_nodes=node.allocation.num_nodes,
         )
         if node.options.preflight != "off":
-            self._preflight = HeadPreflight(node, self._parts.run_in_background)
+            self._preflight = HeadPreflight(node)
         await control.start(listener)
         self._parts.run_in_background(self._keeper.renew())
         self._parts.run_in_background(self._parts.watch_memory())
@@ -109,7 +103,7 @@ class Head:
         await self._parts.take_down(most_grace_s=self._run_end.grace_s)
         control.close()
         with contextlib.suppress(StoreError):
-            forget_drain_request(drain_request)
+            remove_file(drain_request)
         if not outcome.is_failure:
             self._keeper.update(state="stopped", stage="stopped", progress=None, reason=outcome.reason, exit_code=0)
         await self._keeper.finish()
@@ -140,9 +134,7 @@ class Head:
             backend=node.backend,
         )
         uses_ray = node.backend == "ray" and node.options.preflight != "only"
-        ray = (
-            HeadRay(node, self._parts, self._keeper, self._wait_until_complete, self._changed.set) if uses_ray else None
-        )
+        ray = HeadRay(node, self._parts, self._keeper) if uses_ray else None
         if ray is not None:
             await ray.hold()
         await self._wait_for_workers()
@@ -173,9 +165,7 @@ class Head:
             from hpc_serve.job.weights.staging import stage
 
             self._keeper.set_stage("staging the model")
-            await self._workers.stage_all()
-            await stage(self._node.staging, self._keeper.note_copied)
-            await self._workers.wait_until_staged()
+            await asyncio.gather(self._workers.stage_all(), stage(self._node.staging, self._keeper.note_copied))
 
     def _agree_on_cache(self) -> bool:
         """Return whether the engine's caches outlive the run. vLLM gives its workers over Ray the head's path of them,
@@ -208,7 +198,7 @@ class Head:
             ranks = ", ".join(map(str, self._workers.absent_ranks))
             return f"{here} of {total} nodes have joined; no launcher from node rank {ranks} of the job's node list"
 
-        await self._wait_until_complete(missing, part="nodes")
+        await self._parts.wait_until_complete(missing, part="nodes", within_s=self._node.options.join_s)
 
     async def _are_nodes_fit(self) -> bool:
         """Return whether the preflight lets the engine start. Raises PartFailedError where it could not start."""
@@ -226,23 +216,6 @@ class Head:
             self._run_end.stop(report.summary)
         return node.options.preflight != "only"
 
-    async def _wait_until_complete(self, missing: Callable[[], str | None], *, part: str) -> None:
-        """Wait until `missing()` is None. The deadline (HPC_SERVE_JOIN_S) starts again whenever its answer changes.
-
-        Raises PartFailedError.
-        """
-        deadline_s = self._node.options.join_s
-        before, since = missing(), time.monotonic()
-        while before is not None:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _POLL_INTERVAL_S)
-            self._changed.clear()
-            now = missing()
-            if now != before:
-                before, since = now, time.monotonic()
-            elif time.monotonic() - since > deadline_s:
-                raise failure(part, f"{now} within {deadline_s:.0f} s")
-
     # -- what is published
 
     def _publish_worker(self, link: Link) -> None:
@@ -250,11 +223,7 @@ class Head:
         self._keeper.update(nodes=(*self._keeper.record.nodes, node))
         if self._preflight is not None:
             self._preflight.ask(link)
-        self._changed.set()
-
-    def _take_answer(self, link: Link, message: Message) -> None:
-        if self._preflight is not None:
-            self._preflight.take(link, message)
+        self._parts.note_change()
 
     def _publish_end(self, outcome: Outcome) -> None:
         if outcome.is_failure:

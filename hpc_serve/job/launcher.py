@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.hub.stand_in import find_stand_in
@@ -20,10 +19,6 @@ from hpc_serve.job.run.node import LaunchOptions, Node, read_seconds, read_token
 from hpc_serve.job.weights.stage_folder import stage_base
 from hpc_serve.job.weights.weights_place import find_load_strategy, with_strategy
 from hpc_serve.vllm.command import ServeCommand, choose_backend, read_command
-from hpc_serve.vllm.load_strategy import LoadStrategy
-
-if TYPE_CHECKING:
-    from hpc_serve.job.weights.staging import Staging
 
 _FROM_PREPARE = (
     *("HPC_SERVE_JOB_DIR", "HPC_SERVE_NODE_TMP", "HPC_SERVE_HEAD_ADDRESS"),
@@ -48,17 +43,25 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
             at_end.callback(remove_run_dir, Path(run_dir))
         at_end.enter_context(private_node_dir(node_dir, owner))
         command = read_command(words, stand_in=find_stand_in(environ))
-        staging = _plan_staging(command, environ)
-        if staging is not None:
-            at_end.callback(staging.close)
+        backend = choose_backend(options.backend, command, allocation.num_nodes)
         cache = at_end.enter_context(run_cache(options, allocation, command, environ))
-        strategy = _load_strategy(command, staging, environ, num_nodes=allocation.num_nodes)
+        staging = None
+        if (base := stage_base(environ)) is not None:
+            from hpc_serve.job.weights.staging import plan_staging  # most runs copy nothing
+
+            staging = plan_staging(command, base, environ)
+            at_end.callback(staging.close)
+            command = staging.command(command)
+            loading = f"vLLM's default (lazy): from the copy {staging.target} on the node"
+        else:
+            strategy = find_load_strategy(command, environ, num_nodes=allocation.num_nodes)
+            command, loading = with_strategy(command, strategy), strategy.reason
         node = Node(
             options=options,
             allocation=allocation,
-            command=staging.command(command) if staging else with_strategy(command, strategy),
-            loading=strategy.reason,
-            backend=choose_backend(options.backend, command, allocation.num_nodes),
+            command=command,
+            loading=loading,
+            backend=backend,
             head=environ["HPC_SERVE_HEAD_ADDRESS"],
             silence_s=read_seconds(
                 environ,
@@ -77,23 +80,6 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
         )
         at_end.enter_context(kept_ray_logs(node))
         return asyncio.run(_run(node))
-
-
-def _plan_staging(command: ServeCommand, environ: Mapping[str, str]) -> Staging | None:
-    if stage_base(environ) is None:
-        return None
-    from hpc_serve.job.weights.staging import plan_staging  # most runs copy nothing
-
-    return plan_staging(command, environ)
-
-
-def _load_strategy(
-    command: ServeCommand, staging: Staging | None, environ: Mapping[str, str], *, num_nodes: int
-) -> LoadStrategy:
-    """Return how the engine reads its weights. A copy on the node is left to vLLM's default."""
-    if staging is not None:
-        return LoadStrategy(reason=f"vLLM's default (lazy): from the copy {staging.target} on the node")
-    return find_load_strategy(command, environ, num_nodes=num_nodes)
 
 
 def run_cache(

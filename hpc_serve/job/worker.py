@@ -14,7 +14,7 @@ from hpc_serve.job.links.control import connect
 from hpc_serve.job.links.link import Link, LinkLostError, Message
 from hpc_serve.job.machine.network import node_address, reachable_addresses
 from hpc_serve.job.machine.process import stopped_processes
-from hpc_serve.job.preflight.node_side import answer_head
+from hpc_serve.job.preflight.node_side import WorkerPreflight
 from hpc_serve.job.progress.reading import RunReading
 from hpc_serve.job.ray.held_ray import HeldRay
 from hpc_serve.job.run.node import Node
@@ -104,16 +104,11 @@ async def _follow_head(node: Node, link: Link, parts: Parts, run_end: RunEnd, ra
     """Do as the head says: answer "preflight" and "peers", copy the model at "stage", start this node's part at
     "go", and keep the engine's caches at "ready". Any other message, and the loss of the head, end the run here.
     """
-    for_preflight: asyncio.Queue[Message] = asyncio.Queue()
+    preflight = WorkerPreflight(node)
     try:
         while (message := await link.receive())["kind"] in ("preflight", "peers", "stage"):
-            if message["kind"] == "preflight":
-                parts.run_in_background(_answer_preflight(node, link, for_preflight))
-            elif message["kind"] == "stage":
-                parts.run_in_background(run_end.fail_on_error(_stage_model(node, link)))
-            else:
-                for_preflight.put_nowait(message)
-        for_preflight.put_nowait(message)
+            parts.run_in_background(_answer(node, link, run_end, preflight, message))
+        preflight.close()
         if message["kind"] == "go":
             if not message.get("keeps_cache"):
                 node = node.without_kept_cache("the head says so")
@@ -128,22 +123,25 @@ async def _follow_head(node: Node, link: Link, parts: Parts, run_end: RunEnd, ra
         run_end.stop(str(error))
 
 
-async def _stage_model(node: Node, link: Link) -> None:
+async def _answer(node: Node, link: Link, run_end: RunEnd, preflight: WorkerPreflight, question: Message) -> None:
+    """Answer one question of the head. An error in the preflight ends nothing: the head goes on without the answer."""
+    if question["kind"] == "stage":
+        await run_end.fail_on_error(_stage_model(node, link, question))
+        return
+    try:
+        fields = await preflight.answer(question)
+    except Exception:
+        _log.exception("the head's questions before the start could not be answered")
+        fields = {}
+    await link.answer(question, **fields)
+
+
+async def _stage_model(node: Node, link: Link, question: Message) -> None:
     if node.staging is not None:
         from hpc_serve.job.weights.staging import stage
 
         await stage(node.staging, lambda done, total: None)
-    await link.send("staged")
-
-
-async def _answer_preflight(node: Node, link: Link, messages: asyncio.Queue[Message]) -> None:
-    """An error here ends nothing: the head goes on without the answer."""
-    try:
-        await answer_head(node, link, messages)
-    except Exception:
-        _log.exception("the head's questions before the start could not be answered")
-        await link.send("facts")
-        await link.send("unreached")
+    await link.answer(question)
 
 
 async def _start_part(node: Node, parts: Parts, holding: asyncio.Future[_Ray] | None, go: Message) -> None:

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from hpc_serve.errors import RecordError, ServiceConflictError, StoreError
 from hpc_serve.rendezvous.entries import JobEntry, ServiceRecords
-from hpc_serve.rendezvous.fields import from_json_text, to_json_text
-from hpc_serve.rendezvous.files import read_private, remove_file, write_private
+from hpc_serve.rendezvous.files import read_json, remove_file, write_json
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, WEEK_S, ServiceStore
 
@@ -58,7 +57,7 @@ def claim(
             if holder.model != model and not is_over(holder):
                 raise ServiceConflictError(_taken(service, model, holder))
         _check_claim(path, service, model, found, now=clock())
-        write_private(path, to_json_text(_Claim(model=model, claimed_at=clock())))
+        write_json(path, _Claim(model=model, claimed_at=clock()))
 
 
 def release(store: ServiceStore, service: str, model: str) -> None:
@@ -147,6 +146,6 @@ def _taken(service: str, model: str, holder: JobEntry) -> str:
 
 def _read_claim(path: Path) -> _Claim | None:
     try:
-        return from_json_text(_Claim, read_private(path), source=str(path))
+        return read_json(_Claim, path)
     except (FileNotFoundError, RecordError):  # a damaged claim claims nothing
         return None

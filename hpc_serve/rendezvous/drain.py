@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from hpc_serve.errors import RecordError, StoreError
-from hpc_serve.rendezvous.fields import MAY_BE_MISSING, from_json_text, to_json_text
-from hpc_serve.rendezvous.files import read_private, remove_file, write_private
-from hpc_serve.rendezvous.names import drain_file_name
+from hpc_serve.rendezvous.fields import MAY_BE_MISSING, from_json_text
+from hpc_serve.rendezvous.files import read_private, write_json
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
 
@@ -39,7 +38,7 @@ class DrainRequest:
 
 def drain_file(store: ServiceStore, service: str, *, job_id: str, restart: int, replica: int) -> Path:
     """Return the path of a request to drain a replica. Raises InvalidRequestError for names that cannot be files."""
-    return store.service_dir(service) / drain_file_name(job_id, restart, replica)
+    return store.beside_record(service, job_id, restart, replica, ".drain")
 
 
 def drain_file_of(store: ServiceStore, record: EndpointRecord) -> Path:
@@ -49,7 +48,7 @@ def drain_file_of(store: ServiceStore, record: EndpointRecord) -> Path:
 
 def ask_to_drain(path: Path, request: DrainRequest) -> None:
     """Ask the replica of `path`; a later request takes the place of an earlier one. Raises StoreError."""
-    write_private(path, to_json_text(request))
+    write_json(path, request)
 
 
 def read_drain_request(path: Path) -> DrainRequest | None:
@@ -66,8 +65,3 @@ def read_drain_request(path: Path) -> DrainRequest | None:
     except RecordError as error:
         return DrainRequest(by=f"an unreadable request ({error})", cause="unknown", deadline_s=_UNKNOWN_S)
     return replace(request, deadline_s=max(0.0, request.deadline_s))
-
-
-def forget_drain_request(path: Path) -> None:
-    """Remove what was asked. Raises StoreError."""
-    remove_file(path)

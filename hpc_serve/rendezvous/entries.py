@@ -5,15 +5,16 @@ An entry that is not trusted becomes a problem with a reason. store.py says wher
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from hpc_serve.errors import HpcServeError, RecordError
-from hpc_serve.rendezvous.files import list_folder, read_private
-from hpc_serve.rendezvous.names import array_of
-from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
+from hpc_serve.rendezvous.files import FileVersion, check_folder, list_folder, list_newest_first, read_private
+from hpc_serve.rendezvous.names import array_of, is_record_file_name
+from hpc_serve.rendezvous.record import FINAL_STATES, EndpointRecord, SubmittedJob
 
 # An entry about a job, written by its head node or by `submit`.
 JobEntry = EndpointRecord | SubmittedJob
@@ -64,33 +65,26 @@ def read_submitted(
     ]
 
 
-def in_order(
-    service: str,
-    records: Sequence[EndpointRecord],
-    submitted: Sequence[SubmittedJob],
-    problems: Sequence[str],
-    *,
-    seen: Iterable[str],
-) -> ServiceRecords:
-    """Return the entries of a service, oldest first. `seen` are the names of the existing records that count."""
-    return ServiceRecords(
-        service=service,
-        records=tuple(sorted(records, key=began_or_ended_at)),
-        submitted=tuple(sorted(submitted, key=lambda job: (job.submitted_at, job.job_id))),
-        problems=tuple(problems),
-        unreadable=frozenset(seen) - {record.name for record in records},
-    )
-
-
 def began_or_ended_at(record: EndpointRecord) -> tuple[float, str]:
     """When a replica began or, if it is over, when it ended; and its name, for replicas of the same moment."""
     return record.updated_at if record.is_final else record.started_at, record.name
 
 
-def read_entry(path: Path, kind: type[_Entry], service: str, problems: list[str]) -> _Entry | None:
-    """Read a record or a submitted job; None if it is gone or not trusted. `problems` gets the reason."""
+def read_entry(
+    path: Path, kind: type[_Entry], service: str, problems: list[str], *, counts: Callable[[str], bool] | None = None
+) -> _Entry | None:
+    """Read a record or a submitted job; None if it is gone or not trusted. `problems` gets the reason.
+
+    A text for which `counts` is false is passed over, too.
+    """
     try:
-        return parse_entry(read_private(path), path, kind, service)
+        text = read_private(path)
+        if counts is not None and not counts(text):
+            return None
+        entry = kind.from_json(text, source=str(path))
+        if entry.service != service or entry.name != path.name:
+            raise RecordError(f"{path} says it is {entry.name} of {entry.service}: it was copied; remove it.")
+        return entry
     except FileNotFoundError:  # listed from a stale cache, or swept a moment ago
         return None
     except HpcServeError as error:
@@ -98,9 +92,67 @@ def read_entry(path: Path, kind: type[_Entry], service: str, problems: list[str]
         return None
 
 
-def parse_entry(text: str, path: Path, kind: type[_Entry], service: str) -> _Entry:
-    """Parse the text of an entry's file. Raises RecordError."""
-    entry = kind.from_json(text, source=str(path))
-    if entry.service != service or entry.name != path.name:
-        raise RecordError(f"{path} says it is {entry.name} of {entry.service}: it was copied; remove it.")
-    return entry
+# The line of an ended record, as the store writes it. It is a field of the record itself: those of an inner object
+# begin with more blanks, and no text of JSON has a line end in it.
+_ENDED_LINES = tuple(f'\n "state": "{state}"' for state in sorted(FINAL_STATES))
+
+RecordFile = tuple[str, FileVersion]
+"""A record by its file's name, and which version of the file was seen."""
+
+
+class EntryFiles:
+    """The files of one service in `folder`, read again and again. Safe to share between threads.
+
+    A record that says how its replica ended never changes again. If it `passes_over_ended`, such a record is read once,
+    and passed over afterwards. The newest record is read first.
+    """
+
+    def __init__(self, folder: Path, service: str, *, passes_over_ended: bool = True) -> None:
+        self._folder, self._service, self._passes_over_ended = folder, service, passes_over_ended
+        self._ended: dict[str, FileVersion] = {}
+
+    def files(self, wanted: Set[str] = frozenset()) -> tuple[list[RecordFile], Set[str]]:
+        """Return the files of records that may be live, the newest first, and the names of all. Raises StoreError.
+
+        Records in `wanted` are always among the files.
+        """
+        check_folder(self._folder)
+        found = [file for file in list_newest_first(self._folder) if is_record_file_name(file[0])]
+        live = [file for file in found if self._ended.get(file[0]) != file[1] or file[0] in wanted]
+        return live, {name for name, _ in found}
+
+    def read(
+        self, files: Iterable[RecordFile], problems: list[str], wanted: Set[str] = frozenset()
+    ) -> list[EndpointRecord]:
+        """Read the records that have not ended or are `wanted`. `problems` gets why others are not trusted."""
+
+        def counts(file: RecordFile, text: str) -> bool:
+            if not self._passes_over_ended or not any(line in text for line in _ENDED_LINES):
+                return True
+            self._ended[file[0]] = file[1]
+            return file[0] in wanted
+
+        found = (
+            read_entry(self._folder / file[0], EndpointRecord, self._service, problems, counts=partial(counts, file))
+            for file in files
+        )
+        return [record for record in found if record is not None]
+
+    def read_all(self, wanted: Set[str] = frozenset()) -> ServiceRecords:
+        """Read all entries, oldest first. Raises StoreError.
+
+        If it `passes_over_ended`, records that have ended are left out, but for those `wanted`, and so are submitted
+        jobs that have a record.
+        """
+        files, names = self.files(wanted)
+        problems: list[str] = []
+        records = self.read(files, problems, wanted)
+        begun = jobs_begun(name.rpartition("-r")[0] for name in names) if self._passes_over_ended else frozenset()
+        submitted = read_submitted(self._folder, self._service, problems, without=begun)
+        return ServiceRecords(
+            service=self._service,
+            records=tuple(sorted(records, key=began_or_ended_at)),
+            submitted=tuple(sorted(submitted, key=lambda job: (job.submitted_at, job.job_id))),
+            problems=tuple(problems),
+            unreadable=frozenset(names - self._ended.keys() - {record.name for record in records}),
+        )

@@ -60,38 +60,36 @@ def from_json_text(kind: type[T], text: str, *, source: str) -> T:
         raise RecordError(f"{source} is not JSON ({error}): it may be half-written; remove it.") from None
     if not isinstance(values, dict):
         raise RecordError(f"{source} holds a {type(values).__name__}, not an object; remove it.")
-    return _read_object(kind, values, source, "")
+    try:
+        return _read_object(kind, values, "")
+    except _UnfitError as error:
+        raise RecordError(f"{source}{error}") from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _FieldType:
-    """One type of field: `wanted` and `plural` name it in errors, `fits` checks a value, `read` converts one that fits.
+class _UnfitError(Exception):
+    """A field is missing or holds something else. The text goes on after the name of the file."""
 
-    `read` is given the value, the source, and the path of the field.
-    """
+
+@dataclass(frozen=True)
+class FieldType:
+    """One type of field: `wanted` names it in errors; `read` converts a value, given the path of the field."""
 
     wanted: str
-    plural: str
-    fits: Callable[[Any], bool]
-    read: Callable[[Any, str, str], Any] = lambda value, source, path: value
+    read: Callable[[Any, str], Any]
 
 
-def _read_object(kind: type[T], values: Mapping[str, Any], source: str, prefix: str) -> T:
+def _read_object(kind: type[T], values: Mapping[str, Any], prefix: str) -> T:
     found = {}
     for name, field_type, may_be_missing in field_types(kind):
-        path = prefix + name
         if name in values:
-            value = values[name]
-            if not field_type.fits(value):
-                raise RecordError(f"{source}: {path} is {_shown(value)}, not {field_type.wanted}.")
-            found[name] = field_type.read(value, source, path)
+            found[name] = field_type.read(values[name], prefix + name)
         elif not may_be_missing:
-            raise RecordError(f"{source} has no field {path}: it is half-written or not ours; remove it.")
+            raise _UnfitError(f" has no field {prefix}{name}: it is half-written or not ours; remove it.")
     return kind(**found)
 
 
 @functools.cache
-def field_types(kind: type[DataclassInstance]) -> tuple[tuple[str, _FieldType, bool], ...]:
+def field_types(kind: type[DataclassInstance]) -> tuple[tuple[str, FieldType, bool], ...]:
     """Name, type, and whether it may be missing, of each field of a dataclass."""
     hints = get_type_hints(kind, include_extras=True)
     return tuple(
@@ -99,89 +97,65 @@ def field_types(kind: type[DataclassInstance]) -> tuple[tuple[str, _FieldType, b
     )
 
 
-def _field_type(hint: Any) -> _FieldType:
+def _field_type(hint: Any) -> FieldType:
     """Return how to read a field of that type hint. Raises TypeError for a hint that records do not use."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is str:
-        return _FieldType(
-            wanted="a text",
-            plural="texts",
-            fits=lambda value: isinstance(value, str),
-            read=lambda value, source, path: printable(value),
-        )
+        return _checked("a text", lambda value: isinstance(value, str), printable)
     if hint is bool:
-        return _FieldType(
-            wanted="true or false", plural="any of true and false", fits=lambda value: type(value) is bool
-        )
-    if hint is int:
-        return _integer(Bounds())
+        return _checked("true or false", lambda value: type(value) is bool)
     if hint is float:
-        return _FieldType(
-            wanted="a number", plural="numbers", fits=_is_number, read=lambda value, source, path: float(value)
-        )
+        return _checked("a number", _is_number, float)
     if hint == Timestamp:
-        return _FieldType(
-            wanted="a time in seconds since 1970",
-            plural="times",
-            fits=lambda value: _is_number(value) and 0 <= value <= _LAST_TIMESTAMP,
-            read=lambda value, source, path: float(value),
-        )
-    if origin is Annotated and arguments[0] is int:
-        return _integer(arguments[1])
+        is_time = lambda value: _is_number(value) and 0 <= value <= _LAST_TIMESTAMP  # noqa: E731
+        return _checked("a time in seconds since 1970", is_time, float)
+    if hint is int or (origin is Annotated and arguments[0] is int):
+        bounds = arguments[1] if arguments else Bounds()
+        return _checked(bounds.words, lambda value: type(value) is int and bounds.least <= value <= bounds.most)
     if origin is Literal:
-        choices = ", ".join(arguments)
-        return _FieldType(wanted=f"one of {choices}", plural=f"any of {choices}", fits=lambda value: value in arguments)
+        return _checked(f"one of {', '.join(arguments)}", lambda value: value in arguments)
     if origin in (Union, UnionType) and len(arguments) == 2 and NoneType in arguments:
-        return _optional(_field_type(next(argument for argument in arguments if argument is not NoneType)))
+        inner = _field_type(next(argument for argument in arguments if argument is not NoneType))
+        return FieldType(
+            f"{inner.wanted} or null", lambda value, path: None if value is None else inner.read(value, path)
+        )
     if origin is tuple and arguments[1:] == (...,):
         return _list_of(_field_type(arguments[0]))
     if origin is Mapping and arguments[0] is str:
         return _object_of(_field_type(arguments[1]))
     if isinstance(hint, type) and is_dataclass(hint):
-        return _FieldType(
-            wanted="an object",
-            plural="objects",
-            fits=lambda value: isinstance(value, dict),
-            read=lambda value, source, path: _read_object(hint, value, source, f"{path}."),
-        )
+        plain = _checked("an object", lambda value: isinstance(value, dict))
+        return FieldType(plain.wanted, lambda value, path: _read_object(hint, plain.read(value, path), f"{path}."))
     raise TypeError(f"fields of type {hint} cannot be read from JSON")
 
 
-def _integer(bounds: Bounds) -> _FieldType:
-    return _FieldType(
-        wanted=bounds.words,
-        plural="whole numbers",
-        fits=lambda value: type(value) is int and bounds.least <= value <= bounds.most,
-    )
+def _checked(
+    wanted: str, fits: Callable[[Any], bool], convert: Callable[[Any], Any] = lambda value: value
+) -> FieldType:
+    def read(value: Any, path: str) -> Any:
+        if not fits(value):
+            raise _UnfitError(f": {path} is {_shown(value)}, not {wanted}.")
+        return convert(value)
+
+    return FieldType(wanted, read)
 
 
-def _optional(inner: _FieldType) -> _FieldType:
-    return _FieldType(
-        wanted=f"{inner.wanted} or null",
-        plural=f"{inner.plural} or nulls",
-        fits=lambda value: value is None or inner.fits(value),
-        read=lambda value, source, path: None if value is None else inner.read(value, source, path),
-    )
-
-
-def _list_of(item: _FieldType) -> _FieldType:
-    return _FieldType(
-        wanted=f"a list of {item.plural}",
-        plural=f"lists of {item.plural}",
-        fits=lambda value: isinstance(value, list) and all(map(item.fits, value)),
-        read=lambda value, source, path: tuple(
-            item.read(each, source, f"{path}[{place}]") for place, each in enumerate(value)
+def _list_of(item: FieldType) -> FieldType:
+    whole = _checked(f"a list, each {item.wanted}", lambda value: isinstance(value, list))
+    return FieldType(
+        whole.wanted,
+        lambda value, path: tuple(
+            item.read(one, f"{path}[{place}]") for place, one in enumerate(whole.read(value, path))
         ),
     )
 
 
-def _object_of(item: _FieldType) -> _FieldType:
-    return _FieldType(
-        wanted=f"an object of {item.plural}",
-        plural=f"objects of {item.plural}",
-        fits=lambda value: isinstance(value, dict) and all(map(item.fits, value.values())),
-        read=lambda value, source, path: {
-            printable(name): item.read(each, source, f"{path}.{name}") for name, each in value.items()
+def _object_of(item: FieldType) -> FieldType:
+    whole = _checked(f"an object, each {item.wanted}", lambda value: isinstance(value, dict))
+    return FieldType(
+        whole.wanted,
+        lambda value, path: {
+            printable(name): item.read(one, f"{path}.{name}") for name, one in whole.read(value, path).items()
         },
     )
 

@@ -16,11 +16,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from operator import itemgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hpc_serve.errors import RecordError, StoreError
+from hpc_serve.rendezvous.fields import from_json_text, to_json_text
 from hpc_serve.rendezvous.names import check_log_path
-from hpc_serve.rendezvous.ownership import check_log_dir, fault, stat_fault
+from hpc_serve.rendezvous.ownership import fault, require, stat_fault
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    D = TypeVar("D", bound=DataclassInstance)
 
 T = TypeVar("T")
 
@@ -64,6 +70,17 @@ def make_folders(path: Path) -> None:
             raise
 
 
+def make_own_folder(path: Path, *, called: str, why: str) -> None:
+    """Make a folder that a person has named, 0700, if it is missing. OSErrors are the caller's to explain.
+
+    Raises InvalidRequestError, which says `why`, where others can change what is in it.
+    """
+    advice = f"{why}: set it to a folder of your own, below folders that only you and root can write to."
+    require(path, "own", called=called, advice=advice)
+    make_folders(path)
+    require(path, "own", called=called, advice=advice)  # others may have made it, or one above it, a moment ago
+
+
 def make_log_dir(path: Path, *, called: str) -> Path:
     """Make the folder of logs if it is missing, 0700, and return it. `called` is how a person named it.
 
@@ -71,12 +88,14 @@ def make_log_dir(path: Path, *, called: str) -> Path:
     cannot be made or written to.
     """
     check_log_path(str(path), called)
-    check_log_dir(path, called=f"{called}={path}")
     try:
-        make_folders(path)
+        make_own_folder(
+            path,
+            called=f"{called}={path}",
+            why="Other users could put links in it, and logs would be written to wherever those lead",
+        )
     except OSError as error:
         raise StoreError(f"the log folder {path} cannot be made: {error.strerror}. Set {called}.") from error
-    check_log_dir(path, called=f"{called}={path}")  # others may have made it, or a folder above it, a moment ago
     if not os.access(path, os.W_OK | os.X_OK):
         raise StoreError(f"the log folder {path} cannot be written to. Set {called} to one that can.")
     return path
@@ -127,6 +146,16 @@ def read_private(path: Path, *, secret: bool = False) -> str:
         return content.decode()
     except UnicodeDecodeError:
         raise RecordError(f"{path} is not text: it is damaged or not ours; remove it.") from None
+
+
+def write_json(path: Path, value: DataclassInstance) -> None:
+    """Replace `path` by the JSON of a dataclass, as `write_private` does. Raises StoreError."""
+    write_private(path, to_json_text(value))
+
+
+def read_json(kind: type[D], path: Path) -> D:
+    """Return the dataclass that `write_json` has written. Raises what `read_private` raises, RecordError for others."""
+    return from_json_text(kind, read_private(path), source=str(path))
 
 
 def list_newest_first(path: Path) -> list[tuple[str, FileVersion]]:

@@ -117,24 +117,6 @@ def replica_name(job_id: str, replica: int, replicas_per_job: int) -> str:
     return job_id if replicas_per_job == 1 else f"{job_id}-{replica}"
 
 
-def drain_file_name(job_id: str, restart: int, replica: int) -> str:
-    """Return the name of the file that asks a replica to drain.
-
-    >>> drain_file_name("123_4", 1, 0)
-    '123_4-r1-0.drain'
-    """
-    return record_file_name(job_id, restart, replica).removesuffix(".json") + ".drain"
-
-
-def preflight_file_name(job_id: str, restart: int, replica: int) -> str:
-    """Return the file with the report of that replica's preflight.
-
-    >>> preflight_file_name("123_4", 1, 0)
-    '123_4-r1-0.preflight'
-    """
-    return record_file_name(job_id, restart, replica).removesuffix(".json") + ".preflight"
-
-
 def forgotten_file_name(job_id: str) -> str:
     """Return the name of the file that says that a job is not to be shown any more. An id may be Slurm's `9_[0-2]`.
 

@@ -40,17 +40,6 @@ def require(path: Path, use: Use, *, called: str, advice: str) -> None:
         raise InvalidRequestError(f"{called} is not used: {reason}. {advice}")
 
 
-def check_log_dir(path: Path, *, called: str) -> None:
-    """Raises InvalidRequestError if somebody else can put a file or link where a log will be written."""
-    require(
-        path,
-        "own",
-        called=called,
-        advice="Other users could put links in it, and logs would be written to wherever those lead: set it to a "
-        "folder of your own, below folders that only you and root can write to.",
-    )
-
-
 def check_args_file(path: Path, opened: os.stat_result) -> None:
     """Raises InvalidRequestError if somebody else can write a stand-in folder's file of engine arguments.
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from hpc_serve.errors import RecordError, StoreError
-from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Timestamp, from_json_text, to_json_text
-from hpc_serve.rendezvous.files import read_private, write_private
-from hpc_serve.rendezvous.names import preflight_file_name
+from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Timestamp
+from hpc_serve.rendezvous.files import read_json
 from hpc_serve.rendezvous.store import ServiceStore
 
 Level = Literal["ok", "not checked", "warning", "failed"]
@@ -67,17 +66,12 @@ class PreflightReport:
 
 def preflight_file(store: ServiceStore, service: str, *, job_id: str, restart: int, replica: int) -> Path:
     """Return the path of a replica's report. Raises InvalidRequestError for names that cannot be files."""
-    return store.service_dir(service) / preflight_file_name(job_id, restart, replica)
-
-
-def write_preflight(path: Path, report: PreflightReport) -> None:
-    """Raises StoreError."""
-    write_private(path, to_json_text(report))
+    return store.beside_record(service, job_id, restart, replica, ".preflight")
 
 
 def read_preflight(path: Path) -> PreflightReport | None:
     """Return the report, as far as it can be read, for those who show it."""
     try:
-        return from_json_text(PreflightReport, read_private(path), source=str(path))
+        return read_json(PreflightReport, path)
     except (FileNotFoundError, StoreError, RecordError):
         return None

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_serve.errors import HpcServeError
-from hpc_serve.rendezvous.fields import Timestamp, from_json_text, to_json_text
-from hpc_serve.rendezvous.files import read_private, write_private
+from hpc_serve.rendezvous.fields import Timestamp
+from hpc_serve.rendezvous.files import read_json, write_json
 from hpc_serve.rendezvous.record import START_STAGES, EndpointRecord
 
 FILE = "start_times.json"
@@ -80,7 +80,7 @@ def remember_start(home: Path, start: PastStart) -> None:
     """
     others = [one for one in _read(home) if _key(one) != _key(start)]
     latest = sorted([*others, start], key=lambda one: one.ready_at)[-MOST_STARTS:]
-    write_private(home / FILE, to_json_text(_Starts(starts=tuple(latest))))
+    write_json(home / FILE, _Starts(starts=tuple(latest)))
 
 
 def _key(start: PastStart) -> tuple[object, ...]:
@@ -90,8 +90,7 @@ def _key(start: PastStart) -> tuple[object, ...]:
 def _read(home: Path) -> list[PastStart]:
     """Return the starts that are written down and make sense."""
     with contextlib.suppress(HpcServeError, OSError):
-        path = home / FILE
-        return [one for one in from_json_text(_Starts, read_private(path), source=str(path)).starts if _is_sane(one)]
+        return [one for one in read_json(_Starts, home / FILE).starts if _is_sane(one)]
     return []
 
 

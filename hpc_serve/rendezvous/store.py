@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 
 from hpc_serve.errors import StoreError
-from hpc_serve.rendezvous.entries import JobEntry, ServiceRecords, in_order, read_entry, read_submitted
+from hpc_serve.rendezvous.entries import EntryFiles, JobEntry, ServiceRecords
 from hpc_serve.rendezvous.files import (
     check_folder,
     list_folder,
@@ -23,9 +23,8 @@ from hpc_serve.rendezvous.files import (
 from hpc_serve.rendezvous.key_file import make_key, read_key
 from hpc_serve.rendezvous.names import (
     forgotten_file_name,
-    is_record_file_name,
     is_service_name,
-    preflight_file_name,
+    record_file_name,
     validate_service_name,
 )
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
@@ -60,6 +59,10 @@ class ServiceStore:
         """Raises InvalidRequestError if `service` cannot be a folder's name."""
         return self.home / "services" / validate_service_name(service)
 
+    def beside_record(self, service: str, job_id: str, restart: int, replica: int, ending: str) -> Path:
+        """Return a file beside a replica's record. Raises InvalidRequestError for names that cannot be files."""
+        return (self.service_dir(service) / record_file_name(job_id, restart, replica)).with_suffix(ending)
+
     def log_dir(self, service: str) -> Path:
         return self.service_dir(service) / "logs"
 
@@ -86,17 +89,11 @@ class ServiceStore:
 
         Raises StoreError when the folder itself cannot be read.
         """
-        folder = self.service_dir(service)
-        check_folder(folder)
-        problems: list[str] = []
-        names = [name for name in list_folder(folder) if is_record_file_name(name)]
-        records = [
-            record
-            for name in names
-            if (record := read_entry(folder / name, EndpointRecord, service, problems)) is not None
-        ]
-        submitted = read_submitted(folder, service, problems)
-        return in_order(service, records, submitted, problems, seen=names)
+        return EntryFiles(self.service_dir(service), service, passes_over_ended=False).read_all()
+
+    def live(self, service: str) -> EntryFiles:
+        """Return the entries that a client may use, to be read again and again."""
+        return EntryFiles(self.service_dir(service), service)
 
     def write(self, record: EndpointRecord, *, makes_folders: bool = True) -> Path:
         """Replace a replica's record; its head is the only writer. Raises StoreError.
@@ -158,9 +155,8 @@ class ServiceStore:
             write_private(folder / forgotten_file_name(job_id), "")
         records = [record for record in found.records if record.job_id in job_ids]
         submitted = [job for job in found.submitted if job.job_id in job_ids]
-        removed = [folder / record.name for record in records]
+        removed = [(folder / one.name).with_suffix(ending) for one in records for ending in (".json", ".preflight")]
         removed += [folder / "submitted" / job.name for job in submitted]
-        removed += [folder / preflight_file_name(one.job_id, one.restart, one.replica) for one in records]
         for path in removed:
             remove_file(path)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from hpc_serve.errors import HpcServeError, RecordError
 from hpc_serve.rendezvous.claims import locked
-from hpc_serve.rendezvous.fields import from_json_text, to_json_text
-from hpc_serve.rendezvous.files import check_folder, read_private, write_private
+from hpc_serve.rendezvous.files import check_folder, read_json, write_json
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.wanted import Wanted
 
@@ -30,7 +29,7 @@ def read_wanted(store: ServiceStore, service: str) -> Wanted | None:
     path = wanted_file(store, service)
     check_folder(path.parent)
     with contextlib.suppress(FileNotFoundError, RecordError):
-        return from_json_text(Wanted, read_private(path), source=str(path))
+        return read_json(Wanted, path)
     return None
 
 
@@ -52,5 +51,5 @@ def change_wanted(store: ServiceStore, service: str, change: Callable[[Wanted | 
         changed = change(found)
         if changed is not None:
             changed = replace(changed, counter=(found.counter if found is not None else 0) + 1)
-            write_private(wanted_file(store, service), to_json_text(changed))
+            write_json(wanted_file(store, service), changed)
         return changed

@@ -6,20 +6,15 @@ only a job's head imports it. A program that trusts them needs the standard libr
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpc_serve.errors import RecordError, StoreError
 from hpc_serve.rendezvous.files import create_private, make_private_folder, read_private, write_private
-from hpc_serve.trust import making
 from hpc_serve.trust.pem import certificates_of
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-    from cryptography.x509 import Certificate
 
 _AUTHORITY_LIFETIME = timedelta(days=20 * 365)
 _ALWAYS = ("127.0.0.1", "::1")
@@ -70,17 +65,23 @@ def make_run_certificate(home: Path, folder: Path, *, run: str, addresses: Itera
     The certificate also holds for the loopback addresses and the name localhost, for tunnels.
     Raises StoreError, RecordError or InvalidRequestError as `ensure_authority` does.
     """
-    signer, signed_by, issuer = _read_authority(ensure_authority(home))
-    from cryptography import x509
+    from hpc_serve.trust import making
 
+    path = ensure_authority(home)
+    try:
+        signer, signed_by = making.read_authority(read_private(path, secret=True))
+    except ValueError as error:
+        raise _unusable(path, str(error)) from error
+    if (end := signed_by.not_valid_after_utc) <= making.now():
+        raise _unusable(path, f"its certificate expired on {end:%Y-%m-%d}")
     key = making.new_key()
     certificate = making.new_certificate(
         f"hpc-serve {run}"[:64],
         key,
-        [x509.DNSName(_LOCAL_NAME), *making.ip_names((*addresses, *_ALWAYS))],
-        issuer=issuer,
+        making.names([_LOCAL_NAME], (*addresses, *_ALWAYS)),
+        issuer=making.name_of(signed_by),
         signer=signer,
-        ends_at=signed_by.not_valid_after_utc,
+        ends_at=end,
     )
     made = RunCertificate(
         certificate=certificate, certificate_file=folder / "endpoint.pem", key_file=folder / "endpoint.key"
@@ -97,29 +98,14 @@ def _new_authority() -> str:
     its holder who a web site is. A name of localhost alone says so: constraints bind the kinds of names that they
     list. One that lists all addresses as well is refused by BoringSSL ("unsupported name constraint type").
     """
-    making.require_cryptography()
-    import secrets
-
-    from cryptography import x509
+    from hpc_serve.trust import making
 
     return making.new_authority(
         # Names of their own: two authorities of one name confuse whoever looks for an issuer by its name.
         f"hpc-serve authority {secrets.token_hex(4)}",
         lifetime=_AUTHORITY_LIFETIME,
-        constraints=x509.NameConstraints(permitted_subtrees=[x509.DNSName(_LOCAL_NAME)], excluded_subtrees=None),
+        signs_for=_LOCAL_NAME,
     )
-
-
-def _read_authority(path: Path) -> tuple[EllipticCurvePrivateKey, Certificate, str]:
-    """Return the authority's key, its certificate and its name."""
-    making.require_cryptography()
-    try:
-        key, certificate = making.read_authority(read_private(path, secret=True))
-    except ValueError as error:
-        raise _unusable(path, str(error)) from error
-    if (end := certificate.not_valid_after_utc) <= making.now():
-        raise _unusable(path, f"its certificate expired on {end:%Y-%m-%d}")
-    return key, certificate, making.name_of(certificate)
 
 
 def _unusable(path: Path, why: str) -> RecordError:

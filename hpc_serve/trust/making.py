@@ -1,6 +1,7 @@
-"""The steps of making a certificate with the `cryptography` package, which is imported only when one is made.
+"""The steps of making a certificate with the `cryptography` package. Others import this module when they make one.
 
-`authority` (endpoints) and `peers` (Ray) decide what a certificate says, who signs it, and where it lies.
+`authority` (endpoints) and `peers` (Ray) decide what a certificate says, who signs it, and where it lies. The import
+raises InvalidRequestError where there is no `cryptography`.
 """
 
 from __future__ import annotations
@@ -8,13 +9,24 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING
 
 from hpc_serve.errors import InvalidRequestError
 
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-    from cryptography.x509 import Certificate, CertificateBuilder, GeneralName, KeyUsage, NameConstraints
+try:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+        load_pem_private_key,
+    )
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+except ImportError as error:
+    raise InvalidRequestError(
+        f"TLS needs the Python package `cryptography` in the job's environment ({error}): install it there."
+    ) from error
 
 # Longer than a job runs; some TLS libraries refuse certificates of more than 825 days.
 RUN_LIFETIME = timedelta(days=730)
@@ -22,42 +34,26 @@ RUN_LIFETIME = timedelta(days=730)
 _BACKDATED = timedelta(days=1)
 
 
-def require_cryptography() -> None:
-    try:
-        import cryptography.x509  # noqa: F401
-    except ImportError as error:
-        raise InvalidRequestError(
-            f"TLS needs the Python package `cryptography` in the job's environment ({error}): install it there."
-        ) from error
-
-
-def new_key() -> EllipticCurvePrivateKey:
-    from cryptography.hazmat.primitives.asymmetric import ec
-
+def new_key() -> ec.EllipticCurvePrivateKey:
     return ec.generate_private_key(ec.SECP256R1())
 
 
-def new_authority(name: str, *, lifetime: timedelta, constraints: NameConstraints | None = None) -> str:
-    """Return a key and a certificate that signs for it, in one PEM text; `constraints` limit its signatures."""
-    from cryptography import x509
-
+def new_authority(name: str, *, lifetime: timedelta, signs_for: str | None = None) -> str:
+    """Return a key and a certificate that signs for it, in one PEM text; of names only for `signs_for`, if given."""
     key = new_key()
     made = (
         _builder(name, name, key, ends_at=now() + lifetime)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_key_usage(key_cert_sign=True), critical=True)
     )
-    if constraints is not None:
-        made = made.add_extension(constraints, critical=True)
+    if signs_for is not None:
+        limits = x509.NameConstraints(permitted_subtrees=[x509.DNSName(signs_for)], excluded_subtrees=None)
+        made = made.add_extension(limits, critical=True)
     return private_pem(key) + _sign(made, key)
 
 
-def read_authority(text: str) -> tuple[EllipticCurvePrivateKey, Certificate]:
+def read_authority(text: str) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     """Return the key and the certificate that `new_authority` has made. Raises ValueError."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
     neither = "the file does not hold a key and the certificate of an authority"
     try:
         key = load_pem_private_key(text.encode(), password=None)
@@ -74,11 +70,11 @@ def read_authority(text: str) -> tuple[EllipticCurvePrivateKey, Certificate]:
 
 def new_certificate(
     name: str,
-    key: EllipticCurvePrivateKey,
-    names: Iterable[GeneralName],
+    key: ec.EllipticCurvePrivateKey,
+    names: Iterable[x509.GeneralName],
     *,
     issuer: str,
-    signer: EllipticCurvePrivateKey,
+    signer: ec.EllipticCurvePrivateKey,
     ends_at: datetime | None = None,
     is_for_clients: bool = False,
 ) -> str:
@@ -86,9 +82,6 @@ def new_certificate(
 
     `signer` is the key of the `issuer`. The certificate ends after RUN_LIFETIME at the latest.
     """
-    from cryptography import x509
-    from cryptography.x509.oid import ExtendedKeyUsageOID
-
     latest = now() + RUN_LIFETIME
     uses = [ExtendedKeyUsageOID.SERVER_AUTH, *([ExtendedKeyUsageOID.CLIENT_AUTH] if is_for_clients else [])]
     made = (
@@ -102,21 +95,28 @@ def new_certificate(
     return _sign(made, signer)
 
 
-def name_of(certificate: Certificate) -> str:
+def name_of(certificate: x509.Certificate) -> str:
     """Return the common name of a certificate."""
     return str(next(iter(certificate.subject)).value)
 
 
-def ip_names(addresses: Iterable[str]) -> list[GeneralName]:
-    """Return the addresses as names of a certificate, each once."""
-    from cryptography import x509
+def names_and_end(certificate: str) -> tuple[x509.SubjectAlternativeName, datetime]:
+    """Return the names of a certificate (PEM), and when it ends. Raises ValueError."""
+    read = x509.load_pem_x509_certificate(certificate.encode())
+    try:
+        names = read.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound as error:
+        raise ValueError(str(error)) from error
+    return names, read.not_valid_after_utc
 
-    return [x509.IPAddress(known) for known in dict.fromkeys(map(ipaddress.ip_address, addresses))]
+
+def names(hosts: Iterable[str], addresses: Iterable[str]) -> list[x509.GeneralName]:
+    """Return host names and IP addresses as names of a certificate, each once."""
+    known = dict.fromkeys(map(ipaddress.ip_address, addresses))
+    return [*map(x509.DNSName, dict.fromkeys(hosts)), *map(x509.IPAddress, known)]
 
 
-def _builder(name: str, issuer: str, key: EllipticCurvePrivateKey, *, ends_at: datetime) -> CertificateBuilder:
-    from cryptography import x509
-
+def _builder(name: str, issuer: str, key: ec.EllipticCurvePrivateKey, *, ends_at: datetime) -> x509.CertificateBuilder:
     def common_name(text: str) -> x509.Name:
         return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
 
@@ -132,9 +132,7 @@ def _builder(name: str, issuer: str, key: EllipticCurvePrivateKey, *, ends_at: d
     )
 
 
-def _key_usage(*, digital_signature: bool = False, key_cert_sign: bool = False) -> KeyUsage:
-    from cryptography import x509
-
+def _key_usage(*, digital_signature: bool = False, key_cert_sign: bool = False) -> x509.KeyUsage:
     return x509.KeyUsage(
         digital_signature=digital_signature,
         key_cert_sign=key_cert_sign,
@@ -148,16 +146,11 @@ def _key_usage(*, digital_signature: bool = False, key_cert_sign: bool = False) 
     )
 
 
-def _sign(builder: CertificateBuilder, signer: EllipticCurvePrivateKey) -> str:
-    from cryptography.hazmat.primitives.hashes import SHA256
-    from cryptography.hazmat.primitives.serialization import Encoding
-
+def _sign(builder: x509.CertificateBuilder, signer: ec.EllipticCurvePrivateKey) -> str:
     return builder.sign(signer, SHA256()).public_bytes(Encoding.PEM).decode()
 
 
-def private_pem(key: EllipticCurvePrivateKey) -> str:
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
+def private_pem(key: ec.EllipticCurvePrivateKey) -> str:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from hpc_serve.errors import RecordError
 from hpc_serve.rendezvous.files import create_private, make_private_folder, read_private, write_private
-from hpc_serve.trust import making
 from hpc_serve.trust.pem import certificates_of
 
 _AUTHORITY = "ray_authority.pem"
@@ -41,7 +40,8 @@ def make_peer_files(run_dir: Path, folder: Path, *, addresses: Iterable[str]) ->
     The run's authority is made in `run_dir` if it is missing; two nodes at once end with one. Raises StoreError,
     RecordError, or InvalidRequestError without `cryptography`.
     """
-    making.require_cryptography()
+    from hpc_serve.trust import making
+
     authority_file = run_dir / _AUTHORITY
     if not authority_file.exists():  # it may sign for anybody, since only this run trusts it
         create_private(authority_file, making.new_authority(_AUTHORITY_NAME, lifetime=making.RUN_LIFETIME))
@@ -51,7 +51,7 @@ def make_peer_files(run_dir: Path, folder: Path, *, addresses: Iterable[str]) ->
     except ValueError as error:
         raise RecordError(f"{authority_file} does not hold the authority of this run: start the job again.") from error
     key = making.new_key()
-    names = making.ip_names((*addresses, _LOOPBACK))
+    names = making.names((), (*addresses, _LOOPBACK))
     certificate = making.new_certificate(_NAME, key, names, issuer=_AUTHORITY_NAME, signer=signer, is_for_clients=True)
     make_private_folder(folder)
     files = PeerFiles.in_folder(folder)

@@ -10,14 +10,9 @@ import secrets
 from collections.abc import Collection
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpc_serve.rendezvous.files import read_private, write_private
-from hpc_serve.trust import making
 from hpc_serve.trust.pem import certificates_of
-
-if TYPE_CHECKING:
-    from cryptography.x509 import Certificate, GeneralName
 
 _RENEWED_BEFORE_END = timedelta(days=90)
 
@@ -28,26 +23,19 @@ def ensure_self_signed(path: Path, *, names: Collection[str], addresses: Collect
     The file holds both, 0600. It is made anew if it is missing, unusable or not secret, lacks a name, or ends within 90
     days. Raises StoreError, or InvalidRequestError without `cryptography`.
     """
-    making.require_cryptography()
-    from cryptography import x509
+    from hpc_serve.trust import making
 
-    wanted = [*map(x509.DNSName, dict.fromkeys(names)), *making.ip_names(addresses)]
+    wanted = making.names(names, addresses)
     try:
         held = read_private(path, secret=True)
         (found,) = certificates_of(held)
-        if _is_good(x509.load_pem_x509_certificate(found.encode()), wanted):
+        held_names, ends_at = making.names_and_end(found)
+        if ends_at - making.now() > _RENEWED_BEFORE_END and set(wanted) <= set(held_names):
             return found
-    except (FileNotFoundError, ValueError, x509.ExtensionNotFound):
+    except (FileNotFoundError, ValueError):
         pass
     key = making.new_key()
     title = f"hpc-serve gateway {secrets.token_hex(4)}"  # two certificates of one name confuse a search by name
     made = making.new_certificate(title, key, wanted, issuer=title, signer=key)
     write_private(path, making.private_pem(key) + made)
     return made
-
-
-def _is_good(certificate: Certificate, wanted: Collection[GeneralName]) -> bool:
-    from cryptography import x509
-
-    held = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    return certificate.not_valid_after_utc - making.now() > _RENEWED_BEFORE_END and set(wanted) <= set(held)

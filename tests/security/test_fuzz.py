@@ -257,7 +257,7 @@ def test_the_control_port_takes_launchers_after_whatever_came_before(rng):
     async def stranger(port: int, line: bytes, *, hold: bool, has_ticket: bool) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         if has_ticket:
-            writer.write(make_ticket(b"secret"))
+            writer.write(make_ticket("secret", "0" * 32))
             await reader.readline()
         writer.write(line)
         if not hold:
@@ -281,7 +281,7 @@ def test_the_control_port_takes_launchers_after_whatever_came_before(rng):
             line = rng.choice((faulty_json(rng, hello), faulty_bytes(rng, json.dumps(hello).encode()), b"[" * 100_000))
             await stranger(port, line, hold=rng.random() < 0.1, has_ticket=True)
             assert links.empty(), line
-            ticket = faulty_bytes(rng, make_ticket(b"secret"))
+            ticket = faulty_bytes(rng, make_ticket("secret", "0" * 32))
             await stranger(port, rng.choice((ticket, line)), hold=rng.random() < 0.1, has_ticket=False)
             assert links.empty(), line
         node = await connect(

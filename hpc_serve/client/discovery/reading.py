@@ -14,8 +14,7 @@ from typing import TypeVar
 from hpc_serve.client.replicas.probe import in_background
 from hpc_serve.client.replicas.proofs import Proofs
 from hpc_serve.errors import HpcServeError, RecordError, StoreError
-from hpc_serve.rendezvous.entries import ServiceRecords
-from hpc_serve.rendezvous.live import LiveRecords, RecordFile
+from hpc_serve.rendezvous.entries import RecordFile, ServiceRecords
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
 
@@ -31,7 +30,7 @@ class RecordReader:
         self._store = store
         self._service = service
         self._proofs = proofs
-        self._live = LiveRecords(store, service)
+        self._live = store.live(service)
         self._hanging: threading.Thread | None = None
 
     def files(self) -> Sequence[RecordFile]:

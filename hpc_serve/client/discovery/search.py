@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from hpc_serve.client.replicas.probe import in_background
 from hpc_serve.client.replicas.status import ProbeResult
-from hpc_serve.rendezvous.live import RecordFile
+from hpc_serve.rendezvous.entries import RecordFile
 from hpc_serve.rendezvous.record import EndpointRecord
 
 _FIRST = 4  # so many are asked first, then twice as many, and so on

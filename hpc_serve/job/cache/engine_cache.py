@@ -18,8 +18,8 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.cache.cache_archive import CacheArchive
 from hpc_serve.job.cache.cache_folders import READY, LockedFolder, empty_folder, lock_folder, remove_unused
 from hpc_serve.job.cache.cache_key import machine_key
-from hpc_serve.rendezvous.files import make_folders
-from hpc_serve.rendezvous.ownership import fault, require
+from hpc_serve.rendezvous.files import make_folders, make_own_folder
+from hpc_serve.rendezvous.ownership import fault
 from hpc_serve.rendezvous.store import default_home
 from hpc_serve.sizes import GIB, parse_size
 
@@ -188,25 +188,17 @@ def _root(environ: Mapping[str, str]) -> Path:
     """Return the folder of all caches on this node. Raises _UnusableError, or OSError where it cannot be made."""
     if named := environ.get("HPC_SERVE_CACHE_DIR"):
         path = Path(named)
-        _require_own(path)
-        make_folders(path)
-        _require_own(path)  # others may have made it, or a folder above it, a moment ago
+        make_own_folder(
+            path,
+            called=f"HPC_SERVE_CACHE_DIR={path} on {os.uname().nodename}",
+            why="The engine runs the compiled code that it finds there",
+        )
         return path
     path = Path(environ.get("HPC_SERVE_TMPDIR") or "/tmp") / f"hpc-serve-cache-{os.geteuid()}"
     make_folders(path)
     if (reason := fault(path, "private")) is not None:
         raise _UnusableError(f"{reason}. Compiled code in it would run as you: remove it, or set HPC_SERVE_CACHE_DIR")
     return path
-
-
-def _require_own(path: Path) -> None:
-    require(
-        path,
-        "own",
-        called=f"HPC_SERVE_CACHE_DIR={path} on {os.uname().nodename}",
-        advice="The engine runs the compiled code that it finds there: set it to a folder of your own, below folders "
-        "that only you and root can write to, or leave it unset.",
-    )
 
 
 def _limit_bytes(environ: Mapping[str, str], variable: str) -> int | None:

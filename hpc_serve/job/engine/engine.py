@@ -24,7 +24,7 @@ from hpc_serve.job.engine.engine_watch import EngineWatch
 from hpc_serve.job.engine.health import EngineAddress, NotReadyError, SmallRequest, check_ready, is_healthy
 from hpc_serve.job.machine.log_setup import print_line
 from hpc_serve.job.machine.process import ENGINE_MARK, Child, end_marked, marked_pids
-from hpc_serve.job.progress.checkpoint import file_sizes, weights_in
+from hpc_serve.job.progress.checkpoint import weight_sizes
 from hpc_serve.job.progress.reading import ReadSoFar, RunReading
 from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.outcome import Outcome, PartFailedError, RunEnd, failure
@@ -91,8 +91,7 @@ class Engine:
         self._keeper.set_stage("starting the engine")
         self._parts.add(StopOrder.ENGINE, self._stop)
         command = self._node.command
-        files = await asyncio.to_thread(weights_in, Path(command.stand_in or command.model))
-        sizes = await asyncio.to_thread(file_sizes, files)
+        sizes = await asyncio.to_thread(weight_sizes, Path(command.stand_in or command.model))
         self._keeper.add_figures({"checkpoint_bytes": sum(sizes)} if sizes else {})
         while True:
             self._keeper.stages.note_sizes(sizes)

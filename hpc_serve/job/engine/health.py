@@ -13,6 +13,7 @@ import http.client
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from email.message import Message
 from typing import Any
 
 from hpc_serve.rendezvous.gate_headers import CANARY_HEADER, ENGINE_HEADER, RequestCount, read_request_count
@@ -53,7 +54,7 @@ class SmallRequest:
 def is_healthy(engine: EngineAddress) -> bool:
     """Return whether /health answers with 200 now. Raises NotOurEngineError if another program answers."""
     try:
-        return _request(engine, "GET", _HEALTH, timeout_s=_TIMEOUT_S)[0] == 200
+        return _ask(engine, "GET", _HEALTH).status == 200
     except NotOurEngineError:
         raise
     except (OSError, http.client.HTTPException):
@@ -67,11 +68,10 @@ def check_ready(engine: EngineAddress, model: str, *, completion_timeout_s: floa
     The first request may take `completion_timeout_s` seconds, any other `_TIMEOUT_S`.
     """
     try:
-        status, _ = _request(engine, "GET", _HEALTH, timeout_s=_TIMEOUT_S)
-        _require(status == 200, f"/health answers {status}")
-        status, models = _request(engine, "GET", "/v1/models", timeout_s=_TIMEOUT_S)
-        _require(status == 200, f"/v1/models answers {status}")
-        names = [entry.get("id") for entry in models.get("data", [])]
+        for path in (_HEALTH, "/v1/models"):
+            answer = _ask(engine, "GET", path)
+            _require(answer.status == 200, f"{path} answers {answer.status}")
+        names = [entry.get("id") for entry in json.loads(answer.content).get("data", [])]
         _require(model in names, f"/v1/models lists {names}, not {model}")
         first = SmallRequest(path="/v1/completions", body={"model": model, "prompt": "1", "max_tokens": 1})
         status = ask(engine, first, timeout_s=completion_timeout_s)
@@ -97,8 +97,7 @@ def ask(
 
     Raises OSError or HTTPException without an answer.
     """
-    with contextlib.closing(_connect(engine, tell_port=tell_port)) as connection:
-        return _exchange(connection, engine, "POST", request.path, timeout_s=timeout_s, body=request.body)[0]
+    return _ask(engine, "POST", request.path, timeout_s=timeout_s, body=request.body, tell_port=tell_port).status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +114,10 @@ class Look:
 def look(engine: EngineAddress, *, timeout_s: float, tell_port: Callable[[int], None]) -> Look:
     """Ask for /health. `tell_port` is called with our end's port."""
     try:
-        with contextlib.closing(_connect(engine, timeout_s=timeout_s, tell_port=tell_port)) as connection:
-            response = _answer(connection, engine, "GET", _HEALTH, timeout_s=timeout_s)
+        answer = _ask(engine, "GET", _HEALTH, timeout_s=timeout_s, tell_port=tell_port)
     except (OSError, http.client.HTTPException):
         return Look(status=None)
-    return Look(status=response.status, words=response.headers.get(ENGINE_HEADER.decode()))
+    return Look(status=answer.status, words=answer.headers.get(ENGINE_HEADER.decode()))
 
 
 def requests_under_way(engine: EngineAddress) -> int | None:
@@ -127,13 +125,12 @@ def requests_under_way(engine: EngineAddress) -> int | None:
 
     Raises OSError or HTTPException if the engine does not answer now.
     """
-    with contextlib.closing(_connect(engine)) as connection:
-        status, text, _ = _exchange(connection, engine, "GET", "/metrics", timeout_s=_METRICS_TIMEOUT_S)
-    if status == 404:
+    answer = _ask(engine, "GET", "/metrics", timeout_s=_METRICS_TIMEOUT_S)
+    if answer.status == 404:
         return None
-    if status != 200:
-        raise OSError(f"/metrics answers {status}")
-    return metrics.requests_under_way(text.decode(errors="replace"))
+    if answer.status != 200:
+        raise OSError(f"/metrics answers {answer.status}")
+    return metrics.requests_under_way(answer.text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,13 +145,11 @@ class EngineLoad:
 def read_load(engine: EngineAddress, *, timeout_s: float = _METRICS_TIMEOUT_S) -> EngineLoad | None:
     """Return the load of an engine; None if it cannot be read."""
     try:
-        with contextlib.closing(_connect(engine, timeout_s=timeout_s)) as connection:
-            response = _answer(connection, engine, "GET", "/metrics", timeout_s=timeout_s)
-            text = response.read().decode(errors="replace")
+        answer = _ask(engine, "GET", "/metrics", timeout_s=timeout_s)
     except (OSError, http.client.HTTPException):
         return None
-    found = metrics.requests_running_and_waiting(text) if response.status == 200 else None
-    requests = read_request_count(response.headers)
+    found = metrics.requests_running_and_waiting(answer.text) if answer.status == 200 else None
+    requests = read_request_count(answer.headers)
     if found is None or requests is None:
         return None
     return EngineLoad(running=found[0], waiting=found[1], requests=requests)
@@ -165,50 +160,37 @@ def _require(condition: bool, what: str) -> None:
         raise NotReadyError(what)
 
 
-def _request(engine: EngineAddress, method: str, path: str, *, timeout_s: float) -> tuple[int, dict[str, Any]]:
-    with contextlib.closing(_connect(engine)) as connection:
-        status, content, kind = _exchange(connection, engine, method, path, timeout_s=timeout_s)
-    return status, json.loads(content) if kind == "application/json" and content else {}
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    status: int
+    headers: Message
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        return self.content.decode(errors="replace")
 
 
-def _connect(
-    engine: EngineAddress, *, timeout_s: float = _TIMEOUT_S, tell_port: Callable[[int], None] = lambda port: None
-) -> VerifiedConnection:
-    connection = VerifiedConnection(engine.host, engine.port, engine.identity, timeout_s=timeout_s)
-    connection.connect()
-    tell_port(connection.sock.getsockname()[1])
-    return connection
-
-
-def _exchange(
-    connection: VerifiedConnection,
+def _ask(
     engine: EngineAddress,
     method: str,
     path: str,
     *,
-    timeout_s: float,
+    timeout_s: float = _TIMEOUT_S,
     body: Mapping[str, Any] | None = None,
-) -> tuple[int, bytes, str]:
-    """Status, content and content type of an answer."""
-    response = _answer(connection, engine, method, path, timeout_s=timeout_s, body=body)
-    content = response.read()
-    return response.status, content, response.headers.get_content_type()
-
-
-def _answer(
-    connection: VerifiedConnection,
-    engine: EngineAddress,
-    method: str,
-    path: str,
-    *,
-    timeout_s: float,
-    body: Mapping[str, Any] | None = None,
-) -> http.client.HTTPResponse:
-    """Send a request and return its answer with the content unread. A request with a body is a canary."""
-    if connection.sock is not None:
-        connection.sock.settimeout(timeout_s)
+    tell_port: Callable[[int], None] = lambda port: None,
+) -> _Answer:
+    """Ask over a new connection, which may take `_TIMEOUT_S` at most. A request with a body is a canary."""
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {engine.identity.api_key}"}
     if body is not None:
         headers[CANARY_HEADER[0].decode()] = CANARY_HEADER[1].decode()
-    connection.request(method, path, json.dumps(body) if body is not None else None, headers)
-    return connection.getresponse()
+    connecting_s = min(timeout_s, _TIMEOUT_S)
+    with contextlib.closing(
+        VerifiedConnection(engine.host, engine.port, engine.identity, timeout_s=connecting_s)
+    ) as connection:
+        connection.connect()
+        tell_port(connection.sock.getsockname()[1])
+        connection.sock.settimeout(timeout_s)
+        connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+        response = connection.getresponse()
+        return _Answer(status=response.status, headers=response.headers, content=response.read())

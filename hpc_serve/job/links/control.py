@@ -1,33 +1,34 @@
 """How the launchers of a job find each other: the head listens on its control port, and the others connect.
 
-The first line on a connection is a ticket (`admission`), without which the head does not look at it. Then both ends
-prove that they hold the run's token, without sending it. What is left is a `Link`.
+The first line on a connection is a ticket (`admission`), without which the head does not look at it. The head answers
+with a proof that it holds the run's token, and with a nonce. The node answers with its own proof, and says who it is.
+The head answers with what both use. The token is not sent. What is left is a `Link`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import hmac
 import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable
 
-from hpc_serve.job.links.admission import Admission, make_ticket, send_first_bytes_with_handshake
+from hpc_serve.job.links.admission import Admission, greeting, is_proof, open_with_ticket, proof
 from hpc_serve.job.links.link import (
     MAX_MESSAGE_BYTES,
+    MAX_TEXT,
     Link,
     LinkLostError,
     Message,
     read_message,
+    text,
     whole_number,
     write_message,
 )
 from hpc_serve.job.machine.network import PortsInUseError
 
 _HANDSHAKE_TIMEOUT_S = 10.0
-_MAX_HELLO_TEXT = 256
 # Most handshakes at once, after the ticket. A node tries several times at once.
 _HANDSHAKES_PER_NODE = 4
 _SPARE_HANDSHAKES = 64
@@ -46,7 +47,7 @@ class ControlServer:
     def __init__(
         self, token: str, name: str, on_link: Callable[[Link], None], *, silence_s: float, num_nodes: int = 1
     ) -> None:
-        self._token, self._name, self._on_link = token.encode(), name, on_link
+        self._token, self._name, self._on_link = token, name, on_link
         self._silence_s = silence_s
         self._max_handshakes = num_nodes * _HANDSHAKES_PER_NODE + _SPARE_HANDSHAKES
         self._handshakes: dict[asyncio.Task[None], None] = {}  # the oldest first
@@ -55,9 +56,9 @@ class ControlServer:
     async def start(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
 
-        def admit(connection: socket.socket) -> None:
+        def admit(connection: socket.socket, nonce: str) -> None:
             try:
-                loop.call_soon_threadsafe(self._admit, connection)
+                loop.call_soon_threadsafe(self._admit, connection, nonce)
             except RuntimeError:  # the launcher has ended
                 connection.close()
 
@@ -71,7 +72,7 @@ class ControlServer:
         for handshake in self._handshakes:
             handshake.cancel()
 
-    def _admit(self, connection: socket.socket) -> None:
+    def _admit(self, connection: socket.socket, nonce: str) -> None:
         if self._admission is None:
             connection.close()
             return
@@ -79,7 +80,7 @@ class ControlServer:
             oldest = next(iter(self._handshakes))
             del self._handshakes[oldest]
             oldest.cancel()
-        handshake = asyncio.ensure_future(self._open(connection))
+        handshake = asyncio.ensure_future(self._open(connection, nonce))
         self._handshakes[handshake] = None
         handshake.add_done_callback(functools.partial(self._forget, connection))
 
@@ -88,39 +89,36 @@ class ControlServer:
         if handshake.cancelled():  # before it began
             connection.close()
 
-    async def _open(self, connection: socket.socket) -> None:
+    async def _open(self, connection: socket.socket, nonce: str) -> None:
         try:
             reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_MESSAGE_BYTES)
         except (OSError, asyncio.CancelledError):
             connection.close()
             return
-        await self._accept(reader, writer)
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            link = await asyncio.wait_for(self._handshake(reader, writer), _HANDSHAKE_TIMEOUT_S)
+            link = await asyncio.wait_for(self._handshake(reader, writer, nonce), _HANDSHAKE_TIMEOUT_S)
         except (OSError, ValueError, EOFError, asyncio.TimeoutError, asyncio.CancelledError):
-            writer.transport.abort()  # without the token; it was sent a nonce and nothing else
+            writer.transport.abort()
             return
         self._on_link(link)
 
-    async def _handshake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Link:
+    async def _handshake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, nonce: str) -> Link:
         ours = secrets.token_hex(16)
-        await write_message(writer, {"hpc_serve": 1, "nonce": ours})
+        writer.write(greeting(self._token, "head", nonce, nonce=ours))
+        await writer.drain()
         hello = await read_message(reader)
-        if not _is_proof(hello, _proof(self._token, "node", ours)):
+        if not is_proof(hello, self._token, "node", ours):
             raise ValueError("wrong token")
         link = Link(
             reader,
             writer,
             rank=whole_number(hello.get("rank")),
-            name=_text(hello, "name"),
-            address=_text(hello, "address"),
+            name=text(hello, "name"),
+            address=text(hello, "address"),
             silence_s=self._silence_s,
-            cache=_text(hello, "cache") if "cache" in hello else "",
+            cache=text(hello, "cache") if "cache" in hello else "",
         )
-        proof = _proof(self._token, "head", _text(hello, "nonce"))
-        await write_message(writer, {"proof": proof, "name": self._name, "silence_s": self._silence_s})
+        await write_message(writer, {"name": self._name, "silence_s": self._silence_s})
         return link
 
 
@@ -142,7 +140,7 @@ async def connect(
     answers on the head's port: at once after a few wrong answers, at the deadline if what answers proves nothing.
     """
     deadline = time.monotonic() + deadline_s
-    about: Message = {"rank": rank, "name": name, "cache": cache[:_MAX_HELLO_TEXT]}
+    about: Message = {"rank": rank, "name": name, "cache": cache[:MAX_TEXT]}
     wrong_answers = 0
     error: Exception | None = None
     proving = asyncio.Lock()
@@ -190,18 +188,21 @@ async def _result_or_error(one: Awaitable[Link]) -> Link | Exception:
 async def _try_to_connect(
     head: tuple[str, int], token: str, about: Message, own_address: Callable[[], str], proving: asyncio.Lock
 ) -> Link:
-    """Try once to connect, and return the link. Raises OSError or asyncio.TimeoutError if nobody was reached.
+    """Try once to connect, and return the link. Raises what `open_with_ticket` raises.
 
-    Raises ValueError for a wrong answer, EOFError if whoever was reached gave none. `proving` stays locked after a
-    success: the head takes one connection from a node.
+    `proving` stays locked after a success: the head takes one connection from a node.
     """
-    reader, writer = await asyncio.wait_for(open_with_ticket(head, token), _HANDSHAKE_TIMEOUT_S)
+    reader, writer, greeted = await open_with_ticket(head, token, "head", within_s=_HANDSHAKE_TIMEOUT_S)
     try:
-        greeting = await asyncio.wait_for(read_message(reader), _HANDSHAKE_TIMEOUT_S)
         await proving.acquire()
         try:
-            proof = _prove_to_head(reader, writer, greeting, token.encode(), head, {**about, "address": own_address()})
-            return await asyncio.wait_for(proof, _HANDSHAKE_TIMEOUT_S)
+            hello = {**about, "address": own_address(), "proof": proof(token, "node", text(greeted, "nonce"))}
+            await write_message(writer, hello)
+            answer = await asyncio.wait_for(read_message(reader), _HANDSHAKE_TIMEOUT_S)
+            silence_s = answer.get("silence_s")  # the head's value: both ends wait equally long
+            if not isinstance(silence_s, int | float):
+                raise ValueError("no silence_s")
+            return Link(reader, writer, rank=0, name=text(answer, "name"), address=head[0], silence_s=silence_s)
         except BaseException:
             proving.release()
             raise
@@ -210,53 +211,3 @@ async def _try_to_connect(
         if isinstance(error, OSError | asyncio.TimeoutError):
             raise EOFError(str(error)) from error
         raise
-
-
-async def open_with_ticket(address: tuple[str, int], token: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to a port that `Admission` guards. Raises OSError, ValueError."""
-    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        connection.setblocking(False)
-        send_first_bytes_with_handshake(connection)
-        loop = asyncio.get_running_loop()
-        await loop.sock_connect(connection, address)
-        await loop.sock_sendall(connection, make_ticket(token.encode()))
-        return await asyncio.open_connection(sock=connection, limit=MAX_MESSAGE_BYTES)
-    except BaseException:
-        connection.close()
-        raise
-
-
-async def _prove_to_head(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    greeting: Message,
-    token: bytes,
-    head: tuple[str, int],
-    about: Message,
-) -> Link:
-    ours = secrets.token_hex(16)
-    hello = {**about, "nonce": ours}
-    await write_message(writer, hello | {"proof": _proof(token, "node", _text(greeting, "nonce"))})
-    answer = await read_message(reader)
-    if not _is_proof(answer, _proof(token, "head", ours)):
-        raise ValueError("wrong token")
-    silence_s = answer.get("silence_s")  # the head's value: both ends wait equally long
-    if not isinstance(silence_s, int | float):
-        raise ValueError("no silence_s")
-    return Link(reader, writer, rank=0, name=_text(answer, "name"), address=head[0], silence_s=silence_s)
-
-
-def _proof(token: bytes, role: str, nonce: str) -> str:
-    return hmac.new(token, f"{role}:{nonce}".encode(), "sha256").hexdigest()
-
-
-def _is_proof(message: Message, expected: str) -> bool:
-    return hmac.compare_digest(_text(message, "proof").encode(), expected.encode())
-
-
-def _text(message: Message, name: str) -> str:
-    value = message.get(name)
-    if not isinstance(value, str) or len(value) > _MAX_HELLO_TEXT or not value.isprintable():
-        raise ValueError(f"{name} is no text")
-    return value

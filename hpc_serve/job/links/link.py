@@ -17,6 +17,7 @@ from hpc_serve.given_files import parse_json
 from hpc_serve.job.progress.reading import ReadSoFar
 
 MAX_MESSAGE_BYTES = 256 * 1024
+MAX_TEXT = 256
 _MAX_HEARTBEAT_INTERVAL_S = 3.0
 _HEARTBEATS_PER_SILENCE = 20
 
@@ -49,6 +50,7 @@ class Link:
         self.rank, self.name, self.address, self.cache = rank, name, address, cache
         self._silence_s = silence_s
         self.read = ReadSoFar()
+        self._answers: dict[str, asyncio.Future[Message]] = {}
         self._reader, self._writer = reader, writer
 
     async def send(self, kind: str, **fields: Any) -> None:
@@ -57,8 +59,18 @@ class Link:
             self._writer.write(json.dumps({"kind": kind, **fields}).encode() + b"\n")
             await self._writer.drain()
 
+    async def ask(self, kind: str, **fields: Any) -> Message:
+        """Send a message, and return the other end's answer to it. It comes while somebody receives."""
+        self._answers[kind] = answer = asyncio.Future[Message]()
+        await self.send(kind, **fields)
+        return await answer
+
+    async def answer(self, question: Message, **fields: Any) -> None:
+        """Answer a message of `ask`."""
+        await self.send("answer", to=question["kind"], **fields)
+
     async def receive(self) -> Message:
-        """Return the next message that is not a heartbeat.
+        """Return the next message that is neither a heartbeat nor an answer.
 
         Raises LinkLostError if the connection ends, or if nothing arrives for `silence_s` seconds.
         """
@@ -69,9 +81,12 @@ class Link:
                 raise LinkLostError(f"node {self.name} has sent nothing for {self._silence_s:g} s") from error
             except (OSError, ValueError, EOFError) as error:
                 raise LinkLostError(f"the launcher on node {self.name} ended") from error
-            if message.get("kind") != "heartbeat":
+            if message.get("kind") == "heartbeat":
+                self.read = _read_so_far(message.get("read", [0, 0, 0]))
+            elif message.get("kind") != "answer":
                 return message
-            self.read = _read_so_far(message.get("read", [0, 0, 0]))
+            elif (asked := self._answers.pop(str(message.get("to")), None)) is not None and not asked.done():
+                asked.set_result(message)
 
     async def _next_message(self) -> Message:
         """Return the next message. Raises asyncio.TimeoutError after `silence_s` seconds without one.
@@ -113,6 +128,14 @@ class Link:
 def whole_number(value: object) -> int:
     if not isinstance(value, int):
         raise ValueError("no whole number")
+    return value
+
+
+def text(message: Message, name: str) -> str:
+    """Return a short printable text of a message. Raises ValueError."""
+    value = message.get(name)
+    if not isinstance(value, str) or len(value) > MAX_TEXT or not value.isprintable():
+        raise ValueError(f"{name} is no text")
     return value
 
 

@@ -9,10 +9,9 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections import defaultdict
 from collections.abc import Callable
 
-from hpc_serve.job.links.link import Link, LinkLostError, Message
+from hpc_serve.job.links.link import Link, LinkLostError
 from hpc_serve.job.progress.reading import ReadSoFar
 from hpc_serve.job.run.outcome import Outcome, RunEnd
 from hpc_serve.job.run.parts import Parts, StopOrder
@@ -22,23 +21,11 @@ _WORKER_GRACE_S = 10.0
 
 
 class WorkerLinks:
-    """The connected workers of a job of `num_nodes` nodes. `on_join` is called with the link of each new one.
+    """The connected workers of a job of `num_nodes` nodes. `on_join` is called with the link of each new one."""
 
-    `on_answer` gets what a worker says that is no failure.
-    """
-
-    def __init__(
-        self,
-        num_nodes: int,
-        parts: Parts,
-        run_end: RunEnd,
-        on_join: Callable[[Link], None],
-        on_answer: Callable[[Link, Message], None] = lambda link, message: None,
-    ) -> None:
+    def __init__(self, num_nodes: int, parts: Parts, run_end: RunEnd, on_join: Callable[[Link], None]) -> None:
         self._num_nodes, self._parts, self._run_end, self._on_join = num_nodes, parts, run_end, on_join
-        self._on_answer = on_answer
         self._links: dict[int, Link] = {}
-        self._staged: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
     def __len__(self) -> int:
         return len(self._links)
@@ -84,14 +71,8 @@ class WorkerLinks:
             await link.send("go", gcs=gcs, settings=settings, keeps_cache=keeps_cache)
 
     async def stage_all(self) -> None:
-        """Tell every worker to copy the model to its own node."""
-        for link in self._links.values():
-            await link.send("stage")
-
-    async def wait_until_staged(self) -> None:
-        """Wait until every worker has its copy. One that fails ends the run."""
-        for link in self._links.values():
-            await self._staged[link.rank].wait()
+        """Have every worker copy the model to its own node. One that fails ends the run."""
+        await asyncio.gather(*(link.ask("stage") for link in self._links.values()))
 
     async def tell_ready(self) -> None:
         """Tell every worker that the engine is ready."""
@@ -102,10 +83,7 @@ class WorkerLinks:
         """Wait until the worker reports a failure or is lost, and fail the run."""
         try:
             while (message := await link.receive()).get("kind") != "failed":
-                if message.get("kind") == "staged":
-                    self._staged[link.rank].set()
-                else:
-                    self._on_answer(link, message)
+                pass
             outcome = Outcome(
                 failed_part=f"{message['part']} on {link.name}",
                 reason=str(message["reason"]),

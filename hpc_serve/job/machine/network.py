@@ -6,6 +6,7 @@ must be told a port gets a free one, chosen at random. If it is taken meanwhile,
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import ipaddress
@@ -65,13 +66,10 @@ def hold_port() -> socket.socket:
         try:
             holder.bind(("", choose_port()))
             return holder
-        except OSError as error:
+        except BaseException as error:
             holder.close()
-            if error.errno != errno.EADDRINUSE:
+            if not (isinstance(error, OSError) and error.errno == errno.EADDRINUSE):
                 raise
-        except BaseException:
-            holder.close()
-            raise
 
 
 def listen_on(port: int = 0, *, host: str = "", most_waiting: int = _MOST_WAITING) -> socket.socket:
@@ -142,14 +140,10 @@ def reachable_addresses() -> list[str]:
     The order is: the host name's address, the default route's, then the other interfaces'.
     """
     found: list[str] = []
-    try:
+    with contextlib.suppress(OSError):
         found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
-    except OSError:
-        pass
-    try:
+    with contextlib.suppress(OSError):
         found.append(_source_address("192.0.2.1"))  # TEST-NET-1: asks the routing table, sends nothing
-    except OSError:
-        pass
     found += [address for _, address in _interfaces()]
     return [a for a in dict.fromkeys(found) if not ipaddress.ip_address(a).is_loopback]
 
@@ -167,10 +161,8 @@ def interface_address(name: str) -> str:
 
 def _interfaces() -> Iterator[tuple[str, str]]:
     for _, name in socket.if_nameindex():
-        try:
+        with contextlib.suppress(OSError):
             yield name, interface_address(name)
-        except OSError:
-            continue
 
 
 def _source_address(towards: str) -> str:

@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _KIB = 1024
+# The limit, what is used of it, and the most that was; of versions 2 and 1.
 _LIMIT_FILES = (
-    ("memory.max", "memory.current"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-)  # versions 2 and 1
+    ("memory.max", "memory.current", "memory.peak"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.max_usage_in_bytes"),
+)
 
 
 def available_memory() -> int:
     """Bytes of memory that this job may still use. Raises OSError, ValueError."""
     meminfo = read_meminfo()
     available = meminfo.get("MemAvailable", meminfo["MemTotal"])
-    limit, used = memory_limit(own_cgroups(Path("/proc/self/cgroup").read_text()))
+    limit, used, _ = memory_limit(own_cgroups(Path("/proc/self/cgroup").read_text()))
     return available if limit is None else min(available, max(0, limit - (used or 0)))
 
 
@@ -27,10 +28,13 @@ def read_meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
     return {words[0].rstrip(":"): int(words[1]) * _KIB for words in lines if len(words) > 1}
 
 
-def memory_limit(cgroups: Mapping[str, list[Path]]) -> tuple[int | None, int | None]:
-    """Return the least limit of memory of these cgroups, and what is used of it; None without one."""
+def memory_limit(cgroups: Mapping[str, list[Path]]) -> tuple[int | None, ...]:
+    """Return the least limit of memory of these cgroups, what is used of it, and the most that was; each may be None.
+
+    Older kernels do not keep the most.
+    """
     found = (least_limit(cgroups, "memory", files) for files in _LIMIT_FILES)
-    return next((pair for pair in found if pair[0] is not None), (None, None))
+    return next((numbers for numbers in found if numbers[0] is not None), (None, None, None))
 
 
 def own_cgroups(text: str, root: Path = Path("/sys/fs/cgroup")) -> dict[str, list[Path]]:
@@ -45,12 +49,17 @@ def own_cgroups(text: str, root: Path = Path("/sys/fs/cgroup")) -> dict[str, lis
     return found
 
 
-def least_limit(
-    cgroups: Mapping[str, list[Path]], controller: str, files: tuple[str, str]
-) -> tuple[int | None, int | None]:
-    """Return the least limit of a cgroup or one above it, and what is used of it; None without one."""
-    found: list[tuple[int, int]] = []
+def least_limit(cgroups: Mapping[str, list[Path]], controller: str, files: tuple[str, ...]) -> tuple[int | None, ...]:
+    """Return the numbers in `files` of the cgroup with the least first number, of this or above; each may be None."""
+    found = []
     for folder in [*cgroups.get(controller, ()), *cgroups.get("", ())]:
-        with contextlib.suppress(OSError, ValueError):  # "max" is none
-            found.append((int((folder / files[0]).read_text()), int((folder / files[1]).read_text())))
-    return min(found, default=(None, None))
+        limit, *others = (_number(folder / name) for name in files)
+        if limit is not None:
+            found.append((limit, *others))
+    return min(found, key=lambda numbers: numbers[0], default=(None,) * len(files))
+
+
+def _number(file: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):  # "max" is none
+        return int(file.read_text())
+    return None

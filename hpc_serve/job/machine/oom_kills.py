@@ -11,17 +11,16 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpc_serve.job.machine.node_memory import least_limit, memory_limit, own_cgroups, read_meminfo
+from hpc_serve.job.machine.node_memory import memory_limit, own_cgroups, read_meminfo
 from hpc_serve.sizes import readable_size
 
 _log = logging.getLogger(__name__)
 _EVERY_S = 1.0
 # Seconds; the run survived a kill that came longer before its end.
 _BELONGS_TO_END_S = 60.0
-_PEAKS = (("memory.max", "memory.peak"), ("memory.limit_in_bytes", "memory.max_usage_in_bytes"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,23 +93,9 @@ def read_counts(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup"))
         total = read_meminfo(proc / "meminfo")["MemTotal"]
     except (OSError, ValueError, KeyError):
         return OomCounts()
-    limit, most = _limit_and_peak(cgroups, total)
-    return OomCounts(
-        in_cgroup=_cgroup_kills(cgroups),
-        on_node=_field(proc / "vmstat", "oom_kill"),
-        limit_bytes=limit,
-        most_bytes=most,
-    )
-
-
-def _limit_and_peak(cgroups: Mapping[str, list[Path]], total: int) -> tuple[int | None, int | None]:
-    """The least limit below the node's memory, and the most that was used of it; older kernels keep no such peak."""
-    for files in _PEAKS:
-        limit, most = least_limit(cgroups, "memory", files)
-        if limit is not None and limit < total:
-            return limit, most
-    limit, _ = memory_limit(cgroups)
-    return (limit if limit is not None and limit < total else None), None
+    counts = OomCounts(in_cgroup=_cgroup_kills(cgroups), on_node=_field(proc / "vmstat", "oom_kill"))
+    limit, _, most = memory_limit(cgroups)
+    return counts if limit is None or limit >= total else replace(counts, limit_bytes=limit, most_bytes=most)
 
 
 def _cgroup_kills(cgroups: Mapping[str, Iterable[Path]]) -> int | None:

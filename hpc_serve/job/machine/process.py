@@ -120,9 +120,7 @@ class Child:
 
     async def _wait_for_exit(self) -> None:
         # In several versions of Python, wait() of asyncio's process returns once its pipe is closed, and not before.
-        while True:
-            if self._process.returncode is not None:
-                return
+        while self._process.returncode is None:  # noqa: ASYNC110
             await asyncio.sleep(_EXIT_INTERVAL_S)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -193,18 +191,17 @@ async def end_marked(mark: str, *, grace_s: float, killed_s: float | None = None
 
     After SIGKILL their end is waited for as long again, or for `killed_s` seconds.
     """
-    found = set(marked_pids(mark, variable=variable))
-    for pid in found:
-        _kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    while (left := set(marked_pids(mark, variable=variable))) and time.monotonic() < deadline:
-        found |= left
-        await asyncio.sleep(0.1)
-    deadline = time.monotonic() + (grace_s if killed_s is None else killed_s)
-    while (left := set(marked_pids(mark, variable=variable))) and time.monotonic() < deadline:
-        for pid in left:
-            _kill(pid, signal.SIGKILL)
-        await asyncio.sleep(0.05)
+    found: set[int] = set()
+    for number, within_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, grace_s if killed_s is None else killed_s)):
+        told: set[int] = set()
+        deadline = time.monotonic() + within_s
+        while (left := set(marked_pids(mark, variable=variable))) and (not told or time.monotonic() < deadline):
+            for pid in left - told:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
+            told |= left
+            await asyncio.sleep(0.05)
+        found |= told
     return len(found)
 
 
@@ -231,8 +228,3 @@ def marked_pids(mark: str, *, variable: str = RUN_MARK) -> Iterator[int]:
                 yield int(entry.name)
         except OSError:
             continue
-
-
-def _kill(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)

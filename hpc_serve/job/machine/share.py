@@ -59,7 +59,7 @@ class Share:
                 "were asked for (--gpus-per-node, --gres); elsewhere export it in the script."
             )
         for name in names:
-            narrowed[name] = ",".join(self.of(_listed(environ[name])))
+            narrowed[name] = ",".join(self.of([one.strip() for one in environ[name].split(",") if one.strip()]))
         return narrowed
 
     def take_cores(self) -> None:
@@ -76,11 +76,7 @@ def _variables(environ: Mapping[str, str]) -> list[str]:
     """Return the variables to narrow. HIP, and CUDA on ROCm, count within the devices of ROCR_VISIBLE_DEVICES. So
     ROCR_VISIBLE_DEVICES is narrowed only if it is set alone."""
     within = [name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if environ.get(name)]
-    return within or [name for name in ("ROCR_VISIBLE_DEVICES",) if environ.get(name)]
-
-
-def _listed(devices: str) -> list[str]:
-    return [device.strip() for device in devices.split(",") if device.strip()]
+    return within or (["ROCR_VISIBLE_DEVICES"] if environ.get("ROCR_VISIBLE_DEVICES") else [])
 
 
 def near_one_another(cpus: Iterable[int], *, nodes: Path = _ON_NODES) -> list[int]:

@@ -8,92 +8,62 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from hpc_serve.errors import RecordError, StoreError
-from hpc_serve.job.links.link import Link, Message
+from hpc_serve.job.links.link import Link
 from hpc_serve.job.preflight.facts import NodeFacts, NodeReport
 from hpc_serve.job.preflight.judge import judge
-from hpc_serve.job.preflight.node_side import GPUS_S, REACH_S, NodePreflight, needs_of, texts
+from hpc_serve.job.preflight.node_side import GPUS_S, REACH_S, NodePreflight, needs_of
 from hpc_serve.job.preflight.peers import Peer, PeerListener, find_unreached
 from hpc_serve.job.run.node import Node
 from hpc_serve.rendezvous.fields import from_json_text
-from hpc_serve.rendezvous.preflight import PreflightReport, preflight_file, write_preflight
+from hpc_serve.rendezvous.files import write_json
+from hpc_serve.rendezvous.preflight import PreflightReport, preflight_file
 from hpc_serve.rendezvous.store import ServiceStore
 
 _log = logging.getLogger(__name__)
 _SPARE_S = 15.0
 
 
-class _Asked:
-    """A node that was asked, and its answers as they come: its facts, then which nodes it cannot reach."""
-
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self.peer: Peer | None = None
-        self._clock_ahead_s = 0.0
-        new_future = asyncio.get_running_loop().create_future
-        self.facts: asyncio.Future[NodeFacts | None] = new_future()
-        self.unreached: asyncio.Future[Mapping[str, str] | None] = new_future()
-
-    def take(self, message: Message) -> None:
-        """Take an answer. One that cannot be read counts as not given."""
-        kind = message.get("kind")
-        try:
-            if kind == "facts" and not self.facts.done():
-                self.facts.set_result(self._read_facts(message))
-            elif kind == "unreached" and not self.unreached.done():
-                self.unreached.set_result(texts(message["nodes"]))
-        except (KeyError, TypeError, ValueError, RecordError) as error:
-            _log.warning("what node %s says of itself cannot be read: %s", self.link.name, error)
-            (self.facts if kind == "facts" else self.unreached).set_result(None)
-
-    def _read_facts(self, message: Message) -> NodeFacts:
-        facts = from_json_text(NodeFacts, str(message["facts"]), source="its facts")
-        self.peer = Peer(name=self.link.name, address=facts.address, port=int(message["port"]))
-        self._clock_ahead_s = float(message["now"]) - time.time()
-        return facts
-
-    @property
-    def report(self) -> NodeReport:
-        """Return the facts that are known of the node by now."""
-        return NodeReport(
-            name=self.link.name,
-            facts=self.facts.result() if self.facts.done() else None,
-            clock_ahead_s=self._clock_ahead_s,
-            unreached=self.unreached.result() if self.unreached.done() else None,
-        )
-
-
 class HeadPreflight:
-    """The preflight of a run, from the moment it is made. `run_in_background` runs what is sent to the nodes."""
+    """The preflight of a run, from the moment it is made."""
 
-    def __init__(self, node: Node, run_in_background: Callable[[Coroutine[Any, Any, None]], None]) -> None:
-        self._node, self._run_in_background = node, run_in_background
+    def __init__(self, node: Node) -> None:
+        self._node = node
         self._began_at = time.time()
         self._own = NodePreflight(node)
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[Link, asyncio.Task[NodeReport]] = {}
+        self._peers: dict[Link, Peer] = {}
 
     def ask(self, link: Link) -> None:
         """Ask a node that has joined for its facts."""
-        self._asked[link.rank] = _Asked(link)
-        self._run_in_background(link.send("preflight"))
+        self._asked[link] = asyncio.create_task(self._ask_facts(link))
 
-    def take(self, link: Link, message: Message) -> None:
-        """Take an answer of a node."""
-        if link.rank in self._asked:
-            self._asked[link.rank].take(message)
+    async def _ask_facts(self, link: Link) -> NodeReport:
+        message = await link.ask("preflight")
+        try:
+            facts = from_json_text(NodeFacts, str(message["facts"]), source="its facts")
+            self._peers[link] = Peer(name=link.name, address=facts.address, port=int(message["port"]))
+            return NodeReport(name=link.name, facts=facts, clock_ahead_s=float(message["now"]) - time.time())
+        except (KeyError, TypeError, ValueError, RecordError) as error:
+            _log.warning("what node %s says of itself cannot be read: %s", link.name, error)
+            return NodeReport(name=link.name, facts=None)
 
     async def report(self) -> PreflightReport:
         """Return the verdicts over all nodes that have joined. It never fails: what is not known is not checked."""
         began_at = time.monotonic()
         own = await self._own.facts(self._node.head)
-        asked = [self._asked[rank] for rank in sorted(self._asked)]
-        await _wait([one.facts for one in asked], GPUS_S + _SPARE_S)
-        own_unreached = await self._reach(asked) if asked else None
-        of_head = NodeReport(name=self._node.allocation.node_name, facts=own, unreached=own_unreached)
-        reports = [of_head, *(one.report for one in asked)]
+        links = sorted(self._asked, key=lambda link: link.rank)
+        await _wait(self._asked.values(), GPUS_S + _SPARE_S)
+        unreached = await self._reach() if links else {}
+        reports = [NodeReport(name=self._node.allocation.node_name, facts=own, unreached=unreached.get(None))]
+        for link in links:
+            task = self._asked[link]
+            known = task.result() if task.done() else NodeReport(name=link.name, facts=None)
+            reports.append(replace(known, unreached=unreached.get(link)))
         return PreflightReport(
             verdicts=judge(reports, needs_of(self._node)),
             num_nodes=len(reports),
@@ -101,28 +71,32 @@ class HeadPreflight:
             began_at=self._began_at,
         )
 
-    async def _reach(self, asked: list[_Asked]) -> dict[str, str] | None:
-        """Have all nodes try all others; returns which the head does not reach."""
-        peers = [one.peer for one in asked if one.peer is not None]
+    async def _reach(self) -> dict[Link | None, Mapping[str, str]]:
+        """Have all nodes try all others; returns whom each does not reach. None stands for the head."""
         try:
             listener = PeerListener(self._node.allocation.node_name, self._node.head, self._node.token)
         except OSError:  # the head's address is not one of this node's own, as behind a translation
-            return None
+            return {}
+        found: dict[Link | None, Mapping[str, str]] = {}
+
+        async def ask(link: Link) -> None:
+            others = [listener.peer, *(peer for other, peer in self._peers.items() if other is not link)]
+            message = await link.ask("peers", peers=[[it.name, it.address, it.port] for it in others])
+            if isinstance(nodes := message.get("nodes"), dict):
+                found[link] = {str(name)[:256]: str(error)[:256] for name, error in nodes.items()}
+
         try:
-            everybody = [listener.peer, *peers]
-            for one in asked:
-                others = [[it.name, it.address, it.port] for it in everybody if it is not one.peer]
-                await one.link.send("peers", peers=others)
-            unreached = await find_unreached(peers, self._node.token, within_s=REACH_S)
-            await _wait([one.unreached for one in asked if one.peer], REACH_S + _SPARE_S)
+            asked = [asyncio.create_task(ask(link)) for link in self._peers]
+            found[None] = await find_unreached([*self._peers.values()], self._node.token, within_s=REACH_S)
+            await _wait(asked, REACH_S + _SPARE_S)
         finally:
             await asyncio.to_thread(listener.close)
-        return unreached
+        return found
 
 
-async def _wait(answers: Sequence[asyncio.Future[Any]], within_s: float) -> None:
-    if answers:
-        await asyncio.wait(answers, timeout=within_s)
+async def _wait(tasks: Collection[asyncio.Task[Any]], within_s: float) -> None:
+    if tasks:
+        await asyncio.wait(tasks, timeout=within_s)
 
 
 def log_report(report: PreflightReport) -> None:
@@ -140,6 +114,6 @@ def write_report(node: Node, store: ServiceStore, report: PreflightReport) -> No
     job_id, restart, replica = allocation.job_id, allocation.restart, allocation.share.index
     path = preflight_file(store, node.options.service, job_id=job_id, restart=restart, replica=replica)
     try:
-        write_preflight(path, report)
+        write_json(path, report)
     except StoreError as error:
         _log.warning("the preflight's report cannot be written: %s", error)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hpc_serve.job.preflight.checks import gpus, node, weights
-from hpc_serve.job.preflight.checks.between import BETWEEN_CHECKS
+from hpc_serve.job.preflight.checks.between import BETWEEN_CHECKS, Nodes
 from hpc_serve.job.preflight.facts import NodeFacts, NodeReport
 from hpc_serve.job.preflight.needs import Needs
 from hpc_serve.job.preflight.verdict import Seen, not_checked, worst
@@ -36,35 +36,36 @@ NODE_CHECKS: tuple[tuple[str, str, NodeCheck], ...] = (
 
 def judge(reports: Sequence[NodeReport], needs: Needs) -> tuple[Verdict, ...]:
     """Return one verdict for each check. `reports` are of all nodes, the head's first."""
-    one_node = {reports[0].name: not_checked("there is one node")} if len(reports) == 1 else None
-    between = [
-        _verdict(name, group, reports, (needs_several and one_node) or check(reports, needs))
-        for name, group, needs_several, check in BETWEEN_CHECKS
-    ]
-    each = [
-        _verdict(name, group, reports, {report.name: of_node(report, group, check, needs) for report in reports})
-        for name, group, check in NODE_CHECKS
-    ]
-    return (*between, *each)
+    return tuple(_verdict(name, group, reports, seen) for name, group, seen in look(reports, needs))
 
 
-def of_node(report: NodeReport, group: str, check: NodeCheck, needs: Needs) -> Seen:
-    """Return the finding of a check on one node."""
+def look(reports: Sequence[NodeReport], needs: Needs) -> Iterator[tuple[str, str, dict[str, Seen]]]:
+    """Yield each check: its name, its group of facts, and what it finds on each node."""
+    nodes = Nodes(reports, needs)
+    for name, group, needs_several, between in BETWEEN_CHECKS:
+        if needs_several and len(reports) == 1:
+            yield name, group, {reports[0].name: not_checked("there is one node")}
+        else:
+            yield name, group, {one.name: _of_node(one, group, needs, between, one, nodes) for one in reports}
+    for name, group, check in NODE_CHECKS:
+        yield name, group, {one.name: _of_node(one, group, needs, check, one.facts, needs) for one in reports}
+
+
+def _of_node(report: NodeReport, group: str, needs: Needs, check: Callable[..., Seen], *others: object) -> Seen:
+    """Return the finding of a check on one node. `others` are its arguments after the facts of its group."""
     facts = report.facts
+    if not group:
+        return check(None, *others)
     if facts is None:
         return not_checked("the node sent no facts in time")
     if group == "gpus" and not needs.gpus:
         return not_checked("the engine needs no GPUs")
     if (seen := getattr(facts, group)) is None:
         return not_checked(facts.problems.get(group) or _NOT_GATHERED.get(group, f"no facts of {group}"))
-    return check(seen, facts, needs)
+    return check(seen, *others)
 
 
 def _verdict(check: str, group: str, reports: Sequence[NodeReport], seen: Mapping[str, Seen]) -> Verdict:
-    if not seen:
-        return Verdict(
-            check=check, level="not checked", nodes=(reports[0].name,), seen="no node sent its facts in time"
-        )
     decisive = worst(seen.values())
     took = [report.facts.took_s.get(group, 0.0) for report in reports if report.facts is not None]
     return Verdict(

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.job.links.link import Link, Message
+from hpc_serve.job.links.link import Message
 from hpc_serve.job.machine.network import node_address
 from hpc_serve.job.machine.process import mark_environ
 from hpc_serve.job.preflight.checks.node import CACHES, LOGS, STAGED
@@ -157,29 +157,25 @@ def _value(given: tuple[Argument, ...], name: str, default: Any) -> Any:
     return default if value is None else value
 
 
-async def answer_head(node: Node, link: Link, messages: asyncio.Queue[Message]) -> None:
-    """The part of a node other than the head: send its facts, then which nodes it cannot reach.
+class WorkerPreflight:
+    """The part of a node other than the head: it answers the head's two questions."""
 
-    `messages` gets what the head says after it has asked for them.
-    """
-    address = node_address(interface=node.environ.get("HPC_SERVE_INTERFACE"), towards=node.head)
-    facts = await NodePreflight(node).facts(address)
-    listener = PeerListener(node.allocation.node_name, address, node.token)
-    try:
-        await link.send("facts", facts=to_json_text(facts), port=listener.peer.port, now=time.time())
-        message = await messages.get()
-        if message["kind"] != "peers":  # the head goes on without
-            return
-        others = [Peer(name=str(name), address=str(at), port=int(port)) for name, at, port in message["peers"]]
-        unreached = await find_unreached(others, node.token, within_s=REACH_S)
-        await link.send("unreached", nodes=unreached)
-        await messages.get()  # the head goes on once all nodes have tried
-    finally:
-        listener.close()
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._listener: PeerListener | None = None
 
+    async def answer(self, question: Message) -> dict[str, Any]:
+        """Return the facts of this node, or which nodes it cannot reach."""
+        if question["kind"] == "peers":
+            others = [Peer(name=str(name), address=str(at), port=int(port)) for name, at, port in question["peers"]]
+            return {"nodes": await find_unreached(others, self._node.token, within_s=REACH_S)}
+        node = self._node
+        address = node_address(interface=node.environ.get("HPC_SERVE_INTERFACE"), towards=node.head)
+        facts = await NodePreflight(node).facts(address)
+        self._listener = PeerListener(node.allocation.node_name, address, node.token)
+        return {"facts": to_json_text(facts), "port": self._listener.peer.port, "now": time.time()}
 
-def texts(value: object) -> Mapping[str, str]:
-    """Return a mapping of texts. Raises ValueError."""
-    if not isinstance(value, dict):
-        raise ValueError("no object")
-    return {str(name)[:256]: str(text)[:256] for name, text in value.items()}
+    def close(self) -> None:
+        """Let no other node try to reach this one: the head goes on once all have tried."""
+        if self._listener is not None:
+            self._listener.close()

@@ -1,21 +1,19 @@
 """Tests whether nodes reach each other. Each listens on a port of the kernel's choice, at its engine's address.
 
-The node that connects shows the run's token (`admission`), and the other node proves that it holds the token too. So a
-stranger's program that answers at an address does not pass for a node.
+Both nodes prove that they hold the run's token (`admission`). So a stranger's program that answers at an address does
+not pass for a node.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpc_serve.job.links.admission import Admission
-from hpc_serve.job.links.control import open_with_ticket
+from hpc_serve.job.links.admission import Admission, greeting, open_with_ticket
 
 _BACKLOG = 1_024
 _AT_ONCE = 64
@@ -36,7 +34,7 @@ class PeerListener:
     """Listens at `address` until it is closed. Raises OSError."""
 
     def __init__(self, name: str, address: str, token: str) -> None:
-        self._proof = _proof(token, name)
+        self._name, self._token = name, token
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             listener.bind((address, 0))
@@ -45,14 +43,14 @@ class PeerListener:
             listener.close()
             raise
         self.peer = Peer(name=name, address=address, port=int(listener.getsockname()[1]))
-        self._admission = Admission(listener, token.encode(), self._answer)
+        self._admission = Admission(listener, token, self._answer)
 
     def close(self) -> None:
         self._admission.close()
 
-    def _answer(self, connection: socket.socket) -> None:
+    def _answer(self, connection: socket.socket, nonce: str) -> None:
         with connection, contextlib.suppress(OSError):
-            connection.sendall(self._proof)
+            connection.sendall(greeting(self._token, _role(self._name), nonce))
 
 
 async def find_unreached(peers: Sequence[Peer], token: str, *, within_s: float) -> dict[str, str]:
@@ -63,9 +61,9 @@ async def find_unreached(peers: Sequence[Peer], token: str, *, within_s: float) 
     async def try_peer(peer: Peer) -> str:
         async with turns:
             while True:
-                left_s = deadline - time.monotonic()
+                left_s = max(_TRY_AGAIN_S, deadline - time.monotonic())
                 try:
-                    return await asyncio.wait_for(_reach(peer, token), max(_TRY_AGAIN_S, left_s))
+                    return await asyncio.wait_for(_reach(peer, token, left_s), left_s)
                 except asyncio.TimeoutError:
                     error = f"no answer from {peer.address} within {within_s:.0f} s"
                 except (OSError, ValueError, EOFError) as found:
@@ -78,17 +76,12 @@ async def find_unreached(peers: Sequence[Peer], token: str, *, within_s: float) 
     return {peer.name: error for peer, error in zip(peers, errors) if error}
 
 
-async def _reach(peer: Peer, token: str) -> str:
-    """Returns "" if it is the node. Raises OSError, EOFError, ValueError."""
-    reader, writer = await open_with_ticket((peer.address, peer.port), token)
-    try:
-        proof = _proof(token, peer.name)
-        if not hmac.compare_digest(await reader.readexactly(len(proof)), proof):
-            raise ValueError(f"another program answers at {peer.address}:{peer.port}")
-        return ""
-    finally:
-        writer.transport.abort()
+async def _reach(peer: Peer, token: str, within_s: float) -> str:
+    """Returns "" if it is the node. Raises OSError, asyncio.TimeoutError, EOFError, ValueError."""
+    _, writer, _ = await open_with_ticket((peer.address, peer.port), token, _role(peer.name), within_s=within_s)
+    writer.transport.abort()
+    return ""
 
 
-def _proof(token: str, name: str) -> bytes:
-    return hmac.new(token.encode(), f"reached:{name}".encode(), "sha256").hexdigest().encode()
+def _role(name: str) -> str:
+    return f"reached:{name}"

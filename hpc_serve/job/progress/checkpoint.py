@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_serve.hub.local_weights import weight_files
 
 
-def weights_in(folder: Path) -> list[Path]:
-    """Return the files of the weights in `folder`, in the order of vLLM's loading; none if none can be seen."""
+def weight_sizes(folder: Path) -> list[int]:
+    """Return the sizes of the weights' files in `folder`, in the order of vLLM's loading; none if one is unseen."""
     with contextlib.suppress(OSError):
-        return sorted((path for path in weight_files(folder) if path.stat().st_size), key=_by_numbers)
-    return []
-
-
-def file_sizes(files: Sequence[Path]) -> list[int]:
-    """Return the size of each; none if one cannot be read."""
-    with contextlib.suppress(OSError):
-        return [path.stat().st_size for path in files]
+        files = sorted(weight_files(folder), key=_by_numbers)
+        return [size for path in files if (size := path.stat().st_size)]
     return []
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
+from collections.abc import Mapping
 
 from hpc_serve.job.machine.log_setup import print_line
 from hpc_serve.job.machine.network import hold_port
@@ -23,25 +22,11 @@ _NAME = "ray head"
 _GRACE_S = 4.0
 
 
-class WaitUntilComplete(Protocol):
-    """Wait until `missing()` is None; raises PartFailedError for `part` when that takes too long."""
-
-    def __call__(self, missing: Callable[[], str | None], *, part: str) -> Awaitable[None]: ...
-
-
 class HeadRay:
-    """Ray of one run. `note_change` is called whenever Ray has said something new, for who waits."""
+    """Ray of one run."""
 
-    def __init__(
-        self,
-        node: Node,
-        parts: Parts,
-        keeper: RecordKeeper,
-        wait_until_complete: WaitUntilComplete,
-        note_change: Callable[[], None],
-    ) -> None:
+    def __init__(self, node: Node, parts: Parts, keeper: RecordKeeper) -> None:
         self._node, self._parts, self._keeper = node, parts, keeper
-        self._wait_until_complete, self._note_change = wait_until_complete, note_change
         self._held = HeldRay(_NAME, parts, grace_s=_GRACE_S, on_line=self.read_line)
         self.environ: dict[str, str] = {}
         """What Ray's processes on this node have, and an engine over it, but for RAY_ADDRESS; since `start_head`."""
@@ -83,7 +68,7 @@ class HeadRay:
                 return f"{node.allocation.node_name} ({node.internal_head}) has not joined the Ray that it started"
             return None
 
-        await self._wait_until_complete(missing, part=_NAME)
+        await self._parts.wait_until_complete(missing, part=_NAME, within_s=node.options.join_s)
         return {**self.environ, "RAY_ADDRESS": f"{node.internal_head}:{self._gcs_port}"}
 
     async def wait_for_nodes(self, others: Mapping[str, str]) -> None:
@@ -97,7 +82,7 @@ class HeadRay:
             self._keeper.set_stage("waiting for Ray nodes", len(joined), len(expected))
             return "; ".join(sentences) or None
 
-        await self._wait_until_complete(missing, part="ray nodes")
+        await self._parts.wait_until_complete(missing, part="ray nodes", within_s=node.options.join_s)
         self._held.end_watch()
 
     def read_line(self, line: str) -> None:
@@ -110,4 +95,4 @@ class HeadRay:
             self._nodes = fact
         else:
             self._gcs_port = fact
-        self._note_change()
+        self._parts.note_change()

@@ -7,10 +7,12 @@ The end of any part ends the run (`RunEnd`). Which parts are started, and when, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import math
 import re
 import shutil
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ from hpc_serve.job.run.outcome import Outcome, RunEnd, failure
 _PORT_CLASH = re.compile(r"[Aa]ddress already in use|port .* is already (?:in use|used)|EADDRINUSE")
 PORT_CLASH_EXIT_CODE = 75
 _LEFTOVERS_GRACE_S = 1.0
+_POLL_INTERVAL_S = 0.5
 _SIGKILL_EXIT_CODE = 137
 SIGKILL_RULES = frozenset({"killed", "engine-process-killed"})
 SILENT_RULES = SIGKILL_RULES | {"engine-core-gone", "worker-died"}
@@ -55,6 +58,7 @@ class Parts:
         self._run_mark, self._run_end, self._is_starting = run_mark, run_end, is_starting
         self._oom_watch = OomWatch(node_name)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
         self.most_grace_s = math.inf
         """How many seconds a part may take to end, at most."""
         self._stops: dict[StopOrder, list[Callable[[], Awaitable[None]]]] = {order: [] for order in StopOrder}
@@ -99,6 +103,26 @@ class Parts:
                 f"no command {command} in this environment: activate one that has it (HPC_SERVE_ENV)",
                 exit_code=127,
             )
+
+    def note_change(self) -> None:
+        """Have `wait_until_complete` look again at once."""
+        self._changed.set()
+
+    async def wait_until_complete(self, missing: Callable[[], str | None], *, part: str, within_s: float) -> None:
+        """Wait until `missing()` is None. The deadline starts again whenever its answer changes.
+
+        Raises PartFailedError for `part`.
+        """
+        before, since = missing(), time.monotonic()
+        while before is not None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _POLL_INTERVAL_S)
+            self._changed.clear()
+            now = missing()
+            if now != before:
+                before, since = now, time.monotonic()
+            elif time.monotonic() - since > within_s:
+                raise failure(part, f"{now} within {within_s:.0f} s")
 
     async def outcome_of(self, child: Child) -> Outcome:
         """Wait for a child's end, and decide what an end by itself means for the run."""

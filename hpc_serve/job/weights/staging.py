@@ -34,7 +34,7 @@ from hpc_serve.job.machine.guarded_folders import (
 )
 from hpc_serve.job.machine.node_memory import available_memory
 from hpc_serve.job.weights.stage_copy import CopyStoppedError, copy_files
-from hpc_serve.job.weights.stage_folder import VARIABLE, WHOLE, stage_base
+from hpc_serve.job.weights.stage_folder import VARIABLE, WHOLE
 from hpc_serve.job.weights.weights_place import is_in_memory
 from hpc_serve.rendezvous.store import default_home
 from hpc_serve.sizes import GIB, readable_size
@@ -163,14 +163,11 @@ async def stage(staging: Staging, on_copied: OnCopied) -> None:
     _log.info("staged in %.0f s, %s/s", took_s, readable_size(round(staging.total_bytes / took_s)))
 
 
-def plan_staging(command: ServeCommand, environ: Mapping[str, str]) -> Staging | None:
-    """Return the copy that a run wants of its model, None if it wants none; its folder is made.
+def plan_staging(command: ServeCommand, base: Path, environ: Mapping[str, str]) -> Staging:
+    """Return the copy of its model that a run wants below `base`; its folder is made.
 
     Raises InvalidRequestError, or PortsInUseError where another user has taken the folder's name.
     """
-    base = stage_base(environ)
-    if base is None:
-        return None
     words = command.argv[command.argv.index("serve") + 1 :]
     model = command.stand_in or command.model
     if "--download-dir" in names_in(words):

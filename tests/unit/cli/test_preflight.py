@@ -10,7 +10,8 @@ import pytest
 
 from hpc_serve.cli.main import run
 from hpc_serve.errors import ServiceFailedError
-from hpc_serve.rendezvous.preflight import PreflightReport, Verdict, preflight_file, write_preflight
+from hpc_serve.rendezvous.files import write_json
+from hpc_serve.rendezvous.preflight import PreflightReport, Verdict, preflight_file
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.services import services, wait
 from tests.support.stubs import make_record
@@ -42,7 +43,7 @@ def ends_with(store, monkeypatch):
             store.write(make_record(service=service, job_id=job_id, state=state, reason="it ended"))
             if verdicts:
                 report = PreflightReport(verdicts=verdicts, num_nodes=2, took_s=0.2)
-                write_preflight(preflight_file(store, service, job_id=job_id, restart=0, replica=0), report)
+                write_json(preflight_file(store, service, job_id=job_id, restart=0, replica=0), report)
             raise ServiceFailedError("it ended")
 
         monkeypatch.setattr(services, "submit", submitted)
@@ -108,7 +109,7 @@ def test_the_doctor_says_what_the_preflight_of_a_run_warned_of(store, capsys):
     store.write(record)
     report = PreflightReport(verdicts=(SHM, CLOCKS), num_nodes=2, took_s=0.2)
     path = preflight_file(store, "8b", job_id="7", restart=0, replica=0)
-    write_preflight(path, report)
+    write_json(path, report)
     assert run(["doctor", "8b"]) == 6
     said = (
         "Warned before the start: preflight check clocks: warning on n2: its clock is 60.0 s behind. To do: Tell NTP.\n"

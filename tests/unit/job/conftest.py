@@ -4,6 +4,8 @@ import logging
 
 import pytest
 
+KEY = "k-0123456789abcdef"
+
 
 @pytest.fixture(autouse=True)
 def _log_as_before():
@@ -14,3 +16,13 @@ def _log_as_before():
     logger.handlers = handlers
     logger.setLevel(level)
     logging.root.setLevel(root_level)
+
+
+@pytest.fixture
+def key_file(tmp_path, monkeypatch):
+    """The file of the key KEY that a gate asks for."""
+    path = tmp_path / "api_key"
+    path.write_text(KEY + "\n")
+    monkeypatch.setenv("HPC_SERVE_API_KEY_FILE", str(path))
+    monkeypatch.delenv("HPC_SERVE_DRAIN_FILE", raising=False)
+    return path

@@ -18,22 +18,18 @@ import pytest
 from hpc_serve.gate import connection_limits as limits
 from hpc_serve.gate.gate import Gate
 from hpc_serve.trust.authority import make_run_certificate
+from tests.support import asgi_server
+from tests.unit.job.conftest import KEY
 
 pytest.importorskip("httptools")
 uvicorn = pytest.importorskip("uvicorn")
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol  # noqa: E402
 
-KEY = "k-0123456789abcdef"
 WITH_KEY = f"Authorization: Bearer {KEY}\r\n".encode()
 SOON_S = 60.0
 
 
-@pytest.fixture(autouse=True)
-def key_file(tmp_path, monkeypatch):
-    path = tmp_path / "api_key"
-    path.write_text(KEY)
-    monkeypatch.setenv("HPC_SERVE_API_KEY_FILE", str(path))
-    monkeypatch.delenv("HPC_SERVE_DRAIN_FILE", raising=False)
+pytestmark = pytest.mark.usefixtures("key_file")
 
 
 async def engine(scope, receive, send):
@@ -53,17 +49,8 @@ async def engine(scope, receive, send):
 def served(app=engine, **options):
     """A uvicorn with the limits and the gate in front of `app`; yields its port and its protocol class."""
     protocol = limits.limited(HttpToolsProtocol)
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(Gate(app), http=protocol, log_level="warning", lifespan="off", **options)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    try:
-        yield listener.getsockname()[1], protocol
-    finally:
-        server.should_exit = True
-        thread.join(timeout=20)
-        listener.close()
+    with asgi_server.served(Gate(app), http=protocol, log_level="warning", lifespan="off", **options) as port:
+        yield port, protocol
 
 
 def connect(port: int) -> socket.socket:

@@ -19,18 +19,9 @@ from hpc_serve.rendezvous.gate_headers import DRAINING_HEADER, read_request_coun
 from hpc_serve.trust.authority import make_run_certificate
 from hpc_serve.trust.connection import Identity
 from tests.support.asgi_server import served
+from tests.unit.job.conftest import KEY
 
-KEY = "k-0123456789abcdef"
 BEARER = (b"authorization", f"Bearer {KEY}".encode())
-
-
-@pytest.fixture
-def key_file(tmp_path, monkeypatch):
-    path = tmp_path / "api_key"
-    path.write_text(KEY + "\n")
-    monkeypatch.setenv("HPC_SERVE_API_KEY_FILE", str(path))
-    monkeypatch.delenv("HPC_SERVE_DRAIN_FILE", raising=False)
-    return path
 
 
 @pytest.fixture

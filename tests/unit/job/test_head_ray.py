@@ -9,10 +9,29 @@ from typing import Any, cast
 from hpc_serve.job.ray.head_ray import HeadRay
 from tests.support.nodes import make_node
 
+LINES = ('{"hpc_serve_gcs": 4321}', '{"hpc_serve_nodes": {}}', '{"hpc_serve_nodes": {"127.0.0.1": 1}}')
+
 
 class Parts:
+    """Waits by the lines above, and keeps what was missing."""
+
+    def __init__(self) -> None:
+        self.said: list[str | None] = []
+        self.changes = 0
+        self.ray: Any = None
+
     def require_command(self, name: str, command: str, environ: object) -> None:
         pass
+
+    def note_change(self) -> None:
+        self.changes += 1
+
+    async def wait_until_complete(self, missing: Any, *, part: str, within_s: float) -> None:
+        assert part == "ray head"
+        self.said.append(missing())
+        for line in LINES:
+            self.ray.read_line(line)
+            self.said.append(missing())
 
 
 class Keeper:
@@ -22,30 +41,10 @@ class Keeper:
 
 def test_others_join_once_the_head_is_a_node_of_its_ray(tmp_path: Path):
     """Ray has a node that comes before the head look again only after two seconds."""
-    lines = [
-        '{"hpc_serve_gcs": 4321}',
-        '{"hpc_serve_nodes": {}}',
-        '{"hpc_serve_nodes": {"127.0.0.1": 1}}',
-    ]
-    said: list[str | None] = []
-    changes: list[None] = []
-
-    async def wait_until_complete(missing: Any, *, part: str) -> None:
-        assert part == "ray head"
-        said.append(missing())
-        for line in lines:
-            ray.read_line(line)
-            said.append(missing())
-
-    ray = HeadRay(
-        make_node(tmp_path),
-        cast(Any, Parts()),
-        cast(Any, Keeper()),
-        wait_until_complete,
-        lambda: changes.append(None),
-    )
+    parts = Parts()
+    parts.ray = ray = HeadRay(make_node(tmp_path), cast(Any, parts), cast(Any, Keeper()))
     environ = asyncio.run(ray.engine_environ())
     not_joined = "n1 (127.0.0.1) has not joined the Ray that it started"
-    assert said == ["Ray's GCS does not listen", not_joined, not_joined, None]
+    assert parts.said == ["Ray's GCS does not listen", not_joined, not_joined, None]
     assert environ["RAY_ADDRESS"] == "127.0.0.1:4321"
-    assert len(changes) == len(lines)
+    assert parts.changes == len(LINES)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from hpc_serve.job.machine.process import end_marked, mark_environ, marked_pids, start_child
+from hpc_serve.job.machine.process import Child, end_marked, mark_environ, marked_pids, start_child
 from tests.cluster import wait_for
 
 
@@ -22,16 +22,21 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def test_lines_exit_code_and_last_lines_are_kept():
-    lines: list[str] = []
+def ended(code: str, on_line=lambda line: None, **options) -> Child:
+    """A child, after its end."""
 
     async def run():
-        child = await start_child(
-            "x", python("import sys; print('a\\rb'); print('c', file=sys.stderr); sys.exit(3)"), environ(), lines.append
-        )
-        return await child.wait(), list(child.last_log_lines)
+        child = await start_child("engine", python(code), environ(), on_line, **options)
+        await child.wait()
+        return child
 
-    assert asyncio.run(run()) == (3, ["a", "b", "c"])
+    return asyncio.run(run())
+
+
+def test_lines_exit_code_and_last_lines_are_kept():
+    lines: list[str] = []
+    child = ended("import sys; print('a\\rb'); print('c', file=sys.stderr); sys.exit(3)", lines.append)
+    assert (child.exit_code, list(child.last_log_lines)) == (3, ["a", "b", "c"])
     assert lines == ["a", "b", "c"]
 
 
@@ -60,12 +65,8 @@ def test_a_line_that_is_not_understood_stops_nobody_from_reading_the_next(caplog
         if line == "bad":
             raise KeyError(line)
 
-    async def run():
-        code = "print('bad'); print('x' * 1000 + '\\n', end='', flush=True); [print('y' * 99) for _ in range(5000)]"
-        child = await start_child("x", python(code), environ(), understand)
-        return await child.wait()
-
-    assert asyncio.run(run()) == 0
+    code = "print('bad'); print('x' * 1000 + '\\n', end='', flush=True); [print('y' * 99) for _ in range(5000)]"
+    assert ended(code, understand).exit_code == 0
     assert lines[0] == "bad"
     assert len(lines) == 5002
     assert "a line of x was not understood" in caplog.text
@@ -73,52 +74,34 @@ def test_a_line_that_is_not_understood_stops_nobody_from_reading_the_next(caplog
 
 def test_noise_is_neither_told_nor_kept():
     lines: list[str] = []
-
-    async def run():
-        code = "print('a'); print('noise 1'); print('b')"
-        child = await start_child(
-            "x", python(code), environ(), lines.append, is_noise=lambda line: line.startswith("noise")
-        )
-        await child.wait()
-        return list(child.last_log_lines)
-
-    assert asyncio.run(run()) == lines == ["a", "b"]
+    is_noise = lambda line: line.startswith("noise")  # noqa: E731
+    child = ended("print('a'); print('noise 1'); print('b')", lines.append, is_noise=is_noise)
+    assert list(child.last_log_lines) == lines == ["a", "b"]
 
 
-def test_the_cause_is_no_warning_and_nothing_from_before_the_server_was_up():
-    async def reason(*lines: str) -> str:
-        code = f"import sys; print(*{lines!r}, sep=chr(10)); sys.exit(1)"
-        child = await start_child("engine", python(code), environ(), lambda line: None)
-        await child.wait()
-        return child.failure_reason
-
-    warning = "WARNING 11-21 22:40:11 [a.py:1] Exception: optional"
-    up = "INFO:     Application startup complete."
-    assert asyncio.run(reason(warning, "x", "TypeError: the cause")) == "engine exited with 1: TypeError: the cause"
-    assert (
-        asyncio.run(reason("OSError: tried again", up, "ValueError: later"))
-        == "engine exited with 1: ValueError: later"
-    )
-    assert asyncio.run(reason("OSError: tried again", up)) == "engine exited with 1"
+WARNING = "WARNING 11-21 22:40:11 [a.py:1] Exception: optional"
+UP = "INFO:     Application startup complete."
+DEAD = "(x pid=1) ERROR [a.py:1] EngineDeadError: EngineCore encountered an issue."
 
 
-def test_a_consequence_is_better_than_no_reason():
-    async def run(code):
-        child = await start_child("engine", python(code), environ(), lambda line: None)
-        await child.wait()
-        return child.failure_reason
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ((WARNING, "x", "TypeError: the cause"), ": TypeError: the cause"),
+        (("OSError: tried again", UP, "ValueError: later"), ": ValueError: later"),
+        (("OSError: tried again", UP), ""),
+        ((DEAD,), ": EngineDeadError: EngineCore encountered an issue."),  # a consequence is better than no reason
+        ((DEAD, "ValueError: the cause"), ": ValueError: the cause"),
+    ],
+)
+def test_the_cause_is_no_warning_and_nothing_from_before_the_server_was_up(lines, reason):
+    code = f"import sys; print(*{lines!r}, sep=chr(10)); sys.exit(1)"
+    assert ended(code).failure_reason == f"engine exited with 1{reason}"
 
-    dead = "print('(x pid=1) ERROR [a.py:1] EngineDeadError: EngineCore encountered an issue.')"
-    assert asyncio.run(run(dead)).endswith("before it was stopped: EngineDeadError: EngineCore encountered an issue.")
-    assert asyncio.run(run(dead + "; print('ValueError: the cause')")).endswith(": ValueError: the cause")
 
-
-def test_a_signal_is_told_as_a_shell_would():
-    async def run():
-        child = await start_child("x", python("import os; os.kill(os.getpid(), 9)"), environ(), lambda line: None)
-        return await child.wait()
-
-    assert asyncio.run(run()) == 137
+def test_an_end_without_an_error_and_a_signal_are_told_as_a_shell_would():
+    assert ended("").failure_reason == "engine exited with 0 before it was stopped"
+    assert ended("import os; os.kill(os.getpid(), 9)").exit_code == 137
 
 
 def test_a_command_that_is_not_there_is_named():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.job.machine.process import mark_environ
-from hpc_serve.job.progress.checkpoint import file_sizes, weights_in
+from hpc_serve.job.progress.checkpoint import weight_sizes
 from hpc_serve.job.progress.reading import ReadSoFar, RunReading
 from hpc_serve.sizes import MIB
 
@@ -96,4 +96,4 @@ def test_counts_of_nodes_are_added():
 def test_files_of_weights_are_in_the_order_in_which_they_are_loaded(tmp_path):
     for number in (10, 2, 1):
         (tmp_path / f"part-{number}.safetensors").write_bytes(b"w" * number)
-    assert file_sizes(weights_in(tmp_path)) == [1, 2, 10]
+    assert weight_sizes(tmp_path) == [1, 2, 10]

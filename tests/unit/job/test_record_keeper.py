@@ -56,11 +56,8 @@ def test_a_disk_that_is_full_ends_nothing(tmp_path, caplog):
         def write(self, record, **options):
             raise OSError(28, "No space left on device")
 
-    async def run():
-        RecordKeeper(FullStore(tmp_path), make_record()).update(state="draining")
-
     with caplog.at_level("WARNING", logger="hpc_serve"):
-        asyncio.run(run())
+        RecordKeeper(FullStore(tmp_path), make_record()).update(state="draining")
     assert caplog.text.count("No space left on device") == 1
 
 
@@ -68,7 +65,7 @@ def test_a_home_that_is_moved_away_is_told_once_and_not_made_anew_and_is_written
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
     store = ServiceStore(home)
 
-    async def run():
+    with caplog.at_level("INFO", logger="hpc_serve"):
         keeper = RecordKeeper(store, make_record())
         home.rename(elsewhere)
         for state in ("draining", "ready", "draining"):
@@ -76,23 +73,17 @@ def test_a_home_that_is_moved_away_is_told_once_and_not_made_anew_and_is_written
         assert not home.exists()
         elsewhere.rename(home)
         keeper.update(state="ready")
-
-    with caplog.at_level("INFO", logger="hpc_serve"):
-        asyncio.run(run())
     assert caplog.text.count(f"{home} is gone") == 1
     assert caplog.text.count("the record is written again") == 1
     assert [record.state for record in store.read("405b").records] == ["ready"]
 
 
 def test_a_record_says_since_when_it_is_in_its_state(tmp_path):
-    async def run():
-        keeper = RecordKeeper(ServiceStore(tmp_path), make_record(state_since=5.0))
-        keeper.update(stage="ready", reason="none")
-        assert keeper.record.state_since == 5.0
-        keeper.update(state="unresponsive")
-        assert keeper.record.state_since > 5.0
-
-    asyncio.run(run())
+    keeper = RecordKeeper(ServiceStore(tmp_path), make_record(state_since=5.0))
+    keeper.update(stage="ready", reason="none")
+    assert keeper.record.state_since == 5.0
+    keeper.update(state="unresponsive")
+    assert keeper.record.state_since > 5.0
     (record,) = ServiceStore(tmp_path).read("405b").records
     assert record.state == "unresponsive"
     assert record.updated_at >= record.state_since > 5.0
@@ -167,51 +158,42 @@ def test_a_record_says_how_far_the_start_is(tmp_path):
 def test_what_a_start_took_is_known_to_the_next_one(tmp_path):
     store = ServiceStore(tmp_path)
 
-    async def run():
-        first = begin(store)
-        first.set_stage("loading weights", 4, 4)
-        assert first.record.start is not None
-        assert first.record.start.time_left_s is None
-        first.update(state="ready", stage="ready")
-        assert first.record.start.stage == ""
-        second = begin(store, job_id="124")
-        assert second.record.start is not None
-        assert second.record.start.time_left_s is not None
-        second.update(state="failed", reason="out of memory")
-        assert second.record.start.time_left_s is None
-        assert second.record.start.stage == "nodes"
-
-    asyncio.run(run())
+    first = begin(store)
+    first.set_stage("loading weights", 4, 4)
+    assert first.record.start is not None
+    assert first.record.start.time_left_s is None
+    first.update(state="ready", stage="ready")
+    assert first.record.start.stage == ""
+    second = begin(store, job_id="124")
+    assert second.record.start is not None
+    assert second.record.start.time_left_s is not None
+    second.update(state="failed", reason="out of memory")
+    assert second.record.start.time_left_s is None
+    assert second.record.start.stage == "nodes"
 
 
 def test_only_the_first_start_of_a_run_is_remembered_and_an_engine_that_is_started_again_has_stages_anew(tmp_path):
     store = ServiceStore(tmp_path)
 
-    async def run():
-        keeper = begin(store)
-        keeper.set_stage("server is up")
-        keeper.update(state="ready", stage="ready")
-        past = last_start(tmp_path, keeper.record)
-        assert past is not None
-        keeper.start_again(state="starting", stage="starting the engine again (1 of 3)", engine_restarts=1)
-        assert keeper.record.start is not None
-        assert keeper.record.start.stage == "engine"
-        keeper.set_stage("loading weights", 1, 4, prefix="starting the engine again (1 of 3): ")
-        assert keeper.record.stage == "starting the engine again (1 of 3): loading weights"
-        keeper.update(state="ready", stage="ready")
-        assert last_start(tmp_path, keeper.record) == past
-
-    asyncio.run(run())
+    keeper = begin(store)
+    keeper.set_stage("server is up")
+    keeper.update(state="ready", stage="ready")
+    past = last_start(tmp_path, keeper.record)
+    assert past is not None
+    keeper.start_again(state="starting", stage="starting the engine again (1 of 3)", engine_restarts=1)
+    assert keeper.record.start is not None
+    assert keeper.record.start.stage == "engine"
+    keeper.set_stage("loading weights", 1, 4, prefix="starting the engine again (1 of 3): ")
+    assert keeper.record.stage == "starting the engine again (1 of 3): loading weights"
+    keeper.update(state="ready", stage="ready")
+    assert last_start(tmp_path, keeper.record) == past
 
 
 def test_a_stage_that_is_over_is_not_shown_again(tmp_path):
-    async def run():
-        keeper = begin(ServiceStore(tmp_path))
-        keeper.set_stage("capturing CUDA graphs", 1, 35)
-        keeper.set_stage("loading weights", 3, 4)
-        assert keeper.record.stage_words == "capturing CUDA graphs 1/35"
-
-    asyncio.run(run())
+    keeper = begin(ServiceStore(tmp_path))
+    keeper.set_stage("capturing CUDA graphs", 1, 35)
+    keeper.set_stage("loading weights", 3, 4)
+    assert keeper.record.stage_words == "capturing CUDA graphs 1/35"
 
 
 def test_a_damaged_file_of_past_starts_keeps_no_replica_from_starting(tmp_path):
@@ -219,12 +201,9 @@ def test_a_damaged_file_of_past_starts_keeps_no_replica_from_starting(tmp_path):
     store.ensure_service("405b")
     (tmp_path / FILE).write_text("{")
 
-    async def run():
-        keeper = begin(store)
-        keeper.update(state="ready", stage="ready")
-        assert last_start(tmp_path, keeper.record) is not None
-
-    asyncio.run(run())
+    keeper = begin(store)
+    keeper.update(state="ready", stage="ready")
+    assert last_start(tmp_path, keeper.record) is not None
 
 
 def test_a_full_disk_loses_the_times_of_a_start_and_nothing_else(tmp_path, monkeypatch, caplog):
@@ -233,13 +212,10 @@ def test_a_full_disk_loses_the_times_of_a_start_and_nothing_else(tmp_path, monke
 
     monkeypatch.setattr(record_keeper, "remember_start", refuse)
 
-    async def run():
+    with caplog.at_level("WARNING", logger="hpc_serve"):
         keeper = begin(ServiceStore(tmp_path))
         keeper.update(state="ready", stage="ready")
         assert keeper.record.state == "ready"
-
-    with caplog.at_level("WARNING", logger="hpc_serve"):
-        asyncio.run(run())
     assert "cannot write down how long this start took" in caplog.text
 
 
@@ -247,15 +223,12 @@ def test_the_plans_weights_stand_in_for_files_that_nobody_has_measured(tmp_path)
     store = ServiceStore(tmp_path)
     store.write_submitted(make_submitted(job_id="123", predicted={"weight_bytes": 10**9}))
 
-    async def run():
-        keeper = begin(store, job_id="123_1", tensor_parallel_size=4)
-        assert keeper.record.start is not None
-        assert keeper.record.start.checkpoint_bytes == 4 * 10**9
-        keeper.add_figures({"checkpoint_bytes": 3 * 10**9})
-        keeper.update(state="ready", stage="ready")
-        assert keeper.record.start.checkpoint_bytes == 3 * 10**9
-
-    asyncio.run(run())
+    keeper = begin(store, job_id="123_1", tensor_parallel_size=4)
+    assert keeper.record.start is not None
+    assert keeper.record.start.checkpoint_bytes == 4 * 10**9
+    keeper.add_figures({"checkpoint_bytes": 3 * 10**9})
+    keeper.update(state="ready", stage="ready")
+    assert keeper.record.start.checkpoint_bytes == 3 * 10**9
 
 
 @pytest.mark.parametrize(("attempts_left", "is_told"), [("2", False), ("0", True), (None, True)])

@@ -15,18 +15,14 @@ from hpc_serve.trust.connection import Identity
 from hpc_serve.vllm.metrics import requests_running_and_waiting
 from tests.cluster import wait_for
 from tests.support.stubs import StubService
+from tests.unit.job.conftest import KEY
 
-KEY = "k-0123456789abcdef"
 BEARER = (b"authorization", f"Bearer {KEY}".encode())
 CANARY = (b"X-HPC-Serve", b"canary")
 
 
 @pytest.fixture
-def gate(tmp_path, monkeypatch):
-    path = tmp_path / "api_key"
-    path.write_text(KEY + "\n")
-    monkeypatch.setenv("HPC_SERVE_API_KEY_FILE", str(path))
-    monkeypatch.delenv("HPC_SERVE_DRAIN_FILE", raising=False)
+def gate(key_file):
     return Gate(_engine)
 
 
@@ -60,19 +56,14 @@ async def counted(gate) -> RequestCount:
 
 
 def test_requests_are_counted_and_canaries_and_reading_are_not(gate):
-    async def run() -> RequestCount:
-        for scope in (
-            scope_of("POST", "/v1/completions"),
-            scope_of("POST", "/v1/embeddings"),
-            scope_of("POST", "/v1/completions", CANARY),
-            scope_of("GET", "/v1/models"),
-            scope_of("HEAD", "/v1/models"),
-            scope_of("GET", "/health"),
-        ):
-            await call(gate, scope)
-        return await counted(gate)
-
-    found = asyncio.run(run())
+    for scope in (
+        scope_of("POST", "/v1/completions"),
+        scope_of("POST", "/v1/embeddings"),
+        scope_of("POST", "/v1/completions", CANARY),
+        *(scope_of("GET", "/v1/models"), scope_of("HEAD", "/v1/models"), scope_of("GET", "/health")),
+    ):
+        asyncio.run(call(gate, scope))
+    found = asyncio.run(counted(gate))
     assert (found.count, found.under_way) == (2, 0)
 
 
@@ -80,12 +71,8 @@ def test_a_request_without_the_key_does_not_count(gate):
     async def receive():
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    async def run() -> RequestCount:
-        scope = {**scope_of("POST", "/v1/completions"), "headers": []}
-        await call(gate, scope, receive)
-        return await counted(gate)
-
-    assert asyncio.run(run()).count == 0
+    asyncio.run(call(gate, {**scope_of("POST", "/v1/completions"), "headers": []}, receive))
+    assert asyncio.run(counted(gate)).count == 0
 
 
 def test_one_that_is_not_answered_is_under_way(gate):
@@ -109,12 +96,9 @@ def test_one_that_is_not_answered_is_under_way(gate):
 
 
 def test_one_that_breaks_is_not_under_way_any_more(gate):
-    async def run() -> RequestCount:
-        with pytest.raises(RuntimeError):
-            await call(gate, scope_of("POST", "/breaks"))
-        return await counted(gate)
-
-    found = asyncio.run(run())
+    with pytest.raises(RuntimeError):
+        asyncio.run(call(gate, scope_of("POST", "/breaks")))
+    found = asyncio.run(counted(gate))
     assert (found.count, found.under_way) == (1, 0)
 
 

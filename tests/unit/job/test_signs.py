@@ -19,25 +19,21 @@ from hpc_serve.gate.judgement import Process
 from hpc_serve.gate.signs import Asked, Signs
 from hpc_serve.rendezvous.gate_headers import COMMENT_CHUNK, PROCESSING
 from hpc_serve.trust.authority import make_run_certificate
+from tests.support import asgi_server
+from tests.unit.job.conftest import KEY
 
 pytest.importorskip("httptools")
-uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("uvicorn")
 prometheus_client = pytest.importorskip("prometheus_client")
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol  # noqa: E402
 
-KEY = "k-0123456789abcdef"
 AUTH = f"Authorization: Bearer {KEY}\r\n"
 ASK = "X-HPC-Serve-Signs: 1\r\n"
 OK = b"HTTP/1.1 200 OK\r\n"
 SIGNS = (PROCESSING, COMMENT_CHUNK)
 
 
-@pytest.fixture(autouse=True)
-def key_file(tmp_path, monkeypatch):
-    path = tmp_path / "api_key"
-    path.write_text(KEY)
-    monkeypatch.setenv("HPC_SERVE_API_KEY_FILE", str(path))
-    monkeypatch.delenv("HPC_SERVE_DRAIN_FILE", raising=False)
+pytestmark = pytest.mark.usefixtures("key_file")
 
 
 class Vllm:
@@ -98,20 +94,12 @@ class Vllm:
 def served(vllm: Vllm, **options):
     """vLLM's application behind the gate, in a uvicorn with the limits; yields the port."""
     vllm.gate = Gate(vllm.answer)
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        vllm, http=connection_limits.limited(HttpToolsProtocol), log_level="critical", lifespan="off", **options
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        vllm.may_go_on.set()
-        server.should_exit = True
-        thread.join(timeout=20)
-        listener.close()
+    protocol = connection_limits.limited(HttpToolsProtocol)
+    with asgi_server.served(vllm, http=protocol, lifespan="off", **options) as port:
+        try:
+            yield port
+        finally:
+            vllm.may_go_on.set()
 
 
 class Client:

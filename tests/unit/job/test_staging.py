@@ -20,7 +20,7 @@ from hpc_serve.hub.local_weights import missing_weights, weight_files
 from hpc_serve.job.machine.network import PortsInUseError
 from hpc_serve.job.weights import stage_copy, staging
 from hpc_serve.job.weights.stage_copy import CopyStoppedError
-from hpc_serve.job.weights.stage_folder import remove_unused
+from hpc_serve.job.weights.stage_folder import remove_unused, stage_base
 from hpc_serve.job.weights.staging import Staging, plan_staging
 from hpc_serve.sizes import MIB
 from hpc_serve.vllm.command import StandIn, read_command
@@ -71,14 +71,12 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(staging, "_SPARE_BYTES", 0)
 
 
-def command(model: Path, *words: str):
+def command(model: Path | str, *words: str):
     return read_command(["vllm", "serve", str(model), *words])
 
 
-def planned(model: Path, environ) -> Staging:
-    found = plan_staging(command(model), environ)
-    assert found is not None
-    return found
+def planned(model: Path | str, environ) -> Staging:
+    return plan_staging(command(model), stage_base(environ), environ)
 
 
 def ignore(done: int, total: int) -> None:
@@ -163,7 +161,8 @@ from pathlib import Path
 from hpc_serve.job.weights import staging
 from hpc_serve.vllm.command import read_command
 staging._SPARE_BYTES = 0
-copy = staging.plan_staging(read_command(["vllm", "serve", sys.argv[1]]), os.environ)
+base = Path(os.environ["HPC_SERVE_STAGE"])
+copy = staging.plan_staging(read_command(["vllm", "serve", sys.argv[1]]), base, os.environ)
 copy.open(lambda done, total: None)
 Path(sys.argv[2]).touch()
 sys.stdin.read()
@@ -289,7 +288,7 @@ def test_the_engine_loads_the_copy_and_answers_to_the_models_names(model, enviro
     named = command(model, "--served-model-name", "mine")
     assert copy.command(named).argv == ("vllm", "serve", str(copy.target), "--served-model-name", "mine")
     stand_in = read_command(["vllm", "serve", "org/model"], stand_in=StandIn(folder=str(model)))
-    found = plan_staging(stand_in, environ)
+    found = plan_staging(stand_in, stage_base(environ), environ)
     assert found.command(stand_in).argv == (
         *("vllm", "serve", str(found.target)),
         *("--served-model-name", "org/model"),
@@ -297,21 +296,20 @@ def test_the_engine_loads_the_copy_and_answers_to_the_models_names(model, enviro
 
 
 @pytest.mark.parametrize("text", ["", "off", "0"])
-def test_without_the_variable_nothing_is_copied(model, text):
-    assert plan_staging(command(model), {"HPC_SERVE_STAGE": text}) is None
+def test_without_the_variable_nothing_is_copied(text):
+    assert stage_base({"HPC_SERVE_STAGE": text}) is None
 
 
 def test_on_is_the_folder_of_temporary_files(model, environ, tmp_path):
-    found = plan_staging(command(model), environ | {"HPC_SERVE_STAGE": "on", "HPC_SERVE_TMPDIR": str(tmp_path)})
+    found = planned(model, environ | {"HPC_SERVE_STAGE": "on", "HPC_SERVE_TMPDIR": str(tmp_path)})
     assert found.target.parents[1] == tmp_path
     with pytest.raises(InvalidRequestError, match="must be on, off, or a folder"):
-        plan_staging(command(model), {"HPC_SERVE_STAGE": "scratch"})
+        planned(model, {"HPC_SERVE_STAGE": "scratch"})
 
 
 def test_a_model_that_is_not_here_must_be_fetched_first(environ, tmp_path):
-    asked = read_command(["vllm", "serve", "org/model"])
     with pytest.raises(InvalidRequestError, match="`hpc-serve fetch org/model` first"):
-        plan_staging(asked, environ)
+        planned("org/model", environ)
 
 
 def test_a_model_of_the_cache_is_found(model, environ, tmp_path):
@@ -319,7 +317,7 @@ def test_a_model_of_the_cache_is_found(model, environ, tmp_path):
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("abc")
     shutil.copytree(model, folder / "snapshots" / "abc", symlinks=True)
-    assert plan_staging(read_command(["vllm", "serve", "org/model"]), environ).source == folder / "snapshots" / "abc"
+    assert planned("org/model", environ).source == folder / "snapshots" / "abc"
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "{tmp_path}/outside.safetensors"])
@@ -329,9 +327,9 @@ def test_files_that_an_index_names_outside_of_the_model_are_not_of_it(model, env
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
     assert missing_weights(model).files == (weights["a"],)
     assert [path.name for path in weight_files(model)] == ["b.safetensors"]
-    assert "a.safetensors" not in {file.path for file in plan_staging(command(model), environ).files}
+    assert "a.safetensors" not in {file.path for file in planned(model, environ).files}
 
 
 def test_a_file_of_the_model_does_not_say_that_its_copy_is_whole(model, environ):
     (model / ".whole").write_text("yes")
-    assert ".whole" not in {file.path for file in plan_staging(command(model), environ).files}
+    assert ".whole" not in {file.path for file in planned(model, environ).files}

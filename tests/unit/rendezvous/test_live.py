@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.rendezvous import live
+from hpc_serve.rendezvous import entries
 from hpc_serve.rendezvous.files import read_private
-from hpc_serve.rendezvous.live import LiveRecords
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.stubs import make_record, make_submitted
 
@@ -30,7 +29,7 @@ def opened(monkeypatch):
         names.append(path.name)
         return read_private(path)
 
-    monkeypatch.setattr(live, "read_private", read)
+    monkeypatch.setattr(entries, "read_private", read)
     return names
 
 
@@ -39,14 +38,14 @@ def jobs(found):
 
 
 def test_what_has_ended_is_left_out_and_the_rest_is_what_the_store_reads(store):
-    found = LiveRecords(store, "405b").read_all()
+    found = store.live("405b").read_all()
     assert found.records == tuple(record for record in store.read("405b").records if not record.is_final)
     assert jobs(found) == ["2", "3", "4", "5"]
     assert found.unreadable == frozenset()
 
 
 def test_an_ended_record_is_read_once(store, opened):
-    records = LiveRecords(store, "405b")
+    records = store.live("405b")
     records.read_all()
     assert len(opened) == 6
     opened.clear()
@@ -57,7 +56,7 @@ def test_an_ended_record_is_read_once(store, opened):
 
 
 def test_a_file_that_takes_the_place_of_an_ended_record_is_read(store):
-    records = LiveRecords(store, "405b")
+    records = store.live("405b")
     records.read_all()
     store.write(make_record(job_id="0", state="ready", counter=7))
     assert "0" in jobs(records.read_all())
@@ -68,7 +67,7 @@ def test_what_was_written_last_comes_first(store):
         store.write(make_record(job_id=job_id, state="ready"))
         at_s = time.time() + 60 - age_s
         os.utime(store.service_dir("405b") / f"{job_id}-r0-0.json", (at_s, at_s))
-    files, names = LiveRecords(store, "405b").files()
+    files, names = store.live("405b").files()
     assert [name for name, _ in files[:2]] == ["2-r0-0.json", "3-r0-0.json"]
     assert len(names) == 6
 
@@ -77,7 +76,7 @@ def test_words_in_a_record_do_not_end_it(store):
     words = ('"state": "stopped"', '\n "state": "stopped",', 'x\n "state": "failed"')
     record = make_record(job_id="9", last_log_lines=words, reason='\n "state": "failed",', stage='"state": "stopped"')
     store.write(record)
-    assert "9" in jobs(LiveRecords(store, "405b").read_all())
+    assert "9" in jobs(store.live("405b").read_all())
 
 
 def test_files_that_are_not_to_be_trusted_are_told_as_the_store_tells_them(store):
@@ -88,7 +87,7 @@ def test_files_that_are_not_to_be_trusted_are_told_as_the_store_tells_them(store
     store.write(make_record(job_id="10", state="stopped"))
     (folder / "10-r0-0.json").chmod(0o666)
     (folder / "11-r0-0.json").write_text((folder / "3-r0-0.json").read_text())
-    found = LiveRecords(store, "405b").read_all()
+    found = store.live("405b").read_all()
     assert sorted(found.problems) == sorted(store.read("405b").problems)
     assert len(found.problems) == 5
     assert {name.partition("-")[0] for name in found.unreadable} == {"7", "8", "2", "10", "11"}
@@ -98,7 +97,7 @@ def test_files_that_are_not_to_be_trusted_are_told_as_the_store_tells_them(store
 def test_a_foreign_record_is_not_taken_for_an_ended_one(store):
     record = store.service_dir("405b") / "0-r0-0.json"
     os.chown(record, 65534, 65534)
-    records = LiveRecords(store, "405b")
+    records = store.live("405b")
     for _ in range(2):
         assert "belongs to user 65534" in records.read_all().problems[0]
 
@@ -107,10 +106,10 @@ def test_submitted_jobs_are_those_without_a_record(store):
     for job in ("2", "0", "77", "88"):
         store.write_submitted(make_submitted(job_id=job))
     store.write(replace(make_record(job_id="88_1"), state="stopped"))
-    found = LiveRecords(store, "405b").read_all()
+    found = store.live("405b").read_all()
     assert [job.job_id for job in found.submitted] == ["77"]
     assert found.without_record() == store.read("405b").without_record()
 
 
 def test_a_service_that_is_not_there_has_nothing(tmp_path):
-    assert not LiveRecords(ServiceStore(tmp_path / "home"), "405b").read_all().exists
+    assert not ServiceStore(tmp_path / "home").live("405b").read_all().exists

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import ssl
 import stat
+import sys
 import threading
 from contextlib import closing
 from datetime import datetime, timedelta, timezone
@@ -200,6 +201,8 @@ def test_without_cryptography_it_says_what_to_install(
             raise ImportError(f"No module named {name!r}")
         return real(name, *args, **options)
 
+    monkeypatch.delitem(sys.modules, "hpc_serve.trust.making", raising=False)
+    monkeypatch.delattr("hpc_serve.trust.making", raising=False)
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(InvalidRequestError, match="install it there"):
         make(home, folder)

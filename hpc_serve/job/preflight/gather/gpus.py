@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from hpc_serve.errors import RecordError
 from hpc_serve.job.preflight.facts import CudaFacts, GpuFacts, GpusFacts
@@ -18,14 +19,7 @@ from hpc_serve.job.preflight.needs import Needs
 from hpc_serve.rendezvous.fields import from_json_text
 from hpc_serve.sizes import MIB
 
-_FIELDS = (
-    "index",
-    "uuid",
-    "name",
-    "memory.total",
-    "driver_version",
-    "ecc.errors.uncorrected.volatile.total",
-)
+_FIELDS = ("index", "uuid", "name", "memory.total", "driver_version", "ecc.errors.uncorrected.volatile.total")
 _NVIDIA = ("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
 _ROCM = ("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--json")
 _TOOL_S, _PROBE_S = 30.0, 60.0
@@ -46,8 +40,7 @@ def gather_gpus(needs: Needs, environ: Mapping[str, str], *, has_cuda_wheel: boo
     else:
         facts = GpusFacts(tool="", visible=visible)
     if facts.tool or has_cuda_wheel:
-        cuda = _probe_until_free(needs, environ)
-        return GpusFacts(**{**vars(facts), "cuda": cuda})
+        return replace(facts, cuda=_probe_until_free(needs, environ))
     return facts
 
 

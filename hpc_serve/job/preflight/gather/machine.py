@@ -27,7 +27,7 @@ def gather_memory() -> MemoryFacts:
     """Memory, shared memory, and what the cgroup allows. Raises OSError, ValueError."""
     meminfo = read_meminfo()
     cgroups = own_cgroups(Path("/proc/self/cgroup").read_text())
-    limit, used = memory_limit(cgroups)
+    limit, used, _ = memory_limit(cgroups)
     tasks_limit, tasks = least_limit(cgroups, "pids", ("pids.max", "pids.current"))
     total = meminfo["MemTotal"]
     is_limited = limit is not None and limit < total

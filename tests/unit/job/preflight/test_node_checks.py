@@ -61,457 +61,299 @@ def test_what_was_not_gathered_is_not_checked(name, group):
 STAGED = replace(NEEDS, staged_bytes=140 * GIB)
 SCRATCH = replace(FOLDER, purpose=node.STAGED, path="/scratch/c", is_writable=True, free_bytes=100 * GIB)
 
+
+def case(check, level, words, *, facts=FACTS, needs=NEEDS, **changes):
+    """One check of a healthy node with these changes, and what is expected of it."""
+    return check, replace(facts, **changes), needs, level, words
+
+
 CASES = {
-    "no room for a copy": (
+    "no room for a copy": case(
         "staging",
-        replace(FACTS, folders=(SCRATCH,)),
-        STAGED,
         "failed",
         "140.0 GiB of the model are copied to /scratch/c, which has 100.0 GiB free",
+        needs=STAGED,
+        folders=(SCRATCH,),
     ),
-    "room for a copy": (
-        "staging",
-        replace(FACTS, folders=(replace(SCRATCH, free_bytes=141 * GIB),)),
-        STAGED,
-        "ok",
-        "",
-    ),
-    "a copy is there": ("staging", replace(FACTS, folders=()), STAGED, "ok", "another run on this node has copied"),
-    "a GPU is gone": ("gpus", with_cuda(devices=(DEVICE,) * 7), NEEDS, "failed", "shows 7 GPUs"),
-    "more GPUs than needed": ("gpus", with_cuda(devices=(DEVICE,) * 9), NEEDS, "ok", "9 GPUs"),
-    "no GPU is visible": (
+    "room for a copy": case("staging", "ok", "", needs=STAGED, folders=(replace(SCRATCH, free_bytes=141 * GIB),)),
+    "a copy is there": case("staging", "ok", "another run on this node has copied", needs=STAGED, folders=()),
+    "a GPU is gone": case("gpus", "failed", "shows 7 GPUs", facts=with_cuda(devices=(DEVICE,) * 7)),
+    "more GPUs than needed": case("gpus", "ok", "9 GPUs", facts=with_cuda(devices=(DEVICE,) * 9)),
+    "no GPU is visible": case("gpus", "failed", "set and empty", gpus=replace(NO_CUDA, visible="", gpus=())),
+    "a module has set which GPUs are visible": case(
         "gpus",
-        replace(FACTS, gpus=replace(NO_CUDA, visible="", gpus=())),
-        NEEDS,
-        "failed",
-        "set and empty",
-    ),
-    "a module has set which GPUs are visible": (
-        "gpus",
-        replace(FACTS, gpus=GpusFacts(tool="", visible="0, 1")),
-        NEEDS,
         "failed",
         "CUDA_VISIBLE_DEVICES=0, 1 names 2 of the GPUs, the engine needs 8",
+        gpus=GpusFacts(tool="", visible="0, 1"),
     ),
-    "all are visible, and no tool lists them": (
-        "gpus",
-        replace(FACTS, gpus=GpusFacts(tool="", visible="0,1,2,3,4,5,6,7")),
-        NEEDS,
-        "not checked",
-        "neither nvidia-smi nor rocm-smi",
+    "all are visible, and no tool lists them": case(
+        "gpus", "not checked", "neither nvidia-smi nor rocm-smi", gpus=GpusFacts(tool="", visible="0,1,2,3,4,5,6,7")
     ),
-    "the driver's tool lists fewer": (
+    "the driver's tool lists fewer": case("gpus", "warning", "lists 7 GPUs", gpus=replace(NO_CUDA, gpus=(GPU,) * 7)),
+    "the driver's tool fails": case(
         "gpus",
-        replace(FACTS, gpus=replace(NO_CUDA, gpus=(GPU,) * 7)),
-        NEEDS,
-        "warning",
-        "lists 7 GPUs",
-    ),
-    "the driver's tool fails": (
-        "gpus",
-        replace(FACTS, gpus=GpusFacts(tool="nvidia-smi", error="couldn't communicate with the NVIDIA driver")),
-        NEEDS,
         "warning",
         "couldn't communicate",
+        gpus=GpusFacts(tool="nvidia-smi", error="couldn't communicate with the NVIDIA driver"),
     ),
-    "no tool": ("gpus", replace(FACTS, gpus=GpusFacts(tool="")), NEEDS, "not checked", "nvidia-smi"),
-    "parts of GPUs": (
-        "gpus",
-        replace(FACTS, gpus=replace(NO_CUDA, visible="MIG-1", gpus=None)),
-        NEEDS,
-        "not checked",
-        "MIG-1",
-    ),
-    "an engine on CPUs": ("gpus", FACTS, ON_CPUS, "not checked", "needs no GPUs"),
-    "no fabric manager": (
+    "no tool": case("gpus", "not checked", "nvidia-smi", gpus=GpusFacts(tool="")),
+    "parts of GPUs": case("gpus", "not checked", "MIG-1", gpus=replace(NO_CUDA, visible="MIG-1", gpus=None)),
+    "an engine on CPUs": case("gpus", "not checked", "needs no GPUs", needs=ON_CPUS),
+    "no fabric manager": case(
         "gpus-working",
-        with_cuda(devices=(replace(DEVICE, error="CUDA_ERROR_SYSTEM_NOT_READY"),)),
-        NEEDS,
         "failed",
         "GPU 0 (NVIDIA H100 80GB HBM3): CUDA says CUDA_ERROR_SYSTEM_NOT_READY",
+        facts=with_cuda(devices=(replace(DEVICE, error="CUDA_ERROR_SYSTEM_NOT_READY"),)),
     ),
-    "no library": (
+    "no library": case(
         "gpus-working",
-        with_cuda(error="no library libcuda.so.1: not found", devices=()),
-        NEEDS,
         "failed",
         "no library libcuda.so.1",
+        facts=with_cuda(error="no library libcuda.so.1: not found", devices=()),
     ),
-    "no library, and none needed": (
+    "no library, and none needed": case(
         "gpus-working",
-        replace(with_cuda(error="no library libcuda.so.1", devices=()), software=replace(SOFTWARE, torch_cuda="")),
-        NEEDS,
         "warning",
         "no library",
+        facts=replace(
+            with_cuda(error="no library libcuda.so.1", devices=()), software=replace(SOFTWARE, torch_cuda="")
+        ),
     ),
-    "an error that is not known": (
-        "gpus-working",
-        with_cuda(devices=(replace(DEVICE, error="error 12345"),)),
-        NEEDS,
-        "warning",
-        "error 12345",
+    "an error that is not known": case(
+        "gpus-working", "warning", "error 12345", facts=with_cuda(devices=(replace(DEVICE, error="error 12345"),))
     ),
-    "memory errors": (
+    "memory errors": case(
         "gpus-working",
-        replace(FACTS, gpus=replace(GPUS, gpus=(replace(GPU, uncorrected_errors=3),))),
-        NEEDS,
         "warning",
         "3 uncorrected memory errors",
+        gpus=replace(GPUS, gpus=(replace(GPU, uncorrected_errors=3),)),
     ),
-    "a GPU in use": ("gpus-free", with_cuda(devices=(FULL,)), NEEDS, "failed", "40.0 of 79.0 GiB free"),
-    "a GPU in use that need not be free": (
+    "a GPU in use": case("gpus-free", "failed", "40.0 of 79.0 GiB free", facts=with_cuda(devices=(FULL,))),
+    "a GPU in use that need not be free": case(
         "gpus-free",
-        with_cuda(devices=(FULL,)),
-        replace(NEEDS, sets_cache_bytes=True),
         "warning",
         "40.0 of 79.0",
+        facts=with_cuda(devices=(FULL,)),
+        needs=replace(NEEDS, sets_cache_bytes=True),
     ),
-    "a GPU in use beyond those needed": ("gpus-free", with_cuda(devices=(*CUDA.devices, FULL)), NEEDS, "ok", "78.0"),
-    "a driver of an older CUDA": ("driver", with_cuda(cuda_version=11080), NEEDS, "failed", "supports CUDA 11.8"),
-    "a driver of an older minor": ("driver", with_cuda(cuda_version=12020), NEEDS, "warning", "CUDA 12.2"),
-    "a newer driver": ("driver", with_cuda(cuda_version=13000), NEEDS, "ok", "CUDA 13.0"),
-    "a driver, and torch for ROCm": (
-        "driver",
-        replace(FACTS, software=replace(SOFTWARE, torch_cuda="")),
-        NEEDS,
-        "not checked",
-        "no torch built for CUDA",
+    "a GPU in use beyond those needed": case("gpus-free", "ok", "78.0", facts=with_cuda(devices=(*CUDA.devices, FULL))),
+    "a driver of an older CUDA": case("driver", "failed", "supports CUDA 11.8", facts=with_cuda(cuda_version=11080)),
+    "a driver of an older minor": case("driver", "warning", "CUDA 12.2", facts=with_cuda(cuda_version=12020)),
+    "a newer driver": case("driver", "ok", "CUDA 13.0", facts=with_cuda(cuda_version=13000)),
+    "a driver, and torch for ROCm": case(
+        "driver", "not checked", "no torch built for CUDA", software=replace(SOFTWARE, torch_cuda="")
     ),
-    "GPUs too old for the wheel": (
+    "GPUs too old for the wheel": case(
         "capability",
-        replace(with_cuda(devices=(VOLTA,)), software=CUDA_13),
-        NEEDS,
         "failed",
         "Tesla V100 has compute capability 7.0",
+        facts=replace(with_cuda(devices=(VOLTA,)), software=CUDA_13),
     ),
-    "the same GPUs with an older wheel": ("capability", with_cuda(devices=(VOLTA,)), NEEDS, "ok", "7.0"),
-    "no bfloat16": (
+    "the same GPUs with an older wheel": case("capability", "ok", "7.0", facts=with_cuda(devices=(VOLTA,))),
+    "no bfloat16": case(
         "capability",
-        with_cuda(devices=(VOLTA,)),
-        replace(NEEDS, dtype="bfloat16"),
         "failed",
         "--dtype bfloat16 needs 8.0",
+        facts=with_cuda(devices=(VOLTA,)),
+        needs=replace(NEEDS, dtype="bfloat16"),
     ),
-    "GPUs newer than the wheel": (
+    "GPUs newer than the wheel": case(
         "capability",
-        replace(with_cuda(devices=(BLACKWELL,)), software=replace(SOFTWARE, torch_cuda="12.6")),
-        NEEDS,
         "warning",
         "known to CUDA 12.8",
+        facts=replace(with_cuda(devices=(BLACKWELL,)), software=replace(SOFTWARE, torch_cuda="12.6")),
     ),
-    "a folder that a node does not see": (
-        "weights",
-        replace(FACTS, weights=replace(WEIGHTS, error="no such folder on this node")),
-        NEEDS,
-        "failed",
-        "/models/m: no such folder",
+    "a folder that a node does not see": case(
+        "weights", "failed", "/models/m: no such folder", weights=replace(WEIGHTS, error="no such folder on this node")
     ),
-    "files are missing": (
+    "files are missing": case(
         "weights",
-        replace(FACTS, weights=replace(WEIGHTS, missing="only 3 of its 4 files of weights (b missing)")),
-        NEEDS,
         "failed",
         "only 3 of its 4",
+        weights=replace(WEIGHTS, missing="only 3 of its 4 files of weights (b missing)"),
     ),
-    "a file is cut short": (
+    "a file is cut short": case(
         "weights",
-        replace(FACTS, weights=replace(WEIGHTS, damaged=("a.safetensors has 10 of its 20 bytes",))),
-        NEEDS,
         "failed",
         "has 10 of its 20 bytes",
+        weights=replace(WEIGHTS, damaged=("a.safetensors has 10 of its 20 bytes",)),
     ),
-    "random weights": (
+    "random weights": case(
         "weights",
-        replace(FACTS, weights=replace(WEIGHTS, missing="none of its weights")),
-        replace(NEEDS, load_format="dummy"),
         "ok",
         "random",
+        needs=replace(NEEDS, load_format="dummy"),
+        weights=replace(WEIGHTS, missing="none of its weights"),
     ),
-    "weights read in another way": (
+    "weights read in another way": case(
         "weights",
-        replace(FACTS, weights=replace(WEIGHTS, missing="none of its weights")),
-        replace(NEEDS, load_format="tensorizer"),
         "not checked",
         "tensorizer",
+        needs=replace(NEEDS, load_format="tensorizer"),
+        weights=replace(WEIGHTS, missing="none of its weights"),
     ),
-    "offline without weights": (
+    "offline without weights": case("weights", "failed", "HF_HUB_OFFLINE", weights=replace(HUB, is_offline=True)),
+    "offline with some of the weights": case(
         "weights",
-        replace(FACTS, weights=replace(HUB, is_offline=True)),
-        NEEDS,
-        "failed",
-        "HF_HUB_OFFLINE",
-    ),
-    "offline with some of the weights": (
-        "weights",
-        replace(FACTS, weights=replace(HUB, is_offline=True, folder="/hf/m", missing="only 3 of its 4 files")),
-        NEEDS,
         "warning",
         "only 3 of its 4",
+        weights=replace(HUB, is_offline=True, folder="/hf/m", missing="only 3 of its 4 files"),
     ),
-    "a gated model without a token": (
-        "weights",
-        replace(FACTS, weights=replace(HUB, hub_status=401, hub_error="GatedRepo")),
-        NEEDS,
-        "failed",
-        "there is no token",
+    "a gated model without a token": case(
+        "weights", "failed", "there is no token", weights=replace(HUB, hub_status=401, hub_error="GatedRepo")
     ),
-    "a gated model with another's token": (
+    "a gated model with another's token": case(
         "weights",
-        replace(FACTS, weights=replace(HUB, hub_status=403, hub_error="GatedRepo", has_token=True)),
-        NEEDS,
         "failed",
         "your token may not read it",
+        weights=replace(HUB, hub_status=403, hub_error="GatedRepo", has_token=True),
     ),
-    "a model that the hub does not have": (
-        "weights",
-        replace(FACTS, weights=replace(HUB, hub_status=401, hub_error="RepoNotFound")),
-        NEEDS,
-        "failed",
-        "RepoNotFound",
+    "a model that the hub does not have": case(
+        "weights", "failed", "RepoNotFound", weights=replace(HUB, hub_status=401, hub_error="RepoNotFound")
     ),
-    "a proxy that refuses": (
-        "weights",
-        replace(FACTS, weights=replace(HUB, hub_status=403)),
-        NEEDS,
-        "warning",
-        "fetches them first",
+    "a proxy that refuses": case("weights", "warning", "fetches them first", weights=replace(HUB, hub_status=403)),
+    "a model without a config of its own": case(
+        "weights", "warning", "fetches them first", weights=replace(HUB, hub_status=404, hub_error="EntryNotFound")
     ),
-    "a model without a config of its own": (
-        "weights",
-        replace(FACTS, weights=replace(HUB, hub_status=404, hub_error="EntryNotFound")),
-        NEEDS,
-        "warning",
-        "fetches them first",
+    "a hub that does not answer": case("weights", "warning", "does not answer", weights=replace(HUB, hub_status=0)),
+    "weights that the hub gives": case(
+        "weights", "warning", "fetches them first", weights=replace(HUB, hub_status=302)
     ),
-    "a hub that does not answer": (
-        "weights",
-        replace(FACTS, weights=replace(HUB, hub_status=0)),
-        NEEDS,
-        "warning",
-        "does not answer",
-    ),
-    "weights that the hub gives": (
-        "weights",
-        replace(FACTS, weights=replace(HUB, hub_status=302)),
-        NEEDS,
-        "warning",
-        "fetches them first",
-    ),
-    "a cgroup with less than Slurm says": (
+    "a cgroup with less than Slurm says": case(
         "memory",
-        replace(FACTS, memory=replace(MEMORY, limit_bytes=64 * GIB)),
-        NEEDS,
         "warning",
         "the job's cgroup allows 64.0 GiB, Slurm says that this job has 512.0",
+        memory=replace(MEMORY, limit_bytes=64 * GIB),
     ),
-    "more offloaded than there is": (
-        "memory",
-        FACTS,
-        replace(NEEDS, offload_bytes=100 * GIB),
-        "failed",
-        "--cpu-offload-gb keeps 800.0 GiB",
+    "more offloaded than there is": case(
+        "memory", "failed", "--cpu-offload-gb keeps 800.0 GiB", needs=replace(NEEDS, offload_bytes=100 * GIB)
     ),
-    "little memory for many ranks": (
+    "little memory for many ranks": case(
         "memory",
-        replace(FACTS, memory=replace(MEMORY, total_bytes=8 * GIB, limit_bytes=None)),
-        replace(NEEDS, memory_bytes=None),
         "warning",
         "the node has 8.0 GiB for 8 ranks",
+        needs=replace(NEEDS, memory_bytes=None),
+        memory=replace(MEMORY, total_bytes=8 * GIB, limit_bytes=None),
     ),
-    "a copy of the model in memory that is not there": (
+    "a copy of the model in memory that is not there": case(
         "memory",
-        replace(FACTS, folders=(FOLDER, replace(FOLDER, purpose=node.STAGED, path="/dev/shm/s", is_in_memory=True))),
-        replace(NEEDS, staged_bytes=600 * GIB),
         "failed",
         "the job's cgroup allows 512.0 GiB, and the copy of the model takes 600.0 GiB of it",
+        needs=replace(NEEDS, staged_bytes=600 * GIB),
+        folders=(FOLDER, replace(FOLDER, purpose=node.STAGED, path="/dev/shm/s", is_in_memory=True)),
     ),
-    "a copy of the model, and caches, in memory that ranks need": (
+    "a copy of the model, and caches, in memory that ranks need": case(
         "memory",
-        replace(
-            FACTS,
-            folders=(
-                replace(FOLDER, purpose=node.STAGED, path="/dev/shm/s", is_in_memory=True),
-                replace(FOLDER, purpose=node.CACHES, path="/tmp/c", is_in_memory=True),
-            ),
-        ),
-        replace(NEEDS, staged_bytes=500 * GIB),
         "warning",
         "about 521 are needed, 505 of them for files in memory (/dev/shm, /tmp/c)",
+        needs=replace(NEEDS, staged_bytes=500 * GIB),
+        folders=(
+            replace(FOLDER, purpose=node.STAGED, path="/dev/shm/s", is_in_memory=True),
+            replace(FOLDER, purpose=node.CACHES, path="/tmp/c", is_in_memory=True),
+        ),
     ),
-    "no /dev/shm": (
-        "shm",
-        replace(FACTS, memory=replace(MEMORY, shm_is_writable=False)),
-        NEEDS,
-        "failed",
-        "not writable",
+    "no /dev/shm": case("shm", "failed", "not writable", memory=replace(MEMORY, shm_is_writable=False)),
+    "a full /dev/shm": case(
+        "shm", "failed", "0.0 of 64 MiB free", memory=replace(MEMORY, shm_bytes=64 * MIB, shm_free_bytes=0)
     ),
-    "a full /dev/shm": (
+    "a container's /dev/shm": case(
         "shm",
-        replace(FACTS, memory=replace(MEMORY, shm_bytes=64 * MIB, shm_free_bytes=0)),
-        NEEDS,
-        "failed",
-        "0.0 of 64 MiB free",
-    ),
-    "a container's /dev/shm": (
-        "shm",
-        replace(FACTS, memory=replace(MEMORY, shm_bytes=64 * MIB, shm_free_bytes=64 * MIB)),
-        NEEDS,
         "warning",
         "ranks of one node share memory",
+        memory=replace(MEMORY, shm_bytes=64 * MIB, shm_free_bytes=64 * MIB),
     ),
-    "a container's /dev/shm for one rank": (
-        "shm",
-        replace(FACTS, memory=replace(MEMORY, shm_bytes=64 * MIB, shm_free_bytes=64 * MIB)),
-        ON_CPUS,
-        "ok",
-        "GiB free",
+    "a container's /dev/shm for one rank": case(
+        "shm", "ok", "GiB free", needs=ON_CPUS, memory=replace(MEMORY, shm_bytes=64 * MIB, shm_free_bytes=64 * MIB)
     ),
-    "a folder without room": (
+    "a folder without room": case(
         "disk",
-        replace(FACTS, folders=(FOLDER, replace(FOLDER, purpose="caches", path="/local", free_bytes=1000))),
-        NEEDS,
         "failed",
         "/local (caches) has 0.0 MiB free",
+        folders=(FOLDER, replace(FOLDER, purpose="caches", path="/local", free_bytes=1000)),
     ),
-    "a folder without files": (
-        "disk",
-        replace(FACTS, folders=(replace(FOLDER, free_files=0),)),
-        NEEDS,
-        "failed",
-        "no file free",
+    "a folder without files": case("disk", "failed", "no file free", folders=(replace(FOLDER, free_files=0),)),
+    "a folder of a quota that is used up": case(
+        "disk", "failed", "cannot be written to", folders=(replace(FOLDER, is_writable=False),)
     ),
-    "a folder of a quota that is used up": (
+    "logs without room": case(
         "disk",
-        replace(FACTS, folders=(replace(FOLDER, is_writable=False),)),
-        NEEDS,
-        "failed",
-        "cannot be written to",
-    ),
-    "logs without room": (
-        "disk",
-        replace(FACTS, folders=(replace(FOLDER, purpose="logs", is_writable=False, free_bytes=0),)),
-        NEEDS,
         "warning",
         "(logs) cannot be written to",
+        folders=(replace(FOLDER, purpose="logs", is_writable=False, free_bytes=0),),
     ),
-    "little room": (
-        "disk",
-        replace(FACTS, folders=(replace(FOLDER, free_bytes=GIB),)),
-        NEEDS,
-        "warning",
-        "1.0 GiB free",
+    "little room": case("disk", "warning", "1.0 GiB free", folders=(replace(FOLDER, free_bytes=GIB),)),
+    "little locked memory": case(
+        "limits", "warning", "memlock is 65,536", limits={**LIMITS, "memlock": LimitFacts(soft=65536, hard=65536)}
     ),
-    "little locked memory": (
+    "little locked memory on one node": case(
         "limits",
-        replace(FACTS, limits={**LIMITS, "memlock": LimitFacts(soft=65536, hard=65536)}),
-        NEEDS,
-        "warning",
-        "memlock is 65,536",
-    ),
-    "little locked memory on one node": (
-        "limits",
-        replace(FACTS, limits={**LIMITS, "memlock": LimitFacts(soft=65536, hard=65536)}),
-        replace(NEEDS, num_nodes=1),
         "ok",
         "no limit",
+        needs=replace(NEEDS, num_nodes=1),
+        limits={**LIMITS, "memlock": LimitFacts(soft=65536, hard=65536)},
     ),
-    "no tokenizer": (
-        "weights",
-        replace(FACTS, weights=replace(WEIGHTS, lacks_tokenizer=True)),
-        NEEDS,
-        "failed",
-        "/models/m holds no tokenizer",
+    "no tokenizer": case(
+        "weights", "failed", "/models/m holds no tokenizer", weights=replace(WEIGHTS, lacks_tokenizer=True)
     ),
-    "no tokenizer, beside weights that are cut short": (
+    "no tokenizer, beside weights that are cut short": case(
         "weights",
-        replace(FACTS, weights=replace(WEIGHTS, lacks_tokenizer=True, damaged=("a.safetensors is empty",))),
-        NEEDS,
         "failed",
         "a.safetensors is empty",
+        weights=replace(WEIGHTS, lacks_tokenizer=True, damaged=("a.safetensors is empty",)),
     ),
-    "no tokenizer, and another is named": (
+    "no tokenizer, and another is named": case(
         "weights",
-        replace(FACTS, weights=replace(WEIGHTS, lacks_tokenizer=True)),
-        replace(NEEDS, has_own_tokenizer=True),
         "ok",
         "4 files",
+        needs=replace(NEEDS, has_own_tokenizer=True),
+        weights=replace(WEIGHTS, lacks_tokenizer=True),
     ),
-    "no tokenizer yet of a hub's model": (
-        "weights",
-        replace(FACTS, weights=replace(WEIGHTS, lacks_tokenizer=True, is_of_hub=True)),
-        NEEDS,
-        "ok",
-        "4 files",
+    "no tokenizer yet of a hub's model": case(
+        "weights", "ok", "4 files", weights=replace(WEIGHTS, lacks_tokenizer=True, is_of_hub=True)
     ),
-    "few files": (
+    "few files": case(
+        "limits", "warning", "nofile is 1,024", limits={**LIMITS, "nofile": LimitFacts(soft=1024, hard=1024)}
+    ),
+    "few processes": case(
+        "limits", "warning", "nproc is 512 (hard 1,024)", limits={**LIMITS, "nproc": LimitFacts(soft=512, hard=1024)}
+    ),
+    "too few processes for Ray": case(
         "limits",
-        replace(FACTS, limits={**LIMITS, "nofile": LimitFacts(soft=1024, hard=1024)}),
-        NEEDS,
-        "warning",
-        "nofile is 1,024",
-    ),
-    "few processes": (
-        "limits",
-        replace(FACTS, limits={**LIMITS, "nproc": LimitFacts(soft=512, hard=1024)}),
-        NEEDS,
-        "warning",
-        "nproc is 512 (hard 1,024)",
-    ),
-    "too few processes for Ray": (
-        "limits",
-        replace(FACTS, limits={**LIMITS, "nproc": LimitFacts(soft=150, hard=150, used=20)}),
-        NEEDS,
         "failed",
         "nproc is 150 (ulimit -u), and you have 20 processes and threads there before the engine",
+        limits={**LIMITS, "nproc": LimitFacts(soft=150, hard=150, used=20)},
     ),
-    "as many, without Ray": (
+    "as many, without Ray": case(
         "limits",
-        replace(FACTS, limits={**LIMITS, "nproc": LimitFacts(soft=150, hard=150, used=20)}),
-        ON_CPUS,
         "warning",
         "nproc is 150",
+        needs=ON_CPUS,
+        limits={**LIMITS, "nproc": LimitFacts(soft=150, hard=150, used=20)},
     ),
-    "no processes left": (
+    "no processes left": case(
         "limits",
-        replace(FACTS, limits={**LIMITS, "nproc": LimitFacts(soft=4096, hard=8192, used=4050)}),
-        ON_CPUS,
         "failed",
         "nproc is 4,096 (hard 8,192) (ulimit -u), and you have 4,050",
+        needs=ON_CPUS,
+        limits={**LIMITS, "nproc": LimitFacts(soft=4096, hard=8192, used=4050)},
     ),
-    "a limited address space": (
-        "limits",
-        replace(FACTS, limits={**LIMITS, "as": LimitFacts(soft=64 * GIB, hard=-1)}),
-        NEEDS,
-        "warning",
-        "address space",
+    "a limited address space": case(
+        "limits", "warning", "address space", limits={**LIMITS, "as": LimitFacts(soft=64 * GIB, hard=-1)}
     ),
-    "few tasks left": (
-        "limits",
-        replace(FACTS, memory=replace(MEMORY, tasks_limit=1000, tasks=100)),
-        NEEDS,
-        "warning",
-        "room for 900 of 1000 tasks",
+    "few tasks left": case(
+        "limits", "warning", "room for 900 of 1000 tasks", memory=replace(MEMORY, tasks_limit=1000, tasks=100)
     ),
-    "no tasks left": (
-        "limits",
-        replace(FACTS, memory=replace(MEMORY, tasks_limit=100, tasks=90)),
-        NEEDS,
-        "failed",
-        "room for 10 of 100 tasks",
+    "no tasks left": case(
+        "limits", "failed", "room for 10 of 100 tasks", memory=replace(MEMORY, tasks_limit=100, tasks=90)
     ),
-    "no command": (
-        "commands",
-        replace(FACTS, software=replace(SOFTWARE, missing_commands=("vllm", "ray"))),
-        NEEDS,
-        "failed",
-        "no command vllm and ray",
+    "no command": case(
+        "commands", "failed", "no command vllm and ray", software=replace(SOFTWARE, missing_commands=("vllm", "ray"))
     ),
-    "a long path": (
+    "a long path": case(
         "paths",
-        replace(FACTS, software=replace(SOFTWARE, socket_folder="/scratch/" + "x" * 70)),
-        NEEDS,
         "failed",
         "116 characters, 107 are allowed",
+        software=replace(SOFTWARE, socket_folder="/scratch/" + "x" * 70),
     ),
 }
 

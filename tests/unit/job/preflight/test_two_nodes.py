@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.job import worker as worker_module
 from hpc_serve.job.cleanup.run_dir import write_control_port
 from hpc_serve.job.links.control import ControlServer
 from hpc_serve.job.links.worker_links import WorkerLinks
 from hpc_serve.job.machine.network import listen_on
 from hpc_serve.job.preflight.head_side import HeadPreflight, write_report
+from hpc_serve.job.preflight.node_side import WorkerPreflight
 from hpc_serve.job.preflight.peers import Peer, PeerListener, find_unreached
 from hpc_serve.job.run import outcome as outcome_module
 from hpc_serve.job.run.outcome import RunEnd
@@ -52,16 +52,19 @@ def two_nodes(tmp_path, monkeypatch):
         run_end = RunEnd()
         parts = Parts(head.run_mark, run_end)
         joined = asyncio.Event()
-        preflight = HeadPreflight(head, parts.run_in_background)
+        preflight = HeadPreflight(head)
 
         def on_join(link):
+            asked = link.ask
+
+            async def ask(kind, **fields):
+                return {**await asked(kind, **fields), **instead}
+
+            link.ask = ask
             preflight.ask(link)
             joined.set()
 
-        def take(link, message):
-            preflight.take(link, {**message, **instead})
-
-        workers = WorkerLinks(2, parts, run_end, on_join, take)
+        workers = WorkerLinks(2, parts, run_end, on_join)
         ServiceStore(tmp_path / "home").ensure_service("8b")
         server = ControlServer(head.token, "n1", workers.add_worker, silence_s=60, num_nodes=2)
         await server.start(listener)
@@ -110,7 +113,7 @@ def test_a_node_that_cannot_answer_fails_nothing(two_nodes, monkeypatch):
     async def break_off(*arguments):
         raise ValueError("no such thing")
 
-    monkeypatch.setattr(worker_module, "answer_head", break_off)
+    monkeypatch.setattr(WorkerPreflight, "answer", break_off)
     report, code = two_nodes()
     assert code == 0
     paths = by_name(report)["paths"]
