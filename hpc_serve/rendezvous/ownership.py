@@ -239,3 +239,11 @@ def group_name(number: int) -> str:
         return grp.getgrgid(number).gr_name
     except KeyError:
         return str(number)
+
+
+def user_name() -> str:
+    """Return the user's name, as Slurm knows it; the number in a container without the site's user database."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())

@@ -1,18 +1,20 @@
 """A connection to an engine, verified before anything else is sent: neither the key nor a prompt reaches a stranger.
 
 Every new connection is verified, whatever answered at its address before: the engine shows the certificate that its
-record names. Standard library alone.
+record names. The holder of the certificate's key is the engine at any address, so names are not compared. Standard
+library alone.
 """
 
 from __future__ import annotations
 
+import functools
 import http.client
 import socket
 import ssl
 from dataclasses import dataclass, field
 
+from hpc_serve.errors import RecordError
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.trust.pinned import pinned_context
 
 _WRONG_TIME = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL
 
@@ -31,6 +33,21 @@ class Identity:
     @classmethod
     def of(cls, record: EndpointRecord, api_key: str) -> Identity:
         return cls(certificate=record.certificate, api_key=api_key)
+
+
+@functools.lru_cache(maxsize=256)
+def pinned_context(certificate: str) -> ssl.SSLContext:
+    """Make a client's context that accepts this `certificate` (PEM) alone. Raises RecordError if it is none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    # The certificate itself is what is trusted, without the authority that signed it.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        context.load_verify_locations(cadata=certificate)
+    except (ssl.SSLError, ValueError, TypeError) as error:
+        raise RecordError(f"the record's certificate cannot be read ({error}): restart the service.") from None
+    return context
 
 
 class VerifiedConnection(http.client.HTTPConnection):

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 
-from hpc_serve.rendezvous.user import user_name
+from hpc_serve.rendezvous.ownership import user_name
 
 COMMANDS = {
     "sbatch": """

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.trust.pinned import pinned_context
+from hpc_serve.trust.connection import pinned_context
 
 
 class PlainPorts:

@@ -22,8 +22,7 @@ from hpc_serve.client.replicas.event_loops import has_ended, is_asyncio, run_blo
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import core, http
 from hpc_serve.errors import RecordError
-from hpc_serve.trust.connection import tls_refusal
-from hpc_serve.trust.pinned import pinned_context
+from hpc_serve.trust.connection import pinned_context, tls_refusal
 
 _DEFAULT_CONNECT_S = 5.0
 

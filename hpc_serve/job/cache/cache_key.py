@@ -7,6 +7,7 @@ code. The machine is an exception: compiled code may hold its instructions.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import platform
@@ -46,10 +47,8 @@ def machine_key(*, cpus: Path = Path("/proc/cpuinfo"), gpus: Path = Path("/proc/
 def _versions(names: Iterable[str]) -> list[str]:
     found = []
     for name in names:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -1,8 +1,11 @@
 """The folder where the engine of a run keeps compiled code, and whether an earlier start has filled it.
 
 The folder outlives the run, and its path is the same in every run of the same engine, because compiled code names it.
-If no such folder is safe to use, the run's private folder takes its place, and the record says why. The folders, their
-locks and their bound are in `cache_folders`.
+Each kind of engine has one (`cache_key`), and each engine of that kind that runs at once has a further one. A launcher
+holds a lock on the file beside the folder as long as it lives, so no two engines of a host fill one folder. An engine
+runs the code that it finds there: a folder is used only if nobody but its user can have changed it. All folders
+together are bounded in size; those used last stay. If no such folder is safe to use, the run's private folder takes its
+place, and the record says why.
 """
 
 from __future__ import annotations
@@ -10,14 +13,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.job.cache.cache_archive import CacheArchive
-from hpc_serve.job.cache.cache_folders import READY, LockedFolder, empty_folder, lock_folder, remove_unused
+from hpc_serve.job.cache.cache_archive import READY, CacheArchive
 from hpc_serve.job.cache.cache_key import machine_key
+from hpc_serve.job.machine import guarded_folders
+from hpc_serve.job.machine.guarded_folders import lock_beside, others_file, remove_tree
 from hpc_serve.rendezvous.files import make_folders, make_own_folder
 from hpc_serve.rendezvous.ownership import fault
 from hpc_serve.rendezvous.store import default_home
@@ -28,6 +33,57 @@ _LIMIT_BYTES = 10 * GIB
 _ARCHIVES_BYTES = GIB  # homes have quotas
 # A default folder may lie in memory (tmpfs), and takes memory from the node's other jobs.
 _PART_OF_FILESYSTEM = 20
+_FOLDER = re.compile(r"[0-9a-f]{16}-\d{1,3}")
+_MOST_AT_ONCE = 64
+_UNUSED_S = 30 * 86_400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockedFolder:
+    """A folder that this process has locked; `descriptor` holds the lock."""
+
+    path: Path
+    descriptor: int
+
+    def note_use(self) -> None:
+        """Count as used now: of many folders, those used last are kept."""
+        with contextlib.suppress(OSError):
+            os.utime(self.descriptor)
+
+    def close(self) -> None:
+        """Give the lock back."""
+        os.close(self.descriptor)
+
+
+def lock_folder(root: Path, key: str, *, first: int = 0) -> LockedFolder | None:
+    """Make and lock the first folder of this key that nobody uses, from number `first` on; None if all are in use.
+
+    A folder with a file of another user is removed first, and is skipped if it cannot be removed. Raises OSError, for
+    example on a filesystem without locks.
+    """
+    for number in range(first, first + _MOST_AT_ONCE):
+        path = root / f"{key}-{number}"
+        descriptor = lock_beside(path)
+        if descriptor is None:
+            continue
+        try:
+            if (reason := others_file(path)) is not None:
+                _log.warning("caches of an earlier start are removed: %s", reason)
+                remove_tree(path, mark=READY)
+            path.mkdir(mode=0o700, exist_ok=True)
+            if others_file(path) is None:
+                return LockedFolder(path=path, descriptor=descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+    return None
+
+
+def empty_folder(path: Path) -> None:
+    """Remove all that is in a locked folder. Raises OSError for what cannot be removed."""
+    remove_tree(path, mark=READY)
+    path.mkdir(mode=0o700)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +194,12 @@ def open_cache(
 
 class _UnusableError(Exception):
     """No folder that outlives the run can be used safely."""
+
+
+def remove_unused(root: Path, *, limit_bytes: int) -> list[Path]:
+    """Remove folders that are not in use: after a month without use, and the longest unused while all take more than
+    `limit_bytes`. Returns the removed ones."""
+    return guarded_folders.remove_unused(root, _FOLDER, mark=READY, limit_bytes=limit_bytes, keep_s=_UNUSED_S)
 
 
 def _lock_cache(root: Path, key: str, first: int, *, is_ready_until_it_fails: bool) -> EngineCache:

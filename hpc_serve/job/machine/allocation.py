@@ -29,13 +29,13 @@ class Allocation:
 
     cluster: str
     job_id: str
-    restart: int
-    node_rank: int
-    num_nodes: int
+    restart: int = 0
+    node_rank: int = 0
+    num_nodes: int = 1
     node_name: str
     num_cpus: int
-    num_gpus: int | None
-    memory_bytes: int | None
+    num_gpus: int | None = None
+    memory_bytes: int | None = None
     share: Share = _ALL
 
     @property
@@ -94,13 +94,8 @@ def _local(environ: Mapping[str, str]) -> Allocation:
     return Allocation(
         cluster="local",
         job_id=environ.get("HPC_SERVE_JOB_ID") or f"local-{os.getppid()}",
-        restart=0,
-        node_rank=0,
-        num_nodes=1,
         node_name=socket.gethostname(),
         num_cpus=len(os.sched_getaffinity(0)),
-        num_gpus=None,
-        memory_bytes=None,
     )
 
 

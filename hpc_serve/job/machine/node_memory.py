@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
+SHARED_MEMORY = "/dev/shm"
 _KIB = 1024
 # The limit, what is used of it, and the most that was; of versions 2 and 1.
 _LIMIT_FILES = (
@@ -20,6 +22,15 @@ def available_memory() -> int:
     available = meminfo.get("MemAvailable", meminfo["MemTotal"])
     limit, used, _ = memory_limit(own_cgroups(Path("/proc/self/cgroup").read_text()))
     return available if limit is None else min(available, max(0, limit - (used or 0)))
+
+
+def shared_memory_bytes() -> tuple[int, int]:
+    """Return the size of the shared memory's filesystem, and what is free of it; zeros where there is none."""
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return 0, 0
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
 def read_meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
@@ -51,12 +62,12 @@ def own_cgroups(text: str, root: Path = Path("/sys/fs/cgroup")) -> dict[str, lis
 
 def least_limit(cgroups: Mapping[str, list[Path]], controller: str, files: tuple[str, ...]) -> tuple[int | None, ...]:
     """Return the numbers in `files` of the cgroup with the least first number, of this or above; each may be None."""
-    found = []
+    found: dict[int, tuple[int | None, ...]] = {}
     for folder in [*cgroups.get(controller, ()), *cgroups.get("", ())]:
-        limit, *others = (_number(folder / name) for name in files)
-        if limit is not None:
-            found.append((limit, *others))
-    return min(found, key=lambda numbers: numbers[0], default=(None,) * len(files))
+        numbers = tuple(_number(folder / name) for name in files)
+        if numbers[0] is not None:
+            found.setdefault(numbers[0], numbers)
+    return found[min(found)] if found else (None,) * len(files)
 
 
 def _number(file: Path) -> int | None:

@@ -102,10 +102,8 @@ async def _wait(tasks: Collection[asyncio.Task[Any]], within_s: float) -> None:
 def log_report(report: PreflightReport) -> None:
     """Log the summary, and each verdict that a person should read."""
     _log.info("%s", report.summary)
-    for verdict in report.of_level("warning"):
-        _log.warning("%s", verdict.sentence)
-    for verdict in report.of_level("failed"):
-        _log.error("%s", verdict.sentence)
+    for verdict in (*report.of_level("warning"), *report.of_level("failed")):
+        _log.log(logging.ERROR if verdict.level == "failed" else logging.WARNING, "%s", verdict.sentence)
 
 
 def write_report(node: Node, store: ServiceStore, report: PreflightReport) -> None:

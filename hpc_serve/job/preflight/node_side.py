@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
@@ -23,11 +24,11 @@ from hpc_serve.job.preflight.needs import Needs
 from hpc_serve.job.preflight.peers import Peer, PeerListener, find_unreached
 from hpc_serve.job.run.node import Node
 from hpc_serve.rendezvous.fields import to_json_text
+from hpc_serve.sizes import GIB
 from hpc_serve.vllm.arguments import Argument, names_in, read_arguments, value_of
 
 GPUS_S, GROUP_S = 120.0, 20.0
 REACH_S = 20.0
-_GIB = 2**30
 # Arguments that name another place or another revision of the weights or their config.
 _ELSEWHERE = frozenset(
     {"--download-dir", "--revision", "--model-loader-extra-config", "--hf-config-path", "--config-format"}
@@ -38,10 +39,8 @@ _OWN_TOKENIZER = frozenset({"--tokenizer", "--skip-tokenizer-init", "--tokenizer
 
 def needs_of(node: Node) -> Needs:
     """Return the needs of each node, from the run's command and launcher."""
-    given = read_arguments(_engine_words(node))
+    given, names = read_arguments(_engine_words(node)), names_in(_engine_words(node))
     options, environ = node.options, node.environ
-    number = {"--gpu-memory-utilization": Needs.gpu_memory_utilization, "--cpu-offload-gb": 0.0}
-    values = {name: _value(given, name, default) for name, default in number.items()}
     return Needs(
         num_nodes=node.allocation.num_nodes,
         gpus_per_node=options.gpus_per_node,
@@ -50,11 +49,11 @@ def needs_of(node: Node) -> Needs:
         device=options.device,
         memory_bytes=node.allocation.memory_bytes,
         dtype=str(_value(given, "--dtype", "auto")),
-        gpu_memory_utilization=float(values["--gpu-memory-utilization"]),
-        sets_cache_bytes="--kv-cache-memory-bytes" in names_in(_engine_words(node)),
-        offload_bytes=int(float(values["--cpu-offload-gb"]) * _GIB),
+        gpu_memory_utilization=float(_value(given, "--gpu-memory-utilization", Needs.gpu_memory_utilization)),
+        sets_cache_bytes="--kv-cache-memory-bytes" in names,
+        offload_bytes=int(float(_value(given, "--cpu-offload-gb", 0.0)) * GIB),
         staged_bytes=node.staging.total_bytes if node.staging is not None else 0,
-        has_own_tokenizer=bool(_OWN_TOKENIZER & names_in(_engine_words(node))),
+        has_own_tokenizer=bool(_OWN_TOKENIZER & names),
         load_format=str(_value(given, "--load-format", "auto")),
         has_own_gloo_interface=bool(environ.get("GLOO_SOCKET_IFNAME")),
         ignores_ray_versions=bool(environ.get("RAY_IGNORE_VERSION_MISMATCH")),
@@ -117,20 +116,14 @@ def _gatherers(node: Node) -> dict[str, Callable[[], Any]]:
     starts_engine = node.allocation.is_head or node.backend != "ray"
     commands = [*([command.argv[0]] if starts_engine else []), *(["ray"] if node.backend == "ray" else [])]
     ask_hub = weights.ask_hub if node.allocation.is_head else None
-    is_elsewhere = bool(_ELSEWHERE & names_in(_engine_words(node)))
-
-    def look_at_weights() -> Any:
-        model = command.stand_in or command.model
-        if is_elsewhere:
-            return None
-        return weights.gather_weights(model, environ, load_format=needs.load_format, ask_hub=ask_hub)
-
+    model = command.stand_in or command.model
+    look_at_weights = partial(weights.gather_weights, model, environ, load_format=needs.load_format, ask_hub=ask_hub)
     return {
         "gpus": lambda: gpus.gather_gpus(needs, environ, has_cuda_wheel="cuda" in software.torch_built_for()),
         "memory": machine.gather_memory,
         "folders": lambda: machine.gather_folders(_folders(node)),
         "limits": machine.gather_limits,
-        "weights": look_at_weights,
+        "weights": look_at_weights if not _ELSEWHERE & names_in(_engine_words(node)) else lambda: None,
         "software": lambda: software.gather_software(
             environ, commands, environ.get("VLLM_RPC_BASE_PATH") or str(node.node_dir)
         ),

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hpc_serve.job.progress.load_progress import LoadProgress, WeightsRead
 from hpc_serve.job.progress.reading import ReadSoFar
-from hpc_serve.rendezvous.record import START_STAGES, StartRecord
-from hpc_serve.rendezvous.start_times import PastStart
+from hpc_serve.rendezvous.record import START_STAGES, EndpointRecord, StartRecord
+from hpc_serve.rendezvous.start_times import PastStart, cache_of, layout_of
 from hpc_serve.sizes import MIB
 
 STAGE_OF_PHRASE: Mapping[str, str] = {
@@ -113,16 +113,16 @@ class StartStages:
             weights_left_s=None if weights_left_s is None else round(weights_left_s, 1),
         )
 
-    def past_start(self, *, service: str, model: str, layout: str, ready_at: float, cache: str = "") -> PastStart:
-        """This start, once it is over, for the next one."""
+    def past_start(self, record: EndpointRecord, ready_at: float) -> PastStart:
+        """This start of a replica, once it is over, for the next one."""
         return PastStart(
-            service=service,
-            model=model,
-            layout=layout,
+            service=record.service,
+            model=record.model,
+            layout=layout_of(record),
             ready_at=ready_at,
             took_s=dict(self._took_s),
             read_bytes=self._read.total,
-            cache=cache,
+            cache=cache_of(record),
         )
 
     def time_left_s(self) -> float | None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hpc_serve.job.machine.allocation import Allocation
+from hpc_serve.job.machine.node_memory import shared_memory_bytes
 from hpc_serve.sizes import GIB, MIB
 from hpc_serve.vllm.command import Device
 
@@ -34,7 +35,7 @@ def start_argv(
     """Return the command of every Ray of a run. Ray gets the job's CPUs, memory and devices, not the machine's."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = allocation.memory_bytes or machine // allocation.share.count
-    store = max(_SMALLEST_OBJECT_STORE_BYTES, min(_OBJECT_STORE_BYTES, memory // 8, _shared_memory_bytes() // 2))
+    store = max(_SMALLEST_OBJECT_STORE_BYTES, min(_OBJECT_STORE_BYTES, memory // 8, shared_memory_bytes()[1] // 2))
     return (
         "ray",
         "start",
@@ -109,11 +110,3 @@ def _with_hip_devices(environ: Mapping[str, str]) -> dict[str, str]:
     if "HIP_VISIBLE_DEVICES" not in found and (visible := found.pop("ROCR_VISIBLE_DEVICES", None)) is not None:
         found["HIP_VISIBLE_DEVICES"] = visible
     return found
-
-
-def _shared_memory_bytes() -> int:
-    try:
-        status = os.statvfs("/dev/shm")
-    except OSError:
-        return 2 * _SMALLEST_OBJECT_STORE_BYTES
-    return status.f_bavail * status.f_frsize

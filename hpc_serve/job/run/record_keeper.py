@@ -22,10 +22,10 @@ from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.outcome import Outcome
 from hpc_serve.rendezvous.entries import read_entry
 from hpc_serve.rendezvous.names import array_of
+from hpc_serve.rendezvous.ownership import user_name
 from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress, SubmittedJob
-from hpc_serve.rendezvous.start_times import cache_of, last_start, layout_of, remember_start
+from hpc_serve.rendezvous.start_times import last_start, remember_start
 from hpc_serve.rendezvous.store import ServiceStore, default_home
-from hpc_serve.rendezvous.user import user_name
 
 _log = logging.getLogger(__name__)
 LEASE_S = 30.0
@@ -218,16 +218,8 @@ class RecordKeeper:
 
     def _remember_start(self) -> None:
         """Write down what this start took, for the next one."""
-        record = self.record
-        start = self.stages.past_start(
-            service=record.service,
-            model=record.model,
-            layout=layout_of(record),
-            ready_at=time.time(),
-            cache=cache_of(record),
-        )
         try:
-            remember_start(self.store.home, start)
+            remember_start(self.store.home, self.stages.past_start(self.record, time.time()))
         except (HpcServeError, OSError) as error:
             _log.warning("cannot write down how long this start took: %s", error)
 

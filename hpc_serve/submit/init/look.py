@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hpc_serve.errors import SchedulerError
-from hpc_serve.rendezvous.user import user_name
+from hpc_serve.rendezvous.ownership import user_name
 from hpc_serve.submit.init import machine_facts, slurm_facts
 from hpc_serve.submit.init.facts import ClusterFacts
 from hpc_serve.submit.slurm import scheduler

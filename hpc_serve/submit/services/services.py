@@ -16,9 +16,9 @@ from hpc_serve.errors import HpcServeError
 from hpc_serve.plan import ServePlan
 from hpc_serve.rendezvous.files import make_log_dir
 from hpc_serve.rendezvous.names import log_dir_before_job
+from hpc_serve.rendezvous.ownership import user_name
 from hpc_serve.rendezvous.record import SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore, default_home
-from hpc_serve.rendezvous.user import user_name
 from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.rendezvous.wanted_file import read_wanted
 from hpc_serve.submit.plans.planned_speed import speed_figures

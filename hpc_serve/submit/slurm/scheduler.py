@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from hpc_serve.errors import SchedulerError, SchedulerUnavailableError
 from hpc_serve.rendezvous.names import array_of
-from hpc_serve.rendezvous.user import user_name
+from hpc_serve.rendezvous.ownership import user_name
 from hpc_serve.submit.slurm.slurm import (
     GONE,
     UNKNOWN,

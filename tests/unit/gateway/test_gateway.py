@@ -185,7 +185,7 @@ def test_an_answer_is_passed_on_byte_for_byte(service, gateway):
 def _ask_engine(service, engine, asked) -> bytes:
     import http.client
 
-    from hpc_serve.trust.pinned import pinned_context
+    from hpc_serve.trust.connection import pinned_context
 
     connection = http.client.HTTPSConnection("127.0.0.1", engine.port, context=pinned_context(engine.certificate))
     key = service.key_file.read_text().strip()

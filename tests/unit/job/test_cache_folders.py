@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.job.cache import cache_folders
-from hpc_serve.job.cache.cache_folders import READY, lock_folder, remove_unused
+from hpc_serve.job.cache import engine_cache
+from hpc_serve.job.cache.cache_archive import READY
+from hpc_serve.job.cache.engine_cache import lock_folder, remove_unused
 from hpc_serve.job.machine.guarded_folders import folder_bytes
 
 KEY = "0123456789abcdef"
@@ -70,7 +71,7 @@ def test_a_replica_of_a_job_begins_with_its_own_number(root):
 
 
 def test_a_run_goes_on_without_where_all_are_in_use(root, monkeypatch):
-    monkeypatch.setattr(cache_folders, "_MOST_AT_ONCE", 1)
+    monkeypatch.setattr(engine_cache, "_MOST_AT_ONCE", 1)
     folder = locked(root)
     assert lock_folder(root, KEY) is None
     folder.close()

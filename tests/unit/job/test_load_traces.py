@@ -5,11 +5,11 @@ A rate that changes once more after half of the start cannot be foretold, so non
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
-from tests.unit.job.starts import Said
+from tests.unit.job.starts import share_right
 from tests.unit.job.starts.loads import Load, play_load
 
 LEAST_RIGHT = 0.9
@@ -29,12 +29,6 @@ SHARDS = {
 }
 COMPILES_S = (0.0, 60.0)
 PASTS = {"the same disk": 1.0, "a disk 3x faster": 1 / 3, "a disk 3x slower": 3.0, "a disk 10x faster": 0.1}
-
-
-def share_right(said: Sequence[Said]) -> float:
-    """Of what was said from half-way on, how much was right."""
-    late = said[len(said) // 2 :]
-    return sum(one.is_right for one in late) / len(late)
 
 
 @pytest.mark.parametrize("compile_s", COMPILES_S)

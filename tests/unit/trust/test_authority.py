@@ -143,26 +143,15 @@ def test_an_expired_authority_is_refused(home: Path, folder: Path, monkeypatch: 
         make(home, folder)
 
 
-@pytest.mark.parametrize(
-    "content", ["", "no PEM at all", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"]
-)
-def test_a_damaged_authority_is_refused(home: Path, folder: Path, content: str) -> None:
-    path = ensure_authority(home)
-    path.write_text(content)
-    with pytest.raises(RecordError, match="does not hold a key and the certificate"):
-        make(home, folder)
-
-
-def test_a_cut_authority_is_refused(home: Path, folder: Path) -> None:
-    path = ensure_authority(home)
-    path.write_text(path.read_text()[:600])
-    with pytest.raises(RecordError, match="does not hold a key and the certificate"):
-        make(home, folder)
-
-
-def test_the_certificate_of_an_endpoint_is_no_authority(home: Path, folder: Path) -> None:
-    made = make(home, folder)
-    authority_file(home).write_text(made.key_file.read_text() + made.certificate)
+@pytest.mark.parametrize("spoil", ["", "no PEM at all", "AAAA", "cut", "an endpoint's"])
+def test_what_is_no_authority_is_refused(home: Path, folder: Path, spoil: str) -> None:
+    made, path = make(home, folder), authority_file(home)
+    contents = {
+        "AAAA": "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
+        "cut": path.read_text()[:600],
+        "an endpoint's": made.key_file.read_text() + made.certificate,
+    }
+    path.write_text(contents.get(spoil, spoil))
     with pytest.raises(RecordError, match="does not hold a key and the certificate"):
         make(home, folder)
 

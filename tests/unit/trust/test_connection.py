@@ -48,12 +48,8 @@ def pinned(ours: RunCertificate) -> Identity:
     ],
 )
 def test_whatever_a_stranger_answers_it_gets_no_key(ours: RunCertificate, answer: bytes) -> None:
-    server = RecordingServer(answer=answer)
-    try:
-        with pytest.raises(OSError):
-            ask(server.port, pinned(ours))
-    finally:
-        server.close()
+    with closing(RecordingServer(answer=answer)) as server, pytest.raises(OSError):
+        ask(server.port, pinned(ours))
     assert KEY.encode() not in server.received
     assert b"/v1/models" not in server.received
 
@@ -66,12 +62,8 @@ def test_a_stranger_that_says_nothing_is_left_in_time(ours: RunCertificate) -> N
 
 
 def test_a_record_without_a_certificate_is_never_asked(ours: RunCertificate) -> None:
-    server = RecordingServer()
-    try:
-        with pytest.raises(RecordError, match="restart the service"):
-            ask(server.port, replace(pinned(ours), certificate=""))
-    finally:
-        server.close()
+    with closing(RecordingServer()) as server, pytest.raises(RecordError, match="restart the service"):
+        ask(server.port, replace(pinned(ours), certificate=""))
     assert KEY.encode() not in server.received
 
 
@@ -80,23 +72,19 @@ def test_the_key_is_not_in_a_repr(ours: RunCertificate) -> None:
 
 
 def test_the_certificate_is_what_counts(ours: RunCertificate) -> None:
-    server = RecordingServer(server_context(ours.certificate_file, ours.key_file))
-    try:
+    with closing(RecordingServer(server_context(ours.certificate_file, ours.key_file))) as server:
         assert ask(server.port, pinned(ours)) == b"ok"
-    finally:
-        server.close()
 
 
-def test_a_stranger_gets_nothing(ours: RunCertificate, tmp_path: Path) -> None:
+@pytest.mark.parametrize("home", ["home", "other/home"])
+def test_a_stranger_gets_nothing(ours: RunCertificate, tmp_path: Path, home: str) -> None:
+    """Neither another run of the same authority, nor one of another authority."""
     folder = tmp_path / "other"
     folder.mkdir()
-    theirs = make_run_certificate(folder / "home", folder, run="123-r0", addresses=[])
-    server = RecordingServer(server_context(theirs.certificate_file, theirs.key_file))
-    try:
-        with pytest.raises(NotOurEngineError, match="does not show the certificate of the record"):
-            ask(server.port, pinned(ours))
-    finally:
-        server.close()
+    theirs = make_run_certificate(tmp_path / home, folder, run="123-r0", addresses=[])
+    refused = pytest.raises(NotOurEngineError, match="does not show the certificate of the record")
+    with closing(RecordingServer(server_context(theirs.certificate_file, theirs.key_file))) as server, refused:
+        ask(server.port, pinned(ours))
     assert server.received == b""
 
 
@@ -113,12 +101,8 @@ def test_a_relay_carries_what_it_cannot_read(ours: RunCertificate) -> None:
 
 
 def test_an_answer_in_the_clear_is_refused(ours: RunCertificate) -> None:
-    server = RecordingServer()
-    try:
-        with pytest.raises(NotOurEngineError, match="does not speak TLS"):
-            ask(server.port, pinned(ours))
-    finally:
-        server.close()
+    with closing(RecordingServer()) as server, pytest.raises(NotOurEngineError, match="does not speak TLS"):
+        ask(server.port, pinned(ours))
     assert KEY.encode() not in server.received
 
 

@@ -10,11 +10,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_serve.job.machine.node_memory import least_limit, memory_limit, own_cgroups, read_meminfo
+from hpc_serve.job.machine.node_memory import (
+    SHARED_MEMORY,
+    least_limit,
+    memory_limit,
+    own_cgroups,
+    read_meminfo,
+    shared_memory_bytes,
+)
 from hpc_serve.job.preflight.facts import FolderFacts, LimitFacts, MemoryFacts
 from hpc_serve.job.weights.weights_place import is_in_memory
 
-_SHM = "/dev/shm"
 _LIMITS = {
     "memlock": resource.RLIMIT_MEMLOCK,
     "nofile": resource.RLIMIT_NOFILE,
@@ -31,18 +37,14 @@ def gather_memory() -> MemoryFacts:
     tasks_limit, tasks = least_limit(cgroups, "pids", ("pids.max", "pids.current"))
     total = meminfo["MemTotal"]
     is_limited = limit is not None and limit < total
-    try:
-        shm = os.statvfs(_SHM)
-        sizes = (shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize)
-    except OSError:
-        sizes = (0, 0)
+    shm_bytes, shm_free_bytes = shared_memory_bytes()
     return MemoryFacts(
         total_bytes=total,
         limit_bytes=limit if is_limited else None,
         used_of_limit_bytes=used if is_limited else None,
-        shm_bytes=sizes[0],
-        shm_free_bytes=sizes[1],
-        shm_is_writable=os.access(_SHM, os.W_OK | os.X_OK),
+        shm_bytes=shm_bytes,
+        shm_free_bytes=shm_free_bytes,
+        shm_is_writable=os.access(SHARED_MEMORY, os.W_OK | os.X_OK),
         tasks_limit=tasks_limit,
         tasks=tasks,
     )
@@ -79,7 +81,8 @@ def _folder(purpose: str, path: Path) -> FolderFacts:
 
 def gather_limits() -> dict[str, LimitFacts]:
     """Return the limits of this process, as `ulimit` shows them."""
-    limits = {name: LimitFacts(soft=soft, hard=hard) for name, (soft, hard) in _read_limits().items()}
+    found = {name: resource.getrlimit(number) for name, number in _LIMITS.items()}  # -1: unlimited
+    limits = {name: LimitFacts(soft=soft, hard=hard) for name, (soft, hard) in found.items()}
     if os.geteuid() != 0 and limits["nproc"].soft >= 0:  # the kernel holds root to none
         limits["nproc"] = replace(limits["nproc"], used=count_tasks(os.geteuid()))
     return limits
@@ -94,13 +97,3 @@ def count_tasks(user_id: int, proc: Path = Path("/proc")) -> int:
                 if entry.stat().st_uid == user_id:
                     count += len(os.listdir(entry / "task"))
     return count
-
-
-def _read_limits() -> dict[str, tuple[int, int]]:
-    def whole(value: int) -> int:
-        return -1 if value == resource.RLIM_INFINITY else value
-
-    return {
-        name: (whole(soft), whole(hard))
-        for name, (soft, hard) in ((n, resource.getrlimit(i)) for n, i in _LIMITS.items())
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import platform
 import re
@@ -37,12 +38,9 @@ def _installed() -> dict[str, str]:
 
     found = {}
     for package, names in _PACKAGES.items():
-        for name in names:
-            try:
+        for name in reversed(names):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 found[package] = importlib.metadata.version(name)
-                break
-            except importlib.metadata.PackageNotFoundError:
-                continue
     return found
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from hpc_serve.job.progress.start_stages import StartStages
 from hpc_serve.rendezvous.start_times import PastStart
 from hpc_serve.vllm.log import read_stage
+from tests.support.stubs import make_record
 
 Line = tuple[float, str]
-LAYOUT = "slurm 1x1 TP=1 PP=1"
 
 
 class Clock:
@@ -90,7 +90,7 @@ def play(
     said = list(_play(stages, clock, lines, end_s))
     clock.now = end_s
     stages.finish()
-    return stages.past_start(service="m", model="m", layout=LAYOUT, ready_at=1.0), said
+    return stages.past_start(make_record(), 1.0), said
 
 
 def _play(stages: StartStages, clock: Clock, lines: Sequence[Line], end_s: float) -> Iterator[Said]:
@@ -110,3 +110,14 @@ def tell(stages: StartStages, line: str) -> bool | None:
     """Tell of a line as the launcher does. Whether its stage counted; None if it names none."""
     stage = read_stage(line)
     return stages.note_phrase(stage.name, stage.done, stage.total) if stage else None
+
+
+def from_half_way(said: list[Said]) -> list[Said]:
+    """What was said from half-way on."""
+    return said[len(said) // 2 :]
+
+
+def share_right(said: list[Said]) -> float:
+    """Of what was said from half-way on, how much was right."""
+    late = from_half_way(said)
+    return sum(one.is_right for one in late) / len(late)

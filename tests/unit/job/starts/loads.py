@@ -10,7 +10,8 @@ from hpc_serve.job.progress.reading import ReadSoFar
 from hpc_serve.job.progress.start_stages import StartStages
 from hpc_serve.rendezvous.start_times import PastStart
 from hpc_serve.sizes import MIB
-from tests.unit.job.starts import LAYOUT, Clock, Said, tell
+from tests.support.stubs import make_record
+from tests.unit.job.starts import Clock, Said, tell
 
 LOOK_S = 0.5
 Way = Literal["mapped", "by_read", "from_disk"]
@@ -102,7 +103,7 @@ def play_load(load: Load, past: PastStart | None = None) -> tuple[PastStart, lis
     stages.finish()
     end_s = clock.now
     return (
-        stages.past_start(service="m", model="m", layout=LAYOUT, ready_at=1.0),
+        stages.past_start(make_record(), 1.0),
         [Said(at_s, end_s - at_s, left_s) for at_s, left_s in told],
         [Said(at_s, loaded_s - at_s, left_s) for at_s, left_s in weights],
     )
