@@ -38,7 +38,7 @@ PURE = (
     "hpc_serve.submit.plans.planned_speed",
     "hpc_serve.submit.init.choose",
     "hpc_serve.submit.init.machine_facts",
-    "hpc_serve.submit.init.site_text",
+    "hpc_serve.submit.init.setting",
     "hpc_serve.submit.init.slurm_facts",
     "hpc_serve.submit.request.job_env",
     "hpc_serve.submit.script.render",

@@ -41,7 +41,7 @@ def init_command(output: Path | None, only_print: bool, force: bool, as_json: bo
     """
     from hpc_serve.submit.init.choose import choose_settings
     from hpc_serve.submit.init.look import look
-    from hpc_serve.submit.init.site_text import site_text
+    from hpc_serve.submit.init.setting import site_text
     from hpc_serve.submit.site.site import read_settings
     from hpc_serve.submit.site.site_files import find_system_file, user_file
 
@@ -170,7 +170,7 @@ def _show_merged(merged: MergedSite) -> None:
 
 
 def _shown(value: Any) -> str:
-    from hpc_serve.submit.init.site_text import yaml_value
+    from hpc_serve.submit.init.setting import yaml_value
 
     return yaml_value(value)
 

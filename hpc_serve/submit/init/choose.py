@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.submit.init.facts import ClusterFacts, NodeFacts, PartitionFacts
-from hpc_serve.submit.init.gpu_names import gpu_named
+from hpc_serve.submit.init.gpu_names import gpus_named
 from hpc_serve.submit.init.places import places
-from hpc_serve.submit.init.setting import Setting
+from hpc_serve.submit.init.setting import Setting, decided, question
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
 
 _LEAST_TIME_S = 3600.0
@@ -26,15 +27,15 @@ _SHOWN = 6
 def choose_settings(facts: ClusterFacts) -> tuple[Setting, ...]:
     """Return the settings in the order of writing."""
     partition = choose_partition(facts)
-    kind = usual_node(partition) if partition else None
+    account = _account(facts, partition)
     chosen = (
         _partition(facts, partition),
-        _account(facts, partition),
-        _qos(facts, partition),
+        account,
+        _qos(facts, partition, account.value),
         _time(partition),
-        *_gpus(facts, partition, kind),
-        *_shares(facts, partition),
-        *_submission(facts, partition),
+        *_gpus(facts, partition),
+        *_shares(partition),
+        _submission(partition),
         *places(facts),
     )
     return tuple(map(_as_the_site_file_takes_it, chosen))
@@ -42,10 +43,9 @@ def choose_settings(facts: ClusterFacts) -> tuple[Setting, ...]:
 
 def _as_the_site_file_takes_it(setting: Setting) -> Setting:
     """Return the setting as a question if no `#SBATCH` line can hold its value: a site's names may be anything."""
-    name = "extra" if setting.key == "sbatch_extra" else setting.key
-    if setting.value is None or name not in {option.name for option in fields(SlurmOptions)}:
+    if setting.value is None or setting.key not in {option.name for option in fields(SlurmOptions)}:
         return setting
-    asked: dict[str, Any] = {name: setting.value}
+    asked: dict[str, Any] = {setting.key: setting.value}
     try:
         SlurmOptions(**asked)
     except InvalidRequestError as error:
@@ -71,19 +71,25 @@ def _may_use(facts: ClusterFacts, partition: PartitionFacts) -> bool:
     """Return whether nothing that is known keeps the user out."""
     if partition.allow_groups is not None and facts.groups and not set(partition.allow_groups) & set(facts.groups):
         return False
-    accounts = {one.account for one in facts.associations if one.partition in (None, partition.name)}
-    if not facts.associations:
-        return True
-    allowed = accounts - set(partition.deny_accounts)
-    return bool(allowed if partition.allow_accounts is None else allowed & set(partition.allow_accounts))
+    return not facts.associations or bool(_accounts(facts, partition))
+
+
+def _accounts(facts: ClusterFacts, partition: PartitionFacts | None) -> list[str]:
+    """Return the accounts that the user may charge in a partition."""
+    found = dict.fromkeys(
+        one.account for one in facts.associations if partition is None or one.partition in (None, partition.name)
+    )
+    if partition is None:
+        return list(found)
+    allowed = found if partition.allow_accounts is None else partition.allow_accounts
+    return [account for account in found if account in allowed and account not in partition.deny_accounts]
 
 
 def usual_node(partition: PartitionFacts) -> NodeFacts | None:
     """Return the kind of node that most of a partition's GPU nodes are of; of all its nodes, where it has no GPUs."""
     counted: Counter[NodeFacts] = Counter()
     for node in partition.gpu_nodes or partition.nodes:
-        alike = NodeFacts(cpus=node.cpus, memory_mib=node.memory_mib, gpus=node.gpus, features=node.features)
-        counted[alike] += node.number
+        counted[replace(node, name="", number=1, partitions=(), state="")] += node.number
     return max(counted, key=counted.__getitem__, default=None)
 
 
@@ -118,145 +124,107 @@ def _partition(facts: ClusterFacts, chosen: PartitionFacts | None) -> Setting:
     more = f"; and {len(others) - _SHOWN} more, see `sinfo`" if len(others) > _SHOWN else ""
     also = f" Also here: {listed}{more}." if others else ""
     if chosen is None:
-        return Setting(key="partition", example="gpu", why=f"Which partition has the GPUs? Slurm showed none.{also}")
+        return question("partition", "gpu", f"Which partition has the GPUs? Slurm showed none.{also}")
     why = "Slurm's default" if chosen.is_default else "not Slurm's default"
     gpus = "" if chosen.gpu_nodes else " No partition that you may use shows GPUs."
-    return Setting(key="partition", value=chosen.name, why=f"{describe(chosen)}; {why}.{gpus}{also}")
+    return decided("partition", chosen.name, f"{describe(chosen)}; {why}.{gpus}{also}")
 
 
 def _account(facts: ClusterFacts, partition: PartitionFacts | None) -> Setting:
     accounts = _accounts(facts, partition)
-    is_enforced = "associations" in facts.config.get("AccountingStorageEnforce", "")
     if not accounts:
         reason = facts.unanswered.get("sacctmgr", "it lists none for you")
-        needs = " Slurm refuses jobs without one here." if is_enforced else " Slurm takes its default otherwise."
-        return Setting(
-            key="account", example="my-project", why=f"Which account pays? sacctmgr did not tell: {reason}.{needs}"
-        )
-    value = facts.default_account if facts.default_account in accounts else accounts[0]
+        is_enforced = "associations" in facts.config.get("AccountingStorageEnforce", "")
+        needs = "Slurm refuses jobs without one here." if is_enforced else "Slurm takes its default otherwise."
+        return question("account", "my-project", f"Which account pays? sacctmgr did not tell: {reason}. {needs}")
+    is_default = facts.default_account in accounts
+    value = str(facts.default_account) if is_default else accounts[0]
     others = [one for one in accounts if one != value]
     also = f" You may charge {', '.join(others)} too." if others else ""
-    by = "Your default account" if value == facts.default_account else "The first account that you may charge here"
-    return Setting(key="account", value=value, why=f"{by}, says sacctmgr.{also}")
+    by = "Your default account" if is_default else "The first account that you may charge here"
+    return decided("account", value, f"{by}, says sacctmgr.{also}")
 
 
-def _accounts(facts: ClusterFacts, partition: PartitionFacts | None) -> list[str]:
-    """Return the accounts that the user may charge in a partition."""
-    found = []
-    for one in facts.associations:
-        in_it = partition is None or one.partition in (None, partition.name)
-        refused = partition is not None and (
-            one.account in partition.deny_accounts
-            or (partition.allow_accounts is not None and one.account not in partition.allow_accounts)
-        )
-        if in_it and not refused:
-            found.append(one.account)
-    return list(dict.fromkeys(found))
-
-
-def _qos(facts: ClusterFacts, partition: PartitionFacts | None) -> Setting:
-    account = _account(facts, partition).value
+def _qos(facts: ClusterFacts, partition: PartitionFacts | None, account: object) -> Setting:
     own = [one for one in facts.associations if one.account == account]
     mine = list(dict.fromkeys(qos for one in own for qos in one.qos))
     default = next((one.default_qos for one in own if one.default_qos), None)
     allowed = partition.allow_qos if partition else None
     usable = [qos for qos in mine if allowed is None or qos in allowed]
     if allowed is not None and usable and default not in usable:
-        return Setting(
-            key="qos",
-            value=usable[0],
-            why=f"The partition takes {', '.join(allowed)} alone; of those you have {', '.join(usable)}.",
-        )
-    have = f"You have {', '.join(mine)}" + (f", by default {default}" if default else "") if mine else ""
-    why = f"{have}. Does a job here need another?" if have else "Does the site want a QOS to be named?"
-    return Setting(key="qos", example=(mine or ["normal"])[0], why=why)
+        why = f"The partition takes {', '.join(allowed)} alone; of those you have {', '.join(usable)}."
+        return decided("qos", usable[0], why)
+    if not mine:
+        return question("qos", "normal", "Does the site want a QOS to be named?")
+    by_default = f", by default {default}" if default else ""
+    return question("qos", mine[0], f"You have {', '.join(mine)}{by_default}. Does a job here need another?")
 
 
 def _time(partition: PartitionFacts | None) -> Setting:
     limit_s = partition.time_limit_s if partition else None
     if limit_s is not None and limit_s < _USUAL_TIME_S:
-        minutes = int(limit_s // 60)
-        return Setting(
-            key="time",
-            value=f"{minutes // 60:02d}:{minutes % 60:02d}:00",
-            why=f"The partition's limit, {shown_limit(limit_s)}; hpc-serve asks for {_USUAL_TIME} otherwise. "
-            "`--keep-up` goes on across limits.",
-        )
+        hours, minutes = divmod(int(limit_s // 60), 60)
+        why = f"The partition's limit, {shown_limit(limit_s)}; hpc-serve asks for {_USUAL_TIME} otherwise. "
+        return decided("time", f"{hours:02d}:{minutes:02d}:00", f"{why}`--keep-up` goes on across limits.")
     longest = f" The partition allows {shown_limit(limit_s)}." if limit_s else ""
-    return Setting(
-        key="time", example=_USUAL_TIME, why=f"How long does a service run? {_USUAL_TIME} unless you say.{longest}"
-    )
+    return question("time", _USUAL_TIME, f"How long does a service run? {_USUAL_TIME} unless you say.{longest}")
 
 
-def _gpus(facts: ClusterFacts, partition: PartitionFacts | None, kind: NodeFacts | None) -> list[Setting]:
-    if kind is None or not kind.gpus:
+def _gpus(facts: ClusterFacts, partition: PartitionFacts | None) -> Iterator[Setting]:
+    kind = usual_node(partition) if partition else None
+    if partition is None or kind is None or not kind.gpus:
         why = "What do the nodes have? Slurm shows no GPUs; `hpc-serve gpus` lists the names, cpu among them."
-        return [Setting(key="gpu", example="h100-80gb", why=why)]
+        yield question("gpu", "h100-80gb", why)
+        return
     first = max(kind.gpus, key=lambda gpus: gpus.count)
-    name = gpu_named(first.name, kind.features) if first.name else None
-    if name is None:
+    names = gpus_named(first.name, kind.features) if first.name else ()
+    if names:
+        others = f" It may be {' or '.join(names[1:])}: `srun nvidia-smi` shows the memory." if names[1:] else ""
+        yield decided("gpu", names[0], f"Slurm calls them {first.name}.{others}")
+    else:
         called = f"calls them {first.name}, which the catalogue does not know" if first.name else "has no name"
         why = f"Which GPU do the nodes have? Slurm {called}; `hpc-serve gpus` lists the names."
-        gpu = Setting(key="gpu", example="h100-80gb", why=why)
-    else:
-        others = f" It may be {' or '.join(name.others)}: `srun nvidia-smi` shows the memory." if name.others else ""
-        gpu = Setting(key="gpu", value=name.name, why=f"Slurm calls them {first.name}.{others}")
-    per_node = Setting(key="gpus_per_node", value=first.count, why=f"Gres of the nodes: {first.count} each.")
-    return [gpu, per_node, *_gpu_request(facts, partition, first.name)]
-
-
-def _gpu_request(facts: ClusterFacts, partition: PartitionFacts | None, slurm_name: str | None) -> list[Setting]:
-    """Return how Slurm is asked for them."""
+        yield question("gpu", "h100-80gb", why)
+    yield decided("gpus_per_node", first.count, f"Gres of the nodes: {first.count} each.")
     select = facts.config.get("SelectType", "")
     if select and not select.endswith("cons_tres"):
-        directive = Setting(
-            key="gpu_directive", value="gres", why=f"SelectType is {select}, which knows no --gpus-per-node."
-        )
+        yield decided("gpu_directive", "gres", f"SelectType is {select}, which knows no --gpus-per-node.")
     else:
         seen = f"SelectType {select} takes both" if select else "Slurm takes both as a rule"
-        directive = Setting(
-            key="gpu_directive",
-            example="gres",
-            why=f"How is Slurm asked for GPUs? --gpus-per-node unless you write gres; {seen}.",
-        )
-    names = {gpus.name for node in (partition.gpu_nodes if partition else ()) for gpus in node.gpus if gpus.name}
-    if slurm_name and len(names) > 1:
-        why = f"The partition has {', '.join(sorted(names))}; without a type Slurm may give any of them."
-        return [directive, Setting(key="gres_type", value=slurm_name, why=why)]
+        why = f"How is Slurm asked for GPUs? --gpus-per-node unless you write gres; {seen}."
+        yield question("gpu_directive", "gres", why)
+    types = {gpus.name for node in partition.gpu_nodes for gpus in node.gpus if gpus.name}
+    if first.name and len(types) > 1:
+        why = f"The partition has {', '.join(sorted(types))}; without a type Slurm may give any of them."
+        yield decided("gres_type", first.name, why)
+        return
     plugins = facts.config.get("JobSubmitPlugins", "")
     asks = f" This site checks jobs ({plugins}), and may." if plugins not in ("", "(null)") else ""
-    example = slurm_name or "h100"
-    return [directive, Setting(key="gres_type", example=example, why=f"Must a job name the type of GPU?{asks}")]
+    yield question("gres_type", first.name or "h100", f"Must a job name the type of GPU?{asks}")
 
 
-def _shares(facts: ClusterFacts, partition: PartitionFacts | None) -> list[Setting]:
+def _shares(partition: PartitionFacts | None) -> Iterator[Setting]:
     if partition and partition.gives_whole_nodes:
         why = "The partition gives whole nodes alone (OverSubscribe=EXCLUSIVE): take all cores and memory."
-        return [Setting(key="exclusive", value=True, why=why)]
-    return [
-        Setting(
-            key="exclusive",
-            example=True,
-            why="Whole nodes even for a service that needs a part? Several nodes are whole unless you write false.",
-        ),
-        Setting(
-            key="mem",
-            example="200G",
-            why="Memory of each node, where hpc-serve's own guess is not right. Files that a job writes to /dev/shm or "
-            "to a /tmp in memory count as well.",
-        ),
-        Setting(key="constraint", example=_features(partition), why="Must nodes have a feature?"),
-    ]
-
-
-def _features(partition: PartitionFacts | None) -> str:
+        yield decided("exclusive", True, why)
+        return
     kind = usual_node(partition) if partition else None
-    return next(iter(kind.features), "h100") if kind else "h100"
+    yield question(
+        "exclusive",
+        True,
+        "Whole nodes even for a service that needs a part? Several nodes are whole unless you write false.",
+    )
+    yield question(
+        "mem",
+        "200G",
+        "Memory of each node, where hpc-serve's own guess is not right. Files that a job writes to /dev/shm or to a "
+        "/tmp in memory count as well.",
+    )
+    yield question("constraint", next(iter(kind.features if kind else ()), "h100"), "Must nodes have a feature?")
 
 
-def _submission(facts: ClusterFacts, partition: PartitionFacts | None) -> list[Setting]:
-    """Return the settings about jobs that submit jobs."""
+def _submission(partition: PartitionFacts | None) -> Setting:
     if partition and partition.submit_hosts:
         why = f"AllocNodes of the partition is {partition.submit_hosts}: jobs on other hosts cannot submit the next."
-        return [Setting(key="jobs_can_submit", value=False, why=why)]
-    return [Setting(key="jobs_can_submit", example=False, why="May a job call sbatch here? --keep-up needs that.")]
+        return decided("jobs_can_submit", False, why)
+    return question("jobs_can_submit", False, "May a job call sbatch here? --keep-up needs that.")

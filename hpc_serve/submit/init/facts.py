@@ -79,28 +79,13 @@ class Mount:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interface:
-    """A network interface with its addresses ("10.1.0.7/16")."""
-
-    name: str
-    addresses: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuotaLine:
-    """A user's quota on a file system, in KiB; 0 is no limit."""
-
-    file_system: str
-    used_kib: int
-    limit_kib: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class ClusterFacts:
     """All facts. `unanswered` are the commands without a useful answer, each with the reason.
 
-    `config` is `scontrol show config`. `environ` holds the variables that say where things are. `environment` is the
-    virtual environment that HPC_SERVE_ENV names, else the one that hpc-serve runs in; `engine` is vLLM's version in it.
+    `config` is `scontrol show config`. `quotas` are the KiB that the user's quotas leave, by file system. `interfaces`
+    are the addresses ("10.1.0.7/16") of each network interface. `environ` holds the variables that say where things
+    are. `environment` is the virtual environment that HPC_SERVE_ENV names, else the one that hpc-serve runs in;
+    `engine` is vLLM's version in it.
     """
 
     host: str = ""
@@ -110,8 +95,8 @@ class ClusterFacts:
     associations: tuple[Association, ...] = ()
     default_account: str | None = None
     mounts: tuple[Mount, ...] = ()
-    quotas: tuple[QuotaLine, ...] = ()
-    interfaces: tuple[Interface, ...] = ()
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    interfaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
     runtimes: tuple[str, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hpc_serve.plan.catalog import accelerator_entries
 
@@ -18,28 +17,20 @@ _REST = re.compile(r"(?:l|x|sxm\d?|pcie|nvl|\d{2,3}gb?)*")
 _MEMORY = re.compile(r"(\d{2,3})gb?(?![a-z0-9])")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GpuName:
-    """`name` is the catalogue's; `others` are further names in the catalogue that fit Slurm's words."""
+def gpus_named(slurm_name: str, features: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the catalogue's names that fit Slurm's words, the usual one first; none where it has none of that name.
 
-    name: str
-    others: tuple[str, ...] = ()
-
-
-def gpu_named(slurm_name: str, features: Sequence[str] = ()) -> GpuName | None:
-    """Return the accelerator; None where the catalogue has none of that name.
-
-    >>> gpu_named("nvidia_h100_80gb_hbm3").name, gpu_named("a100").others, gpu_named("a100", ["a100_40g"]).name
-    ('h100-80gb', ('a100-40gb', 'a100-64gb'), 'a100-40gb')
+    >>> gpus_named("nvidia_h100_80gb_hbm3"), gpus_named("a100"), gpus_named("a100", ["a100_40g"])
+    (('h100-80gb',), ('a100-80gb', 'a100-40gb', 'a100-64gb'), ('a100-40gb',))
     """
     text = slurm_name.lower()
     if _PART_OF_GPU.search(text):
-        return None
+        return ()
     entries = {entry["name"]: entry for entry in accelerator_entries().values() if entry["kind"] == "gpu"}
     chips = {name: _VARIANT.sub("", name) for name in entries}
     chip = max((chip for chip in chips.values() if _is_named(text, chip)), key=len, default=None)
     if chip is None:
-        return None
+        return ()
     # A feature counts where it names the same chip: others may be of the CPUs or the local disk.
     words = [text, *(word for word in map(str.lower, features) if _is_named(word, chip))]
     names = [name for name, its_chip in chips.items() if its_chip == chip]
@@ -49,9 +40,9 @@ def gpu_named(slurm_name: str, features: Sequence[str] = ()) -> GpuName | None:
         names = matching or names
     memories = {f"{size}gb" for word in words for size in _MEMORY.findall(word)}
     if with_memory := [name for name in names if name.rpartition("-")[2] in memories]:
-        return GpuName(name=with_memory[0])
+        return (with_memory[0],)
     usual = next((name for name in names if chip in entries[name]["aliases"]), names[0])
-    return GpuName(name=usual, others=tuple(name for name in names if name != usual))
+    return (usual, *(name for name in names if name != usual))
 
 
 def _is_named(text: str, chip: str) -> bool:

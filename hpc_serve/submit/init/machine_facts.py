@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from hpc_serve.submit.init.facts import Interface, Mount, QuotaLine
+from hpc_serve.submit.init.facts import Mount
 
 _ADDRESS = re.compile(r"\d+:\s+(\S+?)(?:@\S+)?\s+inet6?\s+(\S+)(.*)")
 _OF_CONTAINERS = re.compile(r"lo|docker\d*|virbr\d*|veth\w*|cni\d*|br-\w+|podman\d*|lxc\w*|tun\d+|tailscale\d+")
@@ -21,46 +21,38 @@ def parse_df(stdout: str, folders: Sequence[str]) -> tuple[Mount, ...]:
     for folder, line in zip(folders, lines, strict=False):
         match = re.fullmatch(r"(.*\S)\s+(\S+)\s+(\d+)\s+(\d+)\s+(\d+)\s+\S+%\s+(/.*)", line)
         if match is not None:
-            mount = Mount(
-                folder=folder,
-                source=match[1],
-                kind=match[2],
-                free_kib=int(match[5]),
-                mounted_on=match[6],
-            )
-            found.append(mount)
+            source, kind, _, _, free_kib, mounted_on = match.groups()
+            found.append(Mount(folder=folder, source=source, kind=kind, free_kib=int(free_kib), mounted_on=mounted_on))
     return tuple(found) if len(lines) == len(folders) else ()
 
 
-def parse_ip(stdout: str) -> tuple[Interface, ...]:
+def parse_ip(stdout: str) -> dict[str, tuple[str, ...]]:
     """`ip -oneline address show`: the interfaces that other machines reach, with their addresses."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, tuple[str, ...]] = {}
     for line in stdout.splitlines():
         match = _ADDRESS.match(line)
         if match and "scope global" in match[3] and not _OF_CONTAINERS.fullmatch(match[1]):
-            found.setdefault(match[1], []).append(match[2])
-    return tuple(Interface(name=name, addresses=tuple(addresses)) for name, addresses in found.items())
+            found[match[1]] = (*found.get(match[1], ()), match[2])
+    return found
 
 
-def parse_net_dev(text: str) -> tuple[Interface, ...]:
+def parse_net_dev(text: str) -> dict[str, tuple[str, ...]]:
     """/proc/net/dev, where there is no `ip`: names alone."""
     names = (line.partition(":")[0].strip() for line in text.splitlines() if ":" in line)
-    return tuple(Interface(name=name) for name in names if not _OF_CONTAINERS.fullmatch(name))
+    return {name: () for name in names if not _OF_CONTAINERS.fullmatch(name)}
 
 
-def parse_quota(stdout: str) -> tuple[QuotaLine, ...]:
+def parse_quota(stdout: str) -> dict[str, int]:
     """`quota --no-wrap`: file system, KiB used (with * beyond the quota), quota, limit, …
 
+    Returns the KiB that are left, by file system.
+
     >>> parse_quota("nas:/home 18000000 50000000 52428800 210000 0 0")
-    (QuotaLine(file_system='nas:/home', used_kib=18000000, limit_kib=52428800),)
+    {'nas:/home': 34428800}
     """
-    found = []
-    for line in stdout.splitlines():
-        match = re.match(r"\s*(\S+)\s+(\d+)\*?\s+(\d+)\s+(\d+)(?:\s|$)", line)
-        if match is not None:
-            limit = int(match[4]) or int(match[3])
-            found.append(QuotaLine(file_system=match[1], used_kib=int(match[2]), limit_kib=limit))
-    return tuple(found)
+    lines = (re.match(r"\s*(\S+)\s+(\d+)\*?\s+(\d+)\s+(\d+)(?:\s|$)", line) for line in stdout.splitlines())
+    limits = {match: int(match[4]) or int(match[3]) for match in lines if match is not None}
+    return {match[1]: limit - int(match[2]) for match, limit in limits.items() if limit}
 
 
 def parse_modules(printed: str) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ class Completed:
 def run_slurm(argv: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> Completed:
     """Run one of Slurm's commands. Raises SchedulerUnavailableError if there is none, or nobody answers it."""
     try:
-        environ = _environ(os.environ)
+        environ = plain_environ(os.environ)
         done = subprocess.run(
             argv, capture_output=True, text=True, errors="replace", env=environ, timeout=timeout_s, check=False
         )
@@ -70,6 +70,12 @@ def run_slurm(argv: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> Complete
     if done.returncode and says_unreachable(done.stderr):
         raise controller_not_answering(argv[0], done.stderr)
     return Completed(argv=tuple(argv), exit_code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+
+
+def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which commands print what is read here, whatever a person has set."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(_OUTPUT_SETTINGS)}
+    return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "standard"}
 
 
 def command_missing(name: str) -> SchedulerUnavailableError:
@@ -261,8 +267,3 @@ def _answer(argv: Sequence[str]) -> str:
     if done.exit_code:
         raise SchedulerUnavailableError(f"`{argv[0]}` failed with exit code {done.exit_code}: {said(done.stderr)}.")
     return done.stdout
-
-
-def _environ(environ: Mapping[str, str]) -> dict[str, str]:
-    kept = {name: value for name, value in environ.items() if not name.startswith(_OUTPUT_SETTINGS)}
-    return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "standard"}

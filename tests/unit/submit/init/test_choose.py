@@ -9,7 +9,7 @@ import pytest
 from hpc_serve.submit.init.choose import choose_partition, choose_settings, describe
 from hpc_serve.submit.init.facts import ClusterFacts, PartitionFacts
 from hpc_serve.submit.init.machine_facts import parse_df, parse_ip, parse_modules, parse_quota
-from hpc_serve.submit.init.site_text import site_text, yaml_value
+from hpc_serve.submit.init.setting import site_text, yaml_value
 from hpc_serve.submit.init.slurm_facts import (
     parse_associations,
     parse_config,
