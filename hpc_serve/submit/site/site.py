@@ -6,13 +6,11 @@ setting is refused, so that a misspelt one is noticed.
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any
 
 from hpc_serve.errors import InvalidRequestError, SiteFileError
 from hpc_serve.rendezvous.ownership import check_chosen
@@ -20,10 +18,7 @@ from hpc_serve.sizes import parse_size
 from hpc_serve.submit.request.environment import CONTAINERS, Environment, EnvironmentKind, JobSettings, variable_of
 from hpc_serve.submit.request.job_env import check_env
 from hpc_serve.submit.request.sbatch_options import SbatchOptions, SlurmOptions
-from hpc_serve.submit.site.yaml_files import read_yaml
-
-if TYPE_CHECKING:
-    import yaml
+from hpc_serve.submit.site.yaml_files import fields_of, read_yaml
 
 PYTHONS: Mapping[str, EnvironmentKind] = {
     "venv": "venv",
@@ -33,7 +28,6 @@ PYTHONS: Mapping[str, EnvironmentKind] = {
 """The settings of which one says where Python is, and what each makes of the environment."""
 
 _PATHS = ("venv", "apptainer", "charliecloud", "log_dir", "templates_dir", "models")
-_YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
 
 
 def _setting(help: str, default: Any = None) -> Any:
@@ -120,85 +114,20 @@ def load_site(path: Path) -> SiteProfile:
 def read_settings(path: Path) -> dict[str, Any]:
     """Read the settings of a site file, by name, checked. Raises SiteFileError, naming file, line and setting."""
     try:
-        return _read(path)
-    except InvalidRequestError:
-        raise
-    except (OSError, ValueError, ArithmeticError, RecursionError) as error:  # a name too long, a number too large
-        raise SiteFileError(f"site file {path} holds a value that cannot be used: {error}") from error
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        # Not as values: YAML would read the time 24:00:00 as the number 86400 and the account 0123 as 83.
-        document = read_yaml(path, as_nodes=True)
+        document = read_yaml(path)
     except OSError as error:
         raise SiteFileError(f"site file {path} cannot be read: {error}") from error
     except ValueError as error:
         raise SiteFileError(f"site file {path} is not YAML: {error}") from error
-    settings = dict(_settings(document, path))
-    _check(SiteProfile(**settings), path)
+    settings = dict(fields_of(document, SiteProfile, path)) if document is not None else {}
+    settings |= {name: os.path.expanduser(settings[name]) for name in _PATHS if settings.get(name)}
+    try:
+        _check(SiteProfile(**settings), path)
+    except InvalidRequestError:
+        raise
+    except (OSError, ValueError, ArithmeticError, RecursionError) as error:  # a name too long, a number too large
+        raise SiteFileError(f"site file {path} holds a value that cannot be used: {error}") from error
     return settings
-
-
-def _settings(document: yaml.Node | None, path: Path) -> Iterator[tuple[str, Any]]:
-    import yaml
-
-    if document is None:  # an empty file
-        return
-    if not isinstance(document, yaml.MappingNode):
-        raise SiteFileError(f"site file {path} must hold settings, one `name: value` a line.")
-    kinds = get_type_hints(SiteProfile)
-    seen: set[str] = set()
-    for key, value in document.value:
-        name, where = str(key.value), f"{path}:{key.start_mark.line + 1}"
-        if name not in kinds:
-            raise SiteFileError(f"{where}: unknown setting {name!r}.{_suggestion(name, kinds)}")
-        if name in seen:
-            raise SiteFileError(f"{where}: {name} is set twice; keep one of the two.")
-        seen.add(name)
-        converted = _value(value, kinds[name], f"{where}: {name}")
-        if name in _PATHS and converted is not None:
-            converted = os.path.expanduser(converted)
-        yield name, converted
-
-
-def _value(node: yaml.Node, kind: Any, where: str) -> Any:
-    import yaml
-
-    if kind == tuple[str, ...]:
-        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        if all(isinstance(item, yaml.ScalarNode) for item in items):
-            return tuple(str(item.value) for item in items if item.value)
-        raise SiteFileError(f"{where} must be a list of words, as [one, two].")
-    if kind == Mapping[str, str]:
-        return _mapping(node, where)
-    if not isinstance(node, yaml.ScalarNode):
-        raise SiteFileError(f"{where} must be one value, not a list or a mapping.")
-    text = str(node.value)
-    if node.tag == "tag:yaml.org,2002:null":
-        return None
-    if kind == int | None:
-        if not re.fullmatch(r"\d{1,9}", text):
-            raise SiteFileError(f"{where} is {text!r}: it must be a whole number.")
-        return int(text)
-    if kind == bool | None:
-        if text.lower() not in (*_YES, *_NO):
-            raise SiteFileError(f"{where} is {text!r}: it must be true or false.")
-        return text.lower() in _YES
-    return text
-
-
-def _mapping(node: yaml.Node, where: str) -> dict[str, str]:
-    import yaml
-
-    if isinstance(node, yaml.ScalarNode) and not node.value:
-        return {}
-    is_flat = isinstance(node, yaml.MappingNode) and all(
-        isinstance(one, yaml.ScalarNode) for pair in node.value for one in pair
-    )
-    if not is_flat:
-        raise SiteFileError(f"{where} must hold variables, as {{NAME: value}}.")
-    return {str(name.value): str(value.value) for name, value in node.value}
 
 
 def _check(profile: SiteProfile, path: Path) -> None:
@@ -218,12 +147,6 @@ def _check(profile: SiteProfile, path: Path) -> None:
         check_env(profile.env)
     except InvalidRequestError as error:
         raise SiteFileError(f"site file {path}: {error}") from error
-
-
-def _suggestion(name: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
-    guess = f" Did you mean {close[0]}?" if close else ""
-    return f"{guess} The settings are: {', '.join(known)}."
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,17 +6,19 @@ from the hub, as for every other model.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hpc_serve.errors import InvalidRequestError, SiteFileError
 from hpc_serve.printable import printable
 from hpc_serve.submit.request.job_env import check_env
-from hpc_serve.submit.site.yaml_files import read_yaml
+from hpc_serve.submit.site.yaml_files import fields_of, place_of, read_yaml
 from hpc_serve.vllm.arguments import names_in, without
+
+if TYPE_CHECKING:
+    import yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,51 +40,36 @@ class SiteModel:
 
 
 def load_site_models(path: str | None) -> Mapping[str, SiteModel]:
-    """Return the models in the file, by their names in small letters. Raises SiteFileError, naming file and entry."""
+    """Return the models in the file, by their names in small letters. Raises SiteFileError, naming file and line."""
     if path is None:
         return {}
     try:
-        document = read_yaml(Path(path)) or []
+        document = read_yaml(Path(path))
     except (OSError, ValueError) as error:
         raise SiteFileError(f"models file {path} cannot be read: {error}") from error
-    if not isinstance(document, list):
+    entries = document.value if document is not None else []
+    if document is not None and document.id != "sequence":
         raise SiteFileError(f"models file {path} must be a list of entries, each with a name and a model.")
     found: dict[str, SiteModel] = {}
-    for number, entry in enumerate(document, 1):
-        model = _model(entry, f"models file {path}, entry {number}")
+    for node in entries:
+        model, where = _model(node, Path(path)), place_of(node, Path(path))
         if model.name.lower() in found:
-            raise SiteFileError(f"models file {path}: {model.name} is there twice; keep one of the two.")
+            raise SiteFileError(f"{where}: {model.name} is there twice; keep one of the two.")
         found[model.name.lower()] = model
     return found
 
 
-def _model(entry: Any, where: str) -> SiteModel:
-    if not isinstance(entry, dict):
-        raise SiteFileError(f"{where}: it must have a name and a model.")
-    known = [one.name for one in fields(SiteModel)]
-    for key in entry:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            guess = f" Did you mean {close[0]}?" if close else ""
-            raise SiteFileError(f"{where}: unknown key {key!r}.{guess} The keys are: {', '.join(known)}.")
-    texts = {key: entry[key] for key in ("name", "model", "note") if entry.get(key) is not None}
+def _model(node: yaml.Node, path: Path) -> SiteModel:
+    values = {name: value for name, value in fields_of(node, SiteModel, path) if value is not None}
+    where = place_of(node, path)
     for key in ("name", "model"):
-        if not isinstance(texts.get(key), str) or not texts[key].strip():
+        if not values.get(key, "").strip():
             raise SiteFileError(f"{where}: {key} must be a text.")
-    for key, text in texts.items():
-        if isinstance(text, dict | list):  # before it is a text: aliases make short YAML long
-            raise SiteFileError(f"{where}: {key} must be a text.")
-        if printable(str(text)) != str(text):  # a terminal would act on it
+    for key in ("name", "model", "note"):
+        if printable(text := values.get(key, "")) != text:  # a terminal would act on it
             raise SiteFileError(f"{where}: {key} is {text!r}: it must be of printable characters.")
-    words = entry.get("vllm_args") or []
-    if not isinstance(words, list) or any(isinstance(word, (dict, list)) for word in words):
-        raise SiteFileError(f"{where}: vllm_args must be a list of words, as [--max-num-seqs, 64].")
-    env = entry.get("env") or {}
-    if not isinstance(env, dict) or any(isinstance(value, (dict, list, bool)) for value in env.values()):
-        raise SiteFileError(f"{where}: env must hold variables, as {{NAME: value}}; write yes, no, true as 'true'.")
-    env = {str(name): str(value) for name, value in env.items()}
     try:
-        check_env(env)
+        check_env(values.get("env", {}))
     except InvalidRequestError as error:
         raise SiteFileError(f"{where}: {error}") from error
-    return SiteModel(**texts | {"note": str(texts.get("note", ""))}, vllm_args=tuple(map(str, words)), env=env)
+    return SiteModel(**values)

@@ -294,11 +294,11 @@ def test_it_is_listed_first(site_models, capsys):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("- {name: a, modle: b}", "entry 1: unknown key 'modle'. Did you mean model?"),
-        ("- {name: a}", "entry 1: model must be a text"),
-        ("- {name: 8, model: b}", "entry 1: name must be a text"),
-        ("- {name: a, model: b, vllm_args: --x}", "vllm_args must be a list"),
-        ("- a", "must have a name"),
+        ("- {name: a, modle: b}", "models.yaml:1: unknown setting 'modle'. Did you mean model?"),
+        ("- {name: a}", "models.yaml:1: model must be a text"),
+        ("- {name: [8], model: b}", "models.yaml:1: name must be one value"),
+        ("- {name: a, model: b, vllm_args: {--x: 1}}", "vllm_args must be a list"),
+        ("- a", "models.yaml:1 must hold settings"),
         ("a: b", "must be a list of entries"),
         ("- {name: a, model: b}\n- {name: A, model: c}", "A is there twice"),
         ("[", "cannot be read"),
