@@ -1,7 +1,7 @@
 """Writes answers: whole lines appended to a file under a lock, found again by a later run, put in order at the end.
 
-A file that holds anything but answers of this batch is never touched. A last line that was not written to its end is
-cut off. Shards of a batch have files of their own, which `merge` joins.
+A file that holds anything but answers of this batch is never touched. Shards of a batch have files of their own, which
+`merge` joins.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import json
 import logging
 import os
 import re
+import stat
+import time
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from hpc_serve.batch.request_file import IdIndex, index_requests, read_requests
 from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError
 
 _log = logging.getLogger(__name__)
+_LOCK_STEP_S = 0.5
 _BEGINNING = b'{"id": "batch_req_'
 _WHOLE = re.compile(rb'\{"id": "batch_req_\d+", "custom_id": ("(?:[^"\\]|\\.)*"), "response": .*\}\n', re.DOTALL)
 
@@ -43,24 +46,54 @@ def shard_path(output: Path, shard: tuple[int, int]) -> Path:
 
 
 class AnswerFile:
-    """A file of answers, open and locked. `close` removes it if it is empty. Raises StoreError."""
+    """A file of answers, open and locked. `read` comes before `append`; `close` removes the file if it is empty.
 
-    def __init__(self, path: Path) -> None:
+    `lines` is the number of lines that were read.
+
+    `lock_s`: how long another's lock is waited for. Raises StoreError, and HpcServeError where another batch writes it.
+    """
+
+    def __init__(self, path: Path, *, lock_s: float = 0.0) -> None:
         self.path = path
+        self.lines = self._size = 0
         try:
-            self._descriptor = _open_locked(path)
+            self._descriptor = _open_locked(path, lock_s)
         except OSError as error:
             raise StoreError(
                 f"{path} cannot be written: {error.strerror}. Name an output in a folder that you can write to."
             ) from error
-        try:
-            self._size = _cut(self._descriptor, path)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
+
+    def read(self) -> Iterator[tuple[int, str]]:
+        """Yield offset and custom_id of each whole line; cut off a last line that was not written to its end.
+
+        Raises InvalidRequestError for a file of others, which stays as it is.
+        """
+        self.lines = self._size = 0
+        with open(self.path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if match := _WHOLE.fullmatch(line):
+                    yield self._size, json.loads(match[1])
+                    self._size += len(line)
+                    self.lines += 1
+                    continue
+                # The end of a node may leave zeros where the last lines were.
+                rest = line.rstrip(b"\0\n")
+                is_torn = not line.endswith(b"\n") and (rest.startswith(_BEGINNING) or _BEGINNING.startswith(rest))
+                if not is_torn or file.read(1):
+                    raise InvalidRequestError(
+                        f"{self.path}, line {number}, is no answer of a batch. Name another output: this file stays as "
+                        "it is."
+                    )
+        if os.fstat(self._descriptor).st_size != self._size:
+            os.ftruncate(self._descriptor, self._size)
 
     def append(self, line: bytes) -> None:
-        """Write a whole line, or none of it. Raises StoreError."""
+        """Write a whole line, or none of it. Raises StoreError, and HpcServeError if others write the file too."""
+        if os.fstat(self._descriptor).st_size != self._size:  # not every filesystem has locks
+            raise HpcServeError(
+                f"{self.path} was changed by another program: end it, and any other batch on this file. The same "
+                "command then goes on."
+            )
         try:
             written = os.write(self._descriptor, line)
             while written < len(line):  # the next write says why the first was short
@@ -79,7 +112,7 @@ class AnswerFile:
             raise self._unwritable(error) from error
 
     def close(self) -> None:
-        if not self._size:
+        if not os.fstat(self._descriptor).st_size:
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
         os.close(self._descriptor)
@@ -91,102 +124,77 @@ class AnswerFile:
         )
 
 
-def _open_locked(path: Path) -> int:
+def _open_locked(path: Path, lock_s: float) -> int:
+    ends_s = time.monotonic() + lock_s
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        is_ours = True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(descriptor)
-            raise HpcServeError(
-                f"Another batch is writing {path}: wait until it has ended, or name another output. Shards of one "
-                "batch are told apart by --shard 3/16."
-            ) from None
+            is_ours = False
         except OSError as error:
             _log.warning("%s: its filesystem has no locks (%s). Start no second batch on it.", path, error.strerror)
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            os.close(descriptor)
+            raise InvalidRequestError(f"{path} is no file: name another output.")
         with contextlib.suppress(FileNotFoundError):
-            if os.fstat(descriptor).st_ino == os.stat(path).st_ino:
+            # Another batch may have removed or replaced it a moment ago.
+            if is_ours and found.st_ino == os.stat(path).st_ino:
                 return descriptor
-        os.close(descriptor)  # another batch removed or replaced it a moment ago
+        os.close(descriptor)
+        if not is_ours:
+            if time.monotonic() > ends_s:
+                raise HpcServeError(
+                    f"Another batch is writing {path}: wait until it has ended, or name another output. Shards of one "
+                    "batch are told apart by --shard 3/16."
+                )
+            time.sleep(_LOCK_STEP_S)
 
 
-def _cut(descriptor: int, path: Path) -> int:
-    """Cut off a last line that is not whole, and return the size. Raises InvalidRequestError for a file of others."""
-    whole = 0
-    with open(descriptor, "rb", closefd=False) as file:
-        for number, line in enumerate(file, 1):
-            if _WHOLE.fullmatch(line):
-                whole += len(line)
-                continue
-            # The end of a node may leave zeros where the last lines were.
-            rest = line.rstrip(b"\0\n")
-            is_torn = not line.endswith(b"\n") and (rest.startswith(_BEGINNING) or _BEGINNING.startswith(rest))
-            if is_torn and not file.read(1):
-                break
-            raise InvalidRequestError(
-                f"{path}, line {number}, is no answer of a batch. Name another output: this file stays as it is."
-            )
-    if os.fstat(descriptor).st_size != whole:
-        os.ftruncate(descriptor, whole)
-    return whole
-
-
-def read_answers(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield offset and custom_id of each whole line. A missing file has none."""
-    offset = 0
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                if match := _WHOLE.fullmatch(line):
-                    yield offset, json.loads(match[1])
-                offset += len(line)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror}.") from error
-
-
-def find_answers(index: IdIndex, parts: Sequence[Path], requests: Path) -> array[int]:
-    """Return where each id is answered, by its slot: 1 + offset × number of parts + part; 0 is nowhere.
+def find_answers(index: IdIndex, files: Sequence[AnswerFile], requests: Path) -> array[int]:
+    """Return where each id is answered, by its slot: 1 + offset × number of files + file; 0 is nowhere.
 
     Raises InvalidRequestError where an answer belongs to no request, or two to one.
     """
     places = array("Q", bytes(8 * index.num_slots))
-    for part, path in enumerate(parts):
-        for offset, custom_id in read_answers(path):
+    for number, file in enumerate(files):
+        for offset, custom_id in file.read():
             slot = index.slot(custom_id)
             if slot is None:
                 raise InvalidRequestError(
-                    f"{path} answers {custom_id!r}, which {requests} does not ask: it is of another batch. Name "
+                    f"{file.path} answers {custom_id!r}, which {requests} does not ask: it is of another batch. Name "
                     "another output, or put the request back."
                 )
             if places[slot]:
-                other = parts[(places[slot] - 1) % len(parts)]
+                other = files[(places[slot] - 1) % len(files)].path
                 raise InvalidRequestError(
-                    f"{custom_id!r} is answered in {other} and again in {path}: are these shards of two divisions? "
-                    "Move the files of one division away."
+                    f"{custom_id!r} is answered in {other} and again in {file.path}: by shards of two divisions, or by "
+                    "two batches at once. Move the files of one division away, or remove one of the lines."
                 )
-            places[slot] = 1 + offset * len(parts) + part
+            places[slot] = 1 + offset * len(files) + number
     return places
 
 
-def write_in_order(requests: Path, index: IdIndex, parts: Sequence[Path], target: Path) -> int:
-    """Write the lines of all parts to `target` in the order of their requests; return how many. Raises StoreError."""
-    places = find_answers(index, parts, requests)
-    temporary, count = target.with_name(f".{target.name}.{os.getpid()}.tmp"), 0
+def write_in_order(
+    requests: Path, index: IdIndex, places: Sequence[int], files: Sequence[AnswerFile], target: Path, *, errors: bool
+) -> int:
+    """Write what `find_answers` found to `target`, in the order of the requests; return the number of lines.
+
+    Every second file is one of errors: these lines are written if `errors`, else the others. Raises StoreError.
+    """
+    temporary, count = target.with_name(f".{target.name}.tmp"), 0
     try:
         with contextlib.ExitStack() as stack:
-            files = [stack.enter_context(path.open("rb")) if path.exists() else None for path in parts]
+            read = [stack.enter_context(file.path.open("rb")) for file in files]
             stack.callback(temporary.unlink, missing_ok=True)
             with temporary.open("wb") as written:
                 for request in read_requests(requests):
-                    place = places[index.slot(request.custom_id) or 0]
-                    if place:
-                        offset, part = divmod(place - 1, len(parts))
-                        file = files[part]
-                        assert file is not None
-                        file.seek(offset)
-                        written.write(file.readline())
+                    offset, number = divmod(places[index.slot(request.custom_id) or 0] - 1, len(files))
+                    if offset >= 0 and number % 2 == errors:
+                        read[number].seek(offset)
+                        written.write(read[number].readline())
                         count += 1
                 written.flush()
                 os.fsync(written.fileno())
@@ -220,14 +228,15 @@ def merge(requests: str | Path, output: str | Path) -> tuple[int, int]:
     if there := [path for path in targets if path.exists()]:
         raise InvalidRequestError(f"{there[0]} is there already: move it away, or name another output.")
     index = index_requests(requests)
-    answers = [shard_path(output, shard) for shard in shards]
     with contextlib.ExitStack() as locks:
-        for path in answers:
-            if path.exists():
-                locks.callback(AnswerFile(path).close)
-        places = find_answers(index, [*answers, *map(errors_path, answers)], requests)
+        files = []
+        for answers in (shard_path(output, shard) for shard in shards):
+            for path in (answers, errors_path(answers)):
+                files.append(AnswerFile(path))
+                locks.callback(files[-1].close)
+        places = find_answers(index, files, requests)
         missing = [
-            shards[(position) % len(shards)]
+            shards[position % len(shards)]
             for position, request in enumerate(read_requests(requests))
             if not places[index.slot(request.custom_id) or 0]
         ]
@@ -237,5 +246,8 @@ def merge(requests: str | Path, output: str | Path) -> tuple[int, int]:
                 f"{len(missing)} of {len(index)} lines have no answer yet, the first of them in shard {number}: run it "
                 f"again, --shard {number}/{count}, and then --merge."
             )
-        done = write_in_order(requests, index, answers, output)
-        return done, write_in_order(requests, index, [*map(errors_path, answers)], errors_path(output))
+        done, failed = (
+            write_in_order(requests, index, places, files, target, errors=bool(number))
+            for number, target in enumerate(targets)
+        )
+        return done, failed

@@ -10,14 +10,16 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class Progress:
-    """How far a batch is. `answered` and `failed` count lines of this run; `before` were done by earlier runs.
+    """How far a batch is. `answered` and `failed` count lines of this run.
 
+    `before` lines were done by earlier runs; `failed_before` of them are in the errors file.
     Of the `total` lines, `in_flight` are under way, and at most `window` may be. `gpu_hours` are those of the service's
     replicas during this run. `serving_s` are the seconds since the service was ready; `stage` says what is done.
     """
 
     total: int = 0
     before: int = 0
+    failed_before: int = 0
     answered: int = 0
     failed: int = 0
     in_flight: int = 0

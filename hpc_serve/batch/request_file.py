@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -146,9 +147,11 @@ def _duplicate(path: Path, second: BatchRequest) -> str:
 
 
 def file_version(path: Path) -> tuple[int, int, int]:
-    """Return values that change if the file does. Raises StoreError."""
+    """Return values that change if the file does. Raises StoreError, and InvalidRequestError for a pipe."""
     try:
         found = os.stat(path)
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror}.") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise InvalidRequestError(f"{path} is no file: it is read twice, so write the requests to a file first.")
     return found.st_ino, found.st_size, found.st_mtime_ns

@@ -6,19 +6,34 @@ A service of its own is started and stopped by the commands `submit` and `stop`.
 from __future__ import annotations
 
 import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpc_serve.cli.commands import GroupedCommand
 from hpc_serve.cli.complete import live_service_names
+from hpc_serve.cli.submit.options import SLURM_OPTIONS, slurm_options
 from hpc_serve.cli.values import Duration, Written
 from hpc_serve.durations import duration
+from hpc_serve.printable import printable
 
 if TYPE_CHECKING:
     from hpc_serve.batch import Progress
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
+_LINE_EVERY_S = 60.0
+_GROUPS = {
+    "Most used": ("service", "model", "replicas", "stops", "detach", "in_order", "retry_errors"),
+    "How it asks": ("any_model", "retries", "wait"),
+    "Shards": ("shard", "merges"),
+    "Slurm, with --detach": (*SLURM_OPTIONS, "extra"),
+}
 
 
 class _Shard(Written):
@@ -31,12 +46,14 @@ class _Shard(Written):
         return int(number), int(count)
 
 
-@click.command("batch")
+@click.command("batch", cls=GroupedCommand, groups=_GROUPS)
 @click.argument("requests", type=_FILE)
 @click.argument("output", type=_FILE)
 @click.option("--service", metavar="NAME", shell_complete=live_service_names, help="Service [default: the ready one].")
 @click.option("--model", help="Start this model if the service is not there, and stop it afterwards.")
 @click.option("--replicas", metavar="N|MIN:MAX", help="With --model: replicas of the service that is started.")
+@click.option("--stop", "stops", is_flag=True, help="Stop the service afterwards, whoever has started it.")
+@click.option("--detach", is_flag=True, help="Run as a Slurm job of its own, without a GPU, and return.")
 @click.option(
     "--wait", type=Duration(), default=600.0, help="Wait for a service that is gone that long [default: 10m]."
 )
@@ -46,14 +63,18 @@ class _Shard(Written):
 @click.option("--retry-errors", is_flag=True, help="Ask the lines of the errors file again; the file is kept aside.")
 @click.option("--shard", type=_Shard(), help="Only shard K of N [default in a job array: this task's].")
 @click.option("--merge", "merges", is_flag=True, help="Join the files of all shards to the output.")
+@slurm_options
 def batch_command(
     requests: Path,
     output: Path,
     service: str | None,
     model: str | None,
     replicas: str | None,
-    shard: tuple[int, int] | None,
+    stops: bool,
+    detach: bool,
     merges: bool,
+    shard: tuple[int, int] | None,
+    extra: tuple[str, ...],
     **options: Any,
 ) -> None:
     """Answer the lines of REQUESTS, in OpenAI's Batch format, into OUTPUT.
@@ -62,14 +83,14 @@ def batch_command(
 
     Answers are appended as they come. However a run ended, the same command goes on with it. Lines without an answer go
     to out.errors.jsonl. In a job array each task takes a shard; --merge joins them afterwards. --model 70b starts a
-    service for this batch; other options of a start are those of `hpc-serve submit`, before it.
+    service for this batch; other options of a start are those of `hpc-serve submit`, before it. sbatch's options are
+    for --detach.
     """
-    import asyncio
-
     from hpc_serve import batch
     from hpc_serve.batch.answer_files import errors_path, shard_path
     from hpc_serve.cli.submit.request import default_service
 
+    slurm = {name: options.pop(name) for name in SLURM_OPTIONS}
     if merges:
         answered, failed = batch.merge(requests, output)
         click.echo(f"{output}: {answered} answers" + (f"; {failed} errors in {errors_path(output)}" if failed else ""))
@@ -77,38 +98,99 @@ def batch_command(
     shard = shard or _shard_of_array()
     if replicas and not model:
         raise click.UsageError("--replicas is of a service that --model starts: hpc-serve scale NAME changes another.")
-    if model and shard:
+    if shard and (model or stops):
         raise click.UsageError("Shards share one service: start it with hpc-serve submit, and give --service NAME.")
     service = service or (default_service(model) if model else None)
-    own = _OwnService(service or "", model, replicas)
-
-    async def run() -> Progress | None:
-        last = None
-        asked = {"service": service, "shard": shard, **options}
-        async for answer in batch.run(requests, output, **asked, on_need=own.start, on_tick=_show):
-            last = answer.progress
-        return last
-
-    try:
-        done = asyncio.run(run())
-    finally:
-        own.stop()
-    if done is None:
-        click.echo("Nothing was left to ask.")
+    if service is None and (stops or detach):
+        raise click.UsageError("Name the service: --service NAME, or --model.")
+    if not detach and (extra or any(value is not None for value in slurm.values())):
+        raise click.UsageError("sbatch's options are for a job of the batch's own: add --detach.")
+    own = _OwnService(service or "", model, replicas, stops=stops)
+    if detach:
+        _detach(requests, output, own, shard, {**slurm, "extra": extra}, options)
         return
-    click.echo(f"{done.answered} answered, {done.before} were there. {_figures(done)}")
-    if done.failed:
+    done = _run(requests, output, own, service=service, shard=shard, **options)
+    asked = done.answered + done.failed
+    click.echo(
+        f"{done.answered} answered, {done.before} were there. {_figures(done)}" if asked else "Nothing was left to ask."
+    )
+    if failed := done.failed + done.failed_before:
         errors = errors_path(shard_path(output, shard) if shard else output)
-        click.echo(f"{done.failed} failed: {errors} says why; --retry-errors asks them again.", err=True)
+        click.echo(f"{failed} failed: {errors} says why; --retry-errors asks them again.", err=True)
         raise click.exceptions.Exit(1)
 
 
-class _OwnService:
-    """A service that the batch starts if it is not there, and then stops."""
+def _run(requests: Path, output: Path, own: _OwnService, **options: Any) -> Progress:
+    import asyncio
 
-    def __init__(self, name: str, model: str | None, replicas: str | None) -> None:
-        self._name, self._model, self._replicas = name, model, replicas
-        self._is_started = False
+    from hpc_serve import batch
+
+    shown = _Shown()
+
+    async def run() -> None:
+        async for _ in batch.run(requests, output, on_need=own.start, on_tick=shown.show, **options):
+            pass
+
+    try:
+        asyncio.run(run())
+        own.is_done()
+    finally:
+        shown.end()
+        own.stop()
+    assert shown.last is not None
+    return shown.last
+
+
+def _detach(
+    requests: Path,
+    output: Path,
+    own: _OwnService,
+    shard: tuple[int, int] | None,
+    slurm: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> None:
+    """Check what can be checked before the queue, start the service, and submit the batch."""
+    from hpc_serve.batch import detach
+    from hpc_serve.batch.answer_files import AnswerFile, shard_path
+    from hpc_serve.batch.request_file import file_version, index_requests
+    from hpc_serve.rendezvous.store import default_home
+    from hpc_serve.submit.site.site_files import read_site
+
+    file_version(requests)
+    index_requests(requests)
+    AnswerFile(shard_path(output, shard) if shard else output).close()
+    site, home = read_site(os.environ), default_home(os.environ)
+    sizes = {name: slurm[name] for name in ("cpus_per_task", "mem")}
+    asked = site.slurm_options(**{**slurm, "exclusive": bool(slurm["exclusive"])})
+    asked = replace(asked, **sizes)  # the site's are those of GPU nodes
+
+    def script(*, stops: bool) -> str:
+        words = [os.path.abspath(requests), os.path.abspath(output), "--service", own.name]
+        words += ["--wait", f"{options['wait']:g}", "--retries", str(options["retries"])]
+        words += [f"--{name.replace('_', '-')}" for name in ("in_order", "any_model", "retry_errors") if options[name]]
+        words += ["--stop"] if stops else []
+        words += ["--shard", f"{shard[0]}/{shard[1]}"] if shard else []
+        return detach.render_batch_script(words, slurm=asked, site=site, environ=os.environ, home=home)
+
+    script(stops=False)  # what is refused is refused before a service is started
+    own.start()
+    try:
+        job_id, log = detach.submit_batch(script(stops=own.is_stopped), home)
+    except BaseException:
+        own.stop()
+        raise
+    click.echo(f"{requests} to {output}: submitted as job {job_id}")
+    click.echo(f"  progress  tail -f {log}\n  end it    scancel {job_id}; the same command goes on with it")
+
+
+class _OwnService:
+    """The service of the batch: started if it is not there and a model was named. What was started is stopped."""
+
+    def __init__(self, name: str, model: str | None, replicas: str | None, *, stops: bool) -> None:
+        self.name, self._model, self._replicas = name, model, replicas
+        self._stops = stops
+        self.is_stopped = False
+        """Whether `stop` ends it. A batch that was refused, as another writes its output, stops nothing."""
 
     def start(self) -> None:
         from hpc_serve.cli.submit.submit import submit_command
@@ -116,24 +198,29 @@ class _OwnService:
         from hpc_serve.rendezvous.store import ServiceStore, default_home
         from hpc_serve.rendezvous.wanted_file import read_wanted
 
+        self.is_done()
         if self._model is None:
             return
-        wanted = read_wanted(ServiceStore(default_home(os.environ)), self._name)
-        is_there = any(one.service == self._name and (one.ready or one.is_coming) for one in services())
+        wanted = read_wanted(ServiceStore(default_home(os.environ)), self.name)
+        is_there = any(one.service == self.name and (one.ready or one.is_coming) for one in services())
         if is_there or (wanted is not None and wanted.state == "asleep"):
-            click.echo(f"{self._name} is there already, and stays after the batch.", err=True)
+            stays = "" if self._stops else ", and stays after the batch; --stop ends it"
+            click.echo(f"{self.name} is there already{stays}.", err=True)
             return
         options = ["--replicas", self._replicas] if self._replicas else []
         submit_command.main(
-            [self._model, "--name", self._name, *options], prog_name="hpc-serve submit", standalone_mode=False
+            [self._model, "--name", self.name, *options], prog_name="hpc-serve submit", standalone_mode=False
         )
-        self._is_started = True
+        self.is_stopped = True
+
+    def is_done(self) -> None:
+        self.is_stopped |= self._stops
 
     def stop(self) -> None:
         from hpc_serve.cli.services.change import stop_command
 
-        if self._is_started:
-            stop_command.main([self._name], prog_name="hpc-serve stop", standalone_mode=False)
+        if self.is_stopped:
+            stop_command.main([self.name], prog_name="hpc-serve stop", standalone_mode=False)
 
 
 def _shard_of_array() -> tuple[int, int] | None:
@@ -149,8 +236,28 @@ def _shard_of_array() -> tuple[int, int] | None:
     return number + 1, count
 
 
-def _show(progress: Progress) -> None:
-    click.echo(f"{progress.stage}: {_figures(progress)}", err=True)
+class _Shown:
+    """Shows how far the batch is, on stderr: on a terminal one line that changes, elsewhere a line a minute."""
+
+    def __init__(self) -> None:
+        self.last: Progress | None = None
+        self._is_terminal = sys.stderr.isatty()
+        self._stage, self._line_at_s = "", 0.0
+
+    def show(self, progress: Progress) -> None:
+        self.last = progress
+        words, now_s = f"{progress.stage}: {_figures(progress)}", time.monotonic()
+        if self._is_terminal:
+            width = shutil.get_terminal_size().columns - 1
+            click.echo(f"\r\x1b[K{printable(words)[:width]}", err=True, nl=False)
+        elif progress.stage != self._stage or now_s - self._line_at_s >= _LINE_EVERY_S:
+            self._stage, self._line_at_s = progress.stage, now_s
+            click.echo(words, err=True)
+
+    def end(self) -> None:
+        """Take the line that changes away."""
+        if self._is_terminal:
+            click.echo("\r\x1b[K", err=True, nl=False)
 
 
 def _figures(progress: Progress) -> str:

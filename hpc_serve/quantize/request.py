@@ -10,14 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import hpc_serve
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.request.job_env import check_env
 from hpc_serve.submit.request.request import Cluster
 from hpc_serve.submit.request.sbatch_options import SlurmOptions, check_choice, check_directive
-from hpc_serve.submit.script.template import Checked, comment, render_template
-from hpc_serve.submit.slurm.slurm import batch_log_option
+from hpc_serve.submit.script.program import program_directives, render_program
 
 Scheme = Literal["int8", "fp8"]
 SCHEMES: Mapping[Scheme, str] = {"int8": "INT8", "fp8": "FP8_DYNAMIC"}
@@ -95,32 +93,18 @@ def directives(request: QuantizeRequest) -> list[str]:
         mem=slurm.mem or f"{-(-int(request.memory_bytes) // GIB)}G",
         signal=None,
     )
-    return [
-        f"--job-name={request.job_name}",
-        *completed.lines("where"),
-        "--nodes=1",
-        "--ntasks-per-node=1",
-        *([slurm.gpu_line(request.gpus)] if request.gpus else []),
-        *completed.lines("share"),
-        batch_log_option(request.log_dir, is_array=False),
-        *(["--exclusive"] if slurm.exclusive else []),
-        *slurm.extra,
-    ]
+    return program_directives(completed, job_name=request.job_name, log_dir=request.log_dir, gpus=request.gpus)
 
 
 def render_quantize_script(request: QuantizeRequest) -> str:
     """Return the script of the job, for `sbatch`, or (cluster "local") for bash. Raises InvalidRequestError."""
-    return render_template(
+    return render_program(
         "quantize.sh.j2",
-        request.templates_dir,
-        {
-            "is_slurm": request.cluster == "slurm",
-            "directives": [Checked(line) for line in directives(request)] if request.cluster == "slurm" else [],
-            "title": comment(f"{request.title} to {request.scheme}"),
-            "version": Checked(hpc_serve.__version__),
-            "modules": request.modules,
-            "venv": request.venv,
-            "exports": {Checked(name): value for name, value in request.env.items()},
-            "words": program_words(request),
-        },
+        title=f"Quantises {request.title} to {request.scheme} with llm-compressor.",
+        directives=directives(request) if request.cluster == "slurm" else [],
+        modules=request.modules,
+        exports=request.env,
+        templates_dir=request.templates_dir,
+        venv=request.venv,
+        words=program_words(request),
     )
