@@ -18,7 +18,7 @@ import openai
 
 from benchmarks.common import Benchmark, Figures, Measured, cost_of, run_alone, variables
 from hpc_serve.client import connect
-from hpc_serve.trust.pinned import pinned_context
+from hpc_serve.trust.connection import pinned_context
 from tests.support.stubs import StubService
 
 TOKENS = 200

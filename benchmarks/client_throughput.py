@@ -25,7 +25,7 @@ import openai
 from benchmarks.client_cost import MESSAGES, PLAIN, plain_client
 from benchmarks.common import Benchmark, Figures, Measured, cost_of, run_alone, variables
 from hpc_serve.client import connect, connect_async
-from hpc_serve.trust.pinned import pinned_context
+from hpc_serve.trust.connection import pinned_context
 from tests.support.stubs import StubService
 
 try:

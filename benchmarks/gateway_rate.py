@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Benchmark, Figures, Measured, run_alone
-from hpc_serve.trust.pinned import pinned_context
+from hpc_serve.trust.connection import pinned_context
 from tests.cluster import wait_for
 from tests.support.stubs import StubEngine, StubService
 

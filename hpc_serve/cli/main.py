@@ -48,6 +48,7 @@ COMMANDS = {
     "env": ("hpc_serve.cli.use.talk", "env_command", "Print OPENAI_BASE_URL and OPENAI_API_KEY for other tools."),
     "gateway": ("hpc_serve.cli.use.gateway", "gateway_command", "Serve one address for services: a socket or a port."),
     "access": ("hpc_serve.cli.use.access", "access_command", "Say how to reach a service from a laptop."),
+    "mcp": ("hpc_serve.cli.use.mcp", "mcp_command", "Let an assistant use these commands, and ask you first."),
     "batch": ("hpc_serve.cli.batch", "batch_command", "Answer a file of requests in OpenAI's Batch format."),
     "bench": ("hpc_serve.cli.use.bench", "bench_command", "Measure a service: throughput and latency."),
     "quantize": ("hpc_serve.cli.setup.quantize", "quantize_command", "Make a model's weights 8 bit, in a job."),

@@ -54,8 +54,8 @@ def access_command(service: str | None, program: str | None, local_port: int, lo
         context, why_not = getattr(client.models.list().data[0], "max_model_len", None), ""
     url = f"http://localhost:{local_port}"
     if program is not None:
-        words = {"url": url, "model": name, "context": context or AGENT_TOKENS}
-        words["output"] = words["context"] // _ANSWER_SHARE
+        length = context or AGENT_TOKENS
+        words = {"url": url, "model": name, "context": length, "output": length // _ANSWER_SHARE}
         click.echo(Template((_PROGRAMS / f"{program}.txt").read_text(encoding="utf-8")).substitute(words), nl=False)
         return
     for line in _ssh_lines(local_port, login):

@@ -81,8 +81,9 @@ def test_text_of_others_is_text() -> None:
 
 @pytest.mark.parametrize("part", ["style", "script"])
 def test_a_style_or_script_that_ends_its_element_is_refused(part: str) -> None:
+    text = f"/* </{part.upper()}> */"
     with pytest.raises(AssertionError):
-        document("t", Markup(""), **{part: f"/* </{part.upper()}> */"})
+        document("t", Markup(""), style=text if part == "style" else "", script=text if part == "script" else "")
 
 
 def test_every_series_has_a_colour_on_light_and_dark() -> None:

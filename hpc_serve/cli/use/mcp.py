@@ -1,0 +1,25 @@
+"""`mcp`: commands as tools of an assistant. The tools themselves are in `tools.py`, which needs the package `mcp`."""
+
+from __future__ import annotations
+
+import click
+
+from hpc_serve.errors import InvalidRequestError
+
+
+@click.command("mcp")
+def mcp_command() -> None:
+    """Let an assistant use plan, submit, status, logs, doctor and stop, with your rights.
+
+    claude mcp add hpc-serve -- hpc-serve mcp
+
+    It speaks the Model Context Protocol on stdin and stdout. A tool that changes anything asks you first, and shows the
+    command line. It needs `pip install 'hpc-serve[mcp]'`; vLLM's environment has what it needs.
+    """
+    try:
+        from hpc_serve.cli.use.tools import make_server
+    except ImportError as error:
+        raise InvalidRequestError(
+            f"this command needs a package that is not here ({error}): pip install 'hpc-serve[mcp]'"
+        ) from error
+    make_server().run("stdio")
