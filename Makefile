@@ -67,7 +67,7 @@ pains: packages venv ## what goes wrong most, brought about on a real Slurm, and
 	@$(PYTHON_AS_ROOT) -m tests.pains $(ARGS)
 
 .PHONY: slow-load
-slow-load: packages venv ## time left beside the truth, of real vLLM on a throttled disk; ARGS=--stub without vLLM, --by cgroup
+slow-load: packages venv ## time left beside the truth, of real vLLM on a throttled disk; ARGS=--stub without vLLM
 	@envs/packages.sh bindfs
 	@$(PYTHON_AS_ROOT) -m tests.slow_load $(ARGS)
 

@@ -1,10 +1,10 @@
 """A model that loads from a throttled disk: what is said of the time left, beside the truth. `make slow-load`.
 
 Local replicas of the real engine (`--stub`: of the stand-in, which reads the files alike) start one after another. The
-model's folder is mounted through bindfs with a rate (FUSE), or with `--by cgroup` the job's reads from the disk are
-limited (root). A load that is slow must become ready, one that stands still must be ended with the place where it
-stood, and from half-way on what is said must be within half of the truth, or ten seconds, where a start is known.
-How fast a disk is that was never seen so is known once the weights are read: until then nothing is asked of it.
+model's folder is mounted through bindfs with a rate (FUSE). A load that is slow must become ready, one that stands
+still must be ended with the place where it stood, and from half-way on what is said must be within half of the truth,
+or ten seconds, where a start is known. How fast a disk is that was never seen so is known once the weights are read:
+until then nothing is asked of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -133,82 +133,36 @@ def split_weights(folder: Path, files: int) -> None:
 
 
 class Disk:
-    """The model's folder on a disk of a given rate."""
+    """The model's folder, mounted with a given rate."""
 
-    def __init__(self, source: Path, mount: Path, by: str) -> None:
-        self.source, self._mount, self._by = source, mount, by
-        self.folder = mount if by == "fuse" else source
+    def __init__(self, source: Path, folder: Path) -> None:
+        self.source, self.folder = source, folder
         self._bindfs: subprocess.Popen[bytes] | None = None
-        self._cgroup: Path | None = None
 
     @contextlib.contextmanager
-    def throttled(self, rate: int | None) -> Iterator[Callable[[], None]]:
-        """Gives what a process does before it becomes the job's. Files come at `rate` bytes/s; None: as they can."""
-        if self._by == "fuse":
-            self._mount.mkdir(exist_ok=True)
-            limit = [f"--read-rate={rate}"] if rate else []
-            self._bindfs = subprocess.Popen(["bindfs", "-f", *limit, str(self.source), str(self._mount)])
-            try:
-                wait_for(lambda: os.path.ismount(self._mount), 60, what="the mount")
-                yield lambda: None
-            finally:
-                self.go_on()
-                subprocess.run(["umount", "--lazy", str(self._mount)], check=False)
-                self._bindfs.terminate()  # a mount namespace that began meanwhile may hold its mount
-                self._bindfs.wait()
-            return
-        self._forget()
-        self._cgroup = _make_cgroup()
+    def throttled(self, rate: int | None) -> Iterator[None]:
+        """Mount it: files come at `rate` bytes/s; None: as they can."""
+        self.folder.mkdir(exist_ok=True)
+        limit = [f"--read-rate={rate}"] if rate else []
+        self._bindfs = subprocess.Popen(["bindfs", "-f", *limit, str(self.source), str(self.folder)])
         try:
-            self._limit(rate or 0)
-            joining = self._cgroup / "cgroup.procs"
-            yield lambda: (None, joining.write_text(str(os.getpid())))[0]
+            wait_for(lambda: os.path.ismount(self.folder), 60, what="the mount")
+            yield
         finally:
-            self._limit(0)
-            wait_for(self._remove_cgroup, 60, what="the end of the job's processes")
+            self.go_on()
+            subprocess.run(["umount", "--lazy", str(self.folder)], check=False)
+            self._bindfs.terminate()  # a mount namespace that began meanwhile may hold its mount
+            self._bindfs.wait()
 
     def stop(self) -> None:
         """Nothing comes any more."""
-        if self._bindfs is not None:
-            self._bindfs.send_signal(signal.SIGSTOP)
-        else:
-            self._limit(1)
+        assert self._bindfs is not None
+        self._bindfs.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         """Let a process that waits for the disk end."""
-        if self._bindfs is not None:
-            self._bindfs.send_signal(signal.SIGCONT)
-        elif self._cgroup is not None:
-            self._limit(0)
-
-    def _limit(self, rate: int) -> None:
-        assert self._cgroup is not None
-        number = self.source.stat().st_dev
-        device = f"{os.major(number)}:{os.minor(number)}"
-        if (self._cgroup / "io.max").exists():
-            (self._cgroup / "io.max").write_text(f"{device} rbps={rate or 'max'}")
-        else:
-            (self._cgroup / "blkio.throttle.read_bps_device").write_text(f"{device} {rate}")
-
-    def _remove_cgroup(self) -> bool:
-        assert self._cgroup is not None
-        with contextlib.suppress(OSError):
-            self._cgroup.rmdir()
-        return not self._cgroup.exists()
-
-    def _forget(self) -> None:
-        for path in self.source.glob("*.safetensors"):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _make_cgroup() -> Path:
-    root = Path("/sys/fs/cgroup")
-    parent = root / "blkio" if (root / "blkio").is_dir() else root
-    folder = parent / f"hpc-serve-slow-load-{os.getpid()}"
-    folder.mkdir()
-    return folder
+        assert self._bindfs is not None
+        self._bindfs.send_signal(signal.SIGCONT)
 
 
 class Starts:
@@ -221,7 +175,7 @@ class Starts:
 
     def run(self, name: str, rate: int | None, *, stops_at: float | None = None, stall_s: int = 60) -> Start:
         """Start a replica and follow it; `stops_at` is the part of the weights after which the disk stands still."""
-        with self._disk.throttled(rate) as join:
+        with self._disk.throttled(rate):
             script = self._script()
             environ = {key: value for key, value in os.environ.items() if not key.startswith("HPC_SERVE_")}
             environ |= {**ENGINE_ON_FEW_CORES, "HPC_SERVE_HOME": str(self._store.home), "HPC_SERVE_CACHE_SIZE": "0"}
@@ -234,7 +188,6 @@ class Starts:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    preexec_fn=join,
                 )
             try:
                 start = self._follow(name, f"local-{job.pid}", job, stops_at)
@@ -327,15 +280,14 @@ def forget_everything() -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.slow_load", description=__doc__)
     parser.add_argument("--stub", action="store_true", help="the stand-in of the tests in place of vLLM")
-    parser.add_argument("--by", choices=("fuse", "cgroup"), default="fuse", help="what slows the disk")
     parser.add_argument("--mib-per-s", type=int, default=8, help="how fast it is [default: 8]")
     parser.add_argument("--layers", type=int, default=4, help=f"of {_LAYER_BYTES // MIB} MiB each [default: 4]")
     parser.add_argument("--files", type=int, default=1, help="of weights [default: 1]")
     parser.add_argument("--starts", type=int, default=5, help="only the first so many slow starts [default: all 5]")
     parser.add_argument("--folder", help="where the model is made [default: the temporary folder]")
     options = parser.parse_args()
-    if options.by == "fuse" and not shutil.which("bindfs"):
-        raise SystemExit("bindfs is not here: install it, or use --by cgroup as root")
+    if not shutil.which("bindfs"):
+        raise SystemExit("bindfs is not here: install it")
     rate = options.mib_per_s * MIB
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="slow-load-") as text:
         folder = Path(text)
@@ -349,7 +301,7 @@ def main() -> int:
         )
         if options.files > 1:
             split_weights(model, options.files)
-        starts = Starts(folder, Disk(model, folder / "disk", options.by), stub=options.stub)
+        starts = Starts(folder, Disk(model, folder / "disk"), stub=options.stub)
         all_starts = (
             (f"first start, {options.mib_per_s} MiB/s", rate, True),
             ("again", rate, False),

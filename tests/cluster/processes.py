@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,3 +76,17 @@ def of_users(user_ids: set[int], host_by_namespace: dict[str, str]) -> list[Proc
             host = host_by_namespace.get(namespace_of(pid), "")
             found.append(Process(pid=pid, user_id=user_id, host=host, argv=argv_of(pid) or (status["Name"],)))
     return found
+
+
+def environ_of(pid: int) -> list[bytes]:
+    """The environment of a process, as NAME=value; nothing of one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def of_job(job: str, among: Iterable[int]) -> list[int]:
+    """The live processes that run in a replica's job."""
+    mark = f"HPC_SERVE_JOB_ID={job}".encode()
+    return [pid for pid in among if is_alive(pid) and mark in environ_of(pid)]

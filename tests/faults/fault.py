@@ -1,10 +1,16 @@
-"""What a fault is: a function that breaks one thing of a running service and, where it heals, mends it again."""
+"""What a fault is: a function that breaks one thing of a running service, and mends it again where it heals.
+
+A function that mends is a generator: what stands after its `yield` mends, once the fault has lasted. What it yields, if
+anything, is called again and again meanwhile.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
+
+Happens = Callable[[Any], Iterator[Callable[[], object] | None] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,7 +18,8 @@ class Fault:
     """A fault by name.
 
     `is_short`: it is part of the short form. `is_apart`: it runs only when it is named. `hold_s` is how long it lasts,
-    or is watched. `hides_records`: programs that start meanwhile can only wait, so their requests have that much
+    or is watched, `settle_s` how long the service is watched after that. `hides_records`: programs that start meanwhile
+    can only wait, so their requests have that much
     longer. `comes_and_goes`: the replica answers now and then, and no record says that it is not well. Each client must
     find out for itself, so a program that starts meanwhile has nothing to notice before its own request, whose gap
     counts. `needs_slurm`: it cannot happen on one machine. `first` are further options of `submit` for the first
@@ -25,13 +32,14 @@ class Fault:
     """
 
     name: str
-    happens: Callable[[Any], None]
+    happens: Happens
     is_short: bool = False
     is_apart: bool = False
     hides_records: bool = False
     comes_and_goes: bool = False
     needs_slurm: bool = False
     hold_s: float = 20.0
+    settle_s: float = 0.0
     first: tuple[str, ...] = ()
     each: tuple[str, ...] = ()
     bounds: str = ""
@@ -54,10 +62,10 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(**values: Any) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+def fault(**values: Any) -> Callable[[Happens], Happens]:
     """Enter a function into FAULTS under its name, with further fields of `Fault`."""
 
-    def enter(happens: Callable[[Any], None]) -> Callable[[Any], None]:
+    def enter(happens: Happens) -> Happens:
         name = happens.__name__.replace("_", "-")
         FAULTS[name] = Fault(name=name, happens=happens, **values)
         return happens

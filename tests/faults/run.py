@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tests.faults.fault import Fault
 from tests.faults.outcomes import Outcome, count
-from tests.faults.service import Service
+from tests.faults.service import Service, hold
 
 
 def run_fault(fault: Fault, make: Callable[[], Service]) -> Outcome:
@@ -30,7 +30,7 @@ def _measure(fault: Fault, service: Service) -> Outcome:
     service.start(fault.replicas)
     service.start_load()
     fault_at = time.monotonic()
-    fault.happens(service)
+    let_happen(fault, service)
     service.finish_load()
     outcome = count(
         fault.name,
@@ -42,3 +42,15 @@ def _measure(fault: Fault, service: Service) -> Outcome:
         ends_service=fault.ready_after == 0,
     )
     return replace(outcome, ready=service.count_ready(fault.ready_after), ready_due=fault.ready_after)
+
+
+def let_happen(fault: Fault, service: Service) -> None:
+    """Let a fault begin and last, mend it, and let the service settle."""
+    begun = fault.happens(service)
+    meanwhile = next(begun) if begun is not None else None
+    try:
+        hold(service.hold_s, meanwhile or (lambda: None))
+    finally:
+        if begun is not None:
+            next(begun, None)
+    hold(fault.settle_s)

@@ -227,8 +227,7 @@ class Service:
 
     def processes_of(self, job: str) -> list[int]:
         """The live processes that run in a replica's job."""
-        mark = f"HPC_SERVE_JOB_ID={job}".encode()
-        return [pid for pid in self.pids() if processes.is_alive(pid) and mark in _environ_of(pid)]
+        return processes.of_job(job, self.pids())
 
     def engine(self, place: int) -> list[int]:
         return self._parts(place, lambda argv: str(STUB) in argv and "serve" in argv)
@@ -275,7 +274,9 @@ class Service:
     def gateways(self) -> list[int]:
         """The gateways that the load's user has started."""
         mine = f"HPC_SERVE_HOME={self.home}".encode()
-        return [pid for pid in self.pids() if processes.argv_of(pid)[1:4] == GATEWAY and mine in _environ_of(pid)]
+        return [
+            pid for pid in self.pids() if processes.argv_of(pid)[1:4] == GATEWAY and mine in processes.environ_of(pid)
+        ]
 
     def _is_mine(self, pid: int) -> bool:
         return str(self.out) in processes.argv_of(pid)
@@ -307,13 +308,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         return []
     whole, _, _ = path.read_text().rpartition("\n")
     return [json.loads(line) for line in whole.splitlines()]
-
-
-def _environ_of(pid: int) -> list[bytes]:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return []
 
 
 def _write(path: Path, text: str, *, mode: int = 0o644) -> None:

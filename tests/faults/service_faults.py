@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from tests.faults import hostile
 from tests.faults.fault import fault
-from tests.faults.service import Service, hold
+from tests.faults.service import Service
 
 
 @fault(hold_s=3.0)
 def nothing(service: Service) -> None:
     """Nothing breaks: what the load gets from a healthy service."""
-    hold(service.hold_s)
 
 
 # -- processes
@@ -28,55 +27,46 @@ def nothing(service: Service) -> None:
 def engine_killed(service: Service) -> None:
     """kill -9 of one engine."""
     service.signal(service.engine(0), signal.SIGKILL)
-    hold(service.hold_s)
 
 
 @fault(is_short=True, hold_s=3.0, has_worker=True)
 def worker_killed(service: Service) -> None:
     """kill -9 of one engine's worker: the engine tells each client of an error, and ends."""
     service.signal(service.worker(0), signal.SIGKILL)
-    hold(service.hold_s)
 
 
 @fault(hold_s=3.0, ready_after=1)
 def launcher_killed(service: Service) -> None:
     """kill -9 of one launcher."""
     service.signal(service.launcher(0), signal.SIGKILL)
-    hold(service.hold_s)
 
 
 @fault(is_short=True, ready_after=1)
 def engine_stopped(service: Service) -> None:
     """SIGSTOP of one engine, which stays so."""
     service.signal(service.engine(0), signal.SIGSTOP)
-    hold(service.hold_s)
 
 
 @fault(is_short=True, ready_after=1)
 def engine_hung(service: Service) -> None:
     """One engine makes no token, and its /health answers 200."""
     service.hang_file(0).touch()
-    hold(service.hold_s)
 
 
 @fault(is_short=True, hold_s=3.0, gateways=2)
 def gateway_killed(service: Service) -> None:
     """kill -9 of one of two gateways; who asked there asks the other one."""
     service.signal(service.gateways()[:1], signal.SIGKILL)
-    hold(service.hold_s)
 
 
-@fault(hold_s=30.0)
-def client_frozen(service: Service) -> None:
+@fault(hold_s=30.0, settle_s=3.0)
+def client_frozen(service: Service) -> Iterator[None]:
     """SIGSTOP of the client's program for a while."""
     pids = service.load_pids()
     assert pids
     service.signal(pids, signal.SIGSTOP)
-    try:
-        hold(service.hold_s)
-    finally:
-        service.signal(pids, signal.SIGCONT)
-    hold(3.0)
+    yield
+    service.signal(pids, signal.SIGCONT)
 
 
 # -- planned ends
@@ -86,32 +76,28 @@ def client_frozen(service: Service) -> None:
 def stop(service: Service) -> None:
     """`hpc-serve stop` of one replica."""
     service.hpc_serve("stop", service.jobs[0])
-    hold(service.hold_s)
 
 
 @fault(hold_s=3.0, ready_after=1)
 def stop_now(service: Service) -> None:
     """`hpc-serve stop --now` of one replica."""
     service.hpc_serve("stop", "--now", service.jobs[0])
-    hold(service.hold_s)
 
 
 @fault(hold_s=3.0, has_worker=True, ready_after=1)
 def stop_of_ranks(service: Service) -> None:
     """`hpc-serve stop` of one replica of several ranks: it drains before a rank is told to end."""
     service.hpc_serve("stop", service.jobs[0])
-    hold(service.hold_s)
 
 
 # -- shared files
 
 
-@fault(is_short=True, hides_records=True)
-def home_away(service: Service) -> None:
+@fault(is_short=True, hides_records=True, settle_s=3.0)
+def home_away(service: Service) -> Iterator[None]:
     """The shared home is not there for a while."""
     with home_renamed(service):
-        hold(service.hold_s)
-    hold(3.0)
+        yield
 
 
 @contextmanager
@@ -127,8 +113,8 @@ def home_renamed(service: Service) -> Iterator[None]:
         away.rename(mount)
 
 
-@fault(is_short=True, hides_records=True)
-def records_torn(service: Service) -> None:
+@fault(is_short=True, hides_records=True, settle_s=3.0)
+def records_torn(service: Service) -> Iterator[Callable[[], None]]:
     """Every record is cut in half, again and again, for a while."""
 
     def tear() -> None:
@@ -138,12 +124,11 @@ def records_torn(service: Service) -> None:
                 if path.read_bytes().endswith(b"}\n"):
                     os.truncate(path, size // 2)
 
-    hold(service.hold_s, tear)
-    hold(3.0)
+    yield tear
 
 
-@fault(hides_records=True)
-def records_foreign(service: Service) -> None:
+@fault(hides_records=True, settle_s=3.0)
+def records_foreign(service: Service) -> Iterator[Callable[[], None]]:
     """Every record belongs to another user for a while."""
 
     def give_away() -> None:
@@ -151,12 +136,11 @@ def records_foreign(service: Service) -> None:
             with suppress(OSError):
                 os.chown(path, 65534, 65534)
 
-    hold(service.hold_s, give_away)
-    hold(3.0)
+    yield give_away
 
 
 @fault()
-def records_hostile(service: Service) -> None:
+def records_hostile(service: Service) -> Iterator[None]:
     """Further records name addresses that take connections and never answer, or answer nonsense."""
     template = json.loads(service.records()[0].read_text())
     paths, strangers = [], []
@@ -167,7 +151,7 @@ def records_hostile(service: Service) -> None:
             assert program.stdout is not None
             change = {"job_id": str(900 + number), "port": int(program.stdout.readline()), "hosts": [host]}
             paths.append(write_record(service, f"{900 + number}-r0-0.json", {**template, **change, "state": "ready"}))
-        hold(service.hold_s)
+        yield
     finally:
         for path in paths:
             path.unlink()

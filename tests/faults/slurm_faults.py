@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -33,7 +33,6 @@ def _kill_ray(service: SlurmService, node: str, program: str) -> None:
     pids = [pid for pid in service.pids_on(node) if processes.argv_of(pid)[0].endswith(program)]
     assert pids, f"no {program} on {node}"
     service.signal(pids, signal.SIGKILL)
-    hold(service.hold_s)
 
 
 @fault(needs_slurm=True, hold_s=5.0, first=RAY, ready_after=1)
@@ -49,10 +48,10 @@ def gcs_killed(service: SlurmService) -> None:
 
 
 @fault(needs_slurm=True, hold_s=10.0, first=RAY)
-def replica_parted(service: SlurmService) -> None:
+def replica_parted(service: SlurmService) -> Iterator[None]:
     """The two nodes of one replica do not see one another for a while; Slurm and clients see both."""
     with parted(service, "n1", "n3"):
-        hold(service.hold_s)
+        yield
 
 
 @fault(needs_slurm=True, hold_s=5.0, first=RAY, ready_after=1)
@@ -65,63 +64,57 @@ def stop_of_nodes(service: SlurmService) -> None:
 
 
 @fault(needs_slurm=True, ready_after=1)
-def node_off(service: SlurmService) -> None:
+def node_off(service: SlurmService) -> Iterator[None]:
     """The power of one node is cut: no connection is closed, nothing answers."""
     node = service.node(0)
     service.cluster.disconnect(node)  # or its kernel would close the connections of processes that end
     service.cluster.power_off(node)
-    try:
-        hold(service.hold_s)
-    finally:
-        service.cluster.power_on(node)
+    yield
+    service.cluster.power_on(node)
 
 
-@fault(needs_slurm=True)
-def node_frozen(service: SlurmService) -> None:
+@fault(needs_slurm=True, settle_s=3.0)
+def node_frozen(service: SlurmService) -> Iterator[None]:
     """SIGSTOP of everything on one node, slurmd too, for a while."""
     pids = service.cluster.pids_on(service.node(0))
     service.signal(pids, signal.SIGSTOP)
-    try:
-        hold(service.hold_s)
-    finally:
-        service.signal(pids, signal.SIGCONT)
-    hold(3.0)
+    yield
+    service.signal(pids, signal.SIGCONT)
 
 
-@fault(needs_slurm=True)
-def link_down(service: SlurmService) -> None:
+@fault(needs_slurm=True, settle_s=5.0)
+def link_down(service: SlurmService) -> Iterator[None]:
     """The network of one node is away for a while, and comes back."""
     node = service.node(0)
     service.cluster.disconnect(node)
-    try:
-        hold(service.hold_s)
-    finally:
-        service.cluster.reconnect(node)
-    hold(5.0)
+    yield
+    service.cluster.reconnect(node)
 
 
-@fault(needs_slurm=True, comes_and_goes=True)
-def link_flaps(service: SlurmService) -> None:
+@fault(needs_slurm=True, comes_and_goes=True, settle_s=3.0)
+def link_flaps(service: SlurmService) -> Iterator[Callable[[], None]]:
     """The network of one node is away for 0.6 s of each second: most packets are late or lost."""
     node = service.node(0)
-    try:
-        for _ in range(int(service.hold_s)):
-            service.cluster.disconnect(node)
-            hold(0.6, step_s=0.05)
-            service.cluster.reconnect(node)
-            hold(0.4, step_s=0.05)
-    finally:
+
+    def flap() -> None:
+        service.cluster.disconnect(node)
+        hold(0.6, step_s=0.05)
         service.cluster.reconnect(node)
-    hold(3.0)
+        hold(0.4, step_s=0.05)
+
+    yield flap
+    service.cluster.reconnect(node)
 
 
 @fault(needs_slurm=True, is_apart=True, hold_s=600.0, bound_s=120.0)
-def healthy_pair(service: SlurmService) -> None:
+def healthy_pair(service: SlurmService) -> Iterator[None]:
     """Nothing breaks for ten minutes: long steps of both engines, links whose speed changes, and busy cores."""
     chance = random.Random(1)
     with busy_cores(), ThreadPoolExecutor(2) as pool:
         until = time.monotonic() + service.hold_s
-        for done in [pool.submit(_slow_replica, service, place, chance.random(), until) for place in (0, 1)]:
+        slow = [pool.submit(_slow_replica, service, place, chance.random(), until) for place in (0, 1)]
+        yield
+        for done in slow:
             done.result()
 
 
@@ -158,24 +151,20 @@ def busy_cores() -> Iterator[None]:
             busy.wait()
 
 
-@fault(needs_slurm=True, comes_and_goes=True)
-def link_slow(service: SlurmService) -> None:
+@fault(needs_slurm=True, comes_and_goes=True, settle_s=3.0)
+def link_slow(service: SlurmService) -> Iterator[None]:
     """The network of one node carries 128 kbit/s, less than its share of the requests needs."""
     node = service.node(0)
     service.cluster.slow_down(node, 128)
-    try:
-        hold(service.hold_s)
-    finally:
-        service.cluster.slow_down(node, None)
-    hold(3.0)
+    yield
+    service.cluster.slow_down(node, None)
 
 
-@fault(needs_slurm=True, load_node="n3")
-def network_parted(service: SlurmService) -> None:
+@fault(needs_slurm=True, load_node="n3", settle_s=5.0)
+def network_parted(service: SlurmService) -> Iterator[None]:
     """The client's node no longer sees one replica's node; Slurm, and hosts without clients, see both."""
     with parted(service, "n3", service.node(0)):
-        hold(service.hold_s)
-    hold(5.0)
+        yield
 
 
 @contextmanager
@@ -194,14 +183,12 @@ def parted(service: SlurmService, host: str, other: str) -> Iterator[None]:
 def scancel(service: SlurmService) -> None:
     """`scancel` of one replica."""
     service.on_cluster("scancel", service.jobs[0])
-    hold(service.hold_s)
 
 
 @fault(needs_slurm=True, hold_s=10.0, ready_after=1)
 def requeue(service: SlurmService) -> None:
     """`scontrol requeue` of one replica."""
     service.on_cluster("scontrol", "requeue", service.jobs[0], user="root")
-    hold(service.hold_s)
 
 
 @fault(needs_slurm=True, hold_s=5.0, ready_after=1)
@@ -209,7 +196,6 @@ def time_limit(service: SlurmService) -> None:
     """One replica's job reaches its time limit."""
     service.on_cluster("scontrol", "update", f"jobid={service.jobs[0]}", "timelimit=1", user="root")
     _wait_for_end_of_first(service)
-    hold(service.hold_s)
 
 
 def _wait_for_end_of_first(service: SlurmService) -> None:
@@ -249,7 +235,6 @@ def _preempt(service: SlurmService) -> None:
         what="the job that preempts",
         step_s=0.5,
     )
-    hold(service.hold_s)
 
 
 @fault(needs_slurm=True, hold_s=5.0, has_worker=True, ready_after=1)
@@ -286,25 +271,24 @@ _KEPT_UP = ("--time", "2", "--signal", "B:USR1@30", "--keep-up")
 def time_limit_kept_up(service: SlurmService) -> None:
     """The only replica's job reaches its time limit, with --keep-up."""
     _wait_for_end_of_first(service)
-    hold(service.hold_s)
 
 
 @fault(needs_slurm=True, hold_s=5.0, each=_KEPT_UP)
-def two_handovers(service: SlurmService) -> None:
+def two_handovers(service: SlurmService) -> Iterator[None]:
     """Both replicas' jobs reach their time limit at the same time, with --keep-up."""
     for job in service.jobs:
         _wait_for_end(service, job)
-    hold(service.hold_s)
+    yield
     assert len(_jobs(service)) <= 4, "a replica has more than one successor"
 
 
 @fault(needs_slurm=True, hold_s=20.0, bounds="2:3", slots=4)
-def elastic_replica_killed(service: SlurmService) -> None:
+def elastic_replica_killed(service: SlurmService) -> Iterator[None]:
     """kill -9 of one of two launchers while a third replica is being added, with --replicas 2:3."""
     wait_for(lambda: len(_jobs(service)) > 2, GONE_S, what="a replica that is added", step_s=0.5)
     service.broken_at = time.monotonic()
     service.signal(service.launcher(0), signal.SIGKILL)
-    hold(service.hold_s)
+    yield
     assert len(_jobs(service)) <= 3, "there are more replicas than were asked for"
 
 
@@ -322,79 +306,62 @@ def slurmctld_restarted(service: SlurmService) -> None:
     """The controller ends and is started again at once."""
     service.cluster.stop_controller()
     service.cluster.start_controller()
-    hold(service.hold_s)
 
 
 @fault(needs_slurm=True)
-def slurmctld_stopped(service: SlurmService) -> None:
+def slurmctld_stopped(service: SlurmService) -> Iterator[None]:
     """The controller is away for a while."""
     service.cluster.stop_controller()
-    try:
-        hold(service.hold_s)
-    finally:
-        service.cluster.start_controller()
+    yield
+    service.cluster.start_controller()
 
 
 @fault(needs_slurm=True)
-def slurmd_killed(service: SlurmService) -> None:
+def slurmd_killed(service: SlurmService) -> Iterator[None]:
     """kill -9 of one node's slurmd, which is started again."""
     node = service.node(0)
     service.cluster.kill_slurmd(node)
-    try:
-        hold(service.hold_s)
-    finally:
-        service.cluster.start_slurmd(node)
+    yield
+    service.cluster.start_slurmd(node)
 
 
 # -- the home, as an ordinary user has it
 
 
-@fault(needs_slurm=True, hides_records=True)
-def home_unreadable(service: SlurmService) -> None:
+@fault(needs_slurm=True, hides_records=True, settle_s=3.0)
+def home_unreadable(service: SlurmService) -> Iterator[None]:
     """The home's mode is 0 for a while."""
     mode = service.home.stat().st_mode
     service.home.chmod(0)
-    try:
-        hold(service.hold_s)
-    finally:
-        service.home.chmod(mode)
-    hold(3.0)
+    yield
+    service.home.chmod(mode)
 
 
-@fault(needs_slurm=True, hold_s=45.0)
-def home_read_only(service: SlurmService) -> None:
+@fault(needs_slurm=True, hold_s=45.0, settle_s=3.0)
+def home_read_only(service: SlurmService) -> Iterator[None]:
     """The records can be read and not written, for longer than their lease."""
     service.service_folder.chmod(0o500)
-    try:
-        hold(service.hold_s)
-    finally:
-        service.service_folder.chmod(0o700)
-    hold(3.0)
+    yield
+    service.service_folder.chmod(0o700)
 
 
-@fault(needs_slurm=True, filesystem="own", hold_s=45.0)
-def home_frozen(service: SlurmService) -> None:
+@fault(needs_slurm=True, filesystem="own", hold_s=45.0, settle_s=3.0)
+def home_frozen(service: SlurmService) -> Iterator[None]:
     """Whoever writes to the home hangs, for longer than a record's lease."""
     assert isinstance(service.filesystem, OwnFilesystem)
     service.filesystem.set_frozen(True)
-    try:
-        hold(service.hold_s)
-    finally:
-        service.filesystem.set_frozen(False)
-    hold(3.0)
+    yield
+    service.filesystem.set_frozen(False)
 
 
-@fault(needs_slurm=True, filesystem="own", hold_s=45.0)
-def home_full(service: SlurmService) -> None:
+@fault(needs_slurm=True, filesystem="own", hold_s=45.0, settle_s=3.0)
+def home_full(service: SlurmService) -> Iterator[None]:
     """The home's disk is full, for longer than a record's lease."""
     assert isinstance(service.filesystem, OwnFilesystem)
     filler = service.filesystem.fill()
     assert service.run(["cp", "/bin/true", str(service.home)]).returncode == 1, "the home is not full"
-    try:
-        hold(service.hold_s)
-    finally:
-        filler.unlink()
-    hold(3.0)
+    yield
+    filler.unlink()
 
 
 @fault(needs_slurm=True, filesystem="lagging", hold_s=3.0)
@@ -426,14 +393,12 @@ def _check_that_it_lags(service: SlurmService) -> None:
 def clock_ahead(service: SlurmService) -> None:
     """The clock of one node is 5 minutes ahead from the start."""
     _check_clock(service)
-    hold(service.hold_s)
 
 
 @fault(needs_slurm=True, hold_s=15.0, clock_s=-300)
 def clock_behind(service: SlurmService) -> None:
     """The clock of one node is 5 minutes behind from the start."""
     _check_clock(service)
-    hold(service.hold_s)
 
 
 def _check_clock(service: SlurmService) -> None:

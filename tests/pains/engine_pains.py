@@ -27,9 +27,7 @@ LIMIT = 500 * 2**20
 def small_cgroup(site: Site) -> Seen:
     """The first node's slurmd is in a cgroup of 500 MiB, though Slurm says that the job has 4 GiB."""
     with site.cgroup("n1", "memory", "memory.limit_in_bytes", LIMIT):
-        seen = site.failed(site.submit_engine("small-cgroup", options=("--nodelist=n1",), **ONE_NODE))
-        site.clear()
-    return seen
+        return site.failed(site.submit_engine("small-cgroup", options=("--nodelist=n1",), **ONE_NODE))
 
 
 @pain(12, "ready, then dies on the first request", r"cannot answer with pipeline parallelism", needs_engine=True)

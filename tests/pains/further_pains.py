@@ -20,9 +20,7 @@ ONE_NODE: dict[str, Any] = {"num_nodes": 1, "pipeline_parallel_size": 1}
 def model_on_one_node(site: Site) -> Seen:
     """On the second node an empty disk lies over the model's folder."""
     with site.small_disk("n2", str(site.model), "size=1m,mode=755"):
-        seen = site.failed(site.submit("model-on-one-node", env={"HPC_SERVE_MODEL": str(site.model)}, **MP))
-        site.clear()
-    return seen
+        return site.failed(site.submit("model-on-one-node", env={"HPC_SERVE_MODEL": str(site.model)}, **MP))
 
 
 @pain(0, "beside them: an environment that one node does not see", r"n2.*(environment|python|no .*command)|python.*n2")
@@ -30,18 +28,14 @@ def environment_on_one_node(site: Site) -> Seen:
     """The Python environment is on a disk of the first node."""
     env = site.environment("on-one-node", path="/usr/bin:/bin", programs={})
     with site.small_disk("n2", env["HPC_SERVE_ENV"], "size=1m,mode=755"):
-        seen = site.failed(site.submit("environment-on-one-node", env=env, **MP))
-        site.clear()
-    return seen
+        return site.failed(site.submit("environment-on-one-node", env=env, **MP))
 
 
 @pain(0, "beside them: a home that one node does not see", r"does not see the folder of logs")
 def home_on_one_node(site: Site) -> Seen:
     """On the second node an empty disk lies over alice's home, as where /home is not mounted."""
     with site.small_disk("n2", str(site.alice.home), "size=1m,mode=755"):
-        seen = site.failed(site.submit("home-on-one-node", env={"HPC_SERVE_JOIN_S": "30"}, **MP))
-        site.clear()
-    return seen
+        return site.failed(site.submit("home-on-one-node", env={"HPC_SERVE_JOIN_S": "30"}, **MP))
 
 
 @pain(0, "beside them: modules of another Python", r"modules that were made for another Python")
@@ -65,9 +59,7 @@ def second_tmp_full(site: Site) -> Seen:
     """The second node's /tmp is a disk of 64 KiB."""
     assert not CHECKOUT.is_relative_to("/tmp"), "a clone in /tmp, with its environment, would be hidden: use another"
     with site.small_disk("n2", "/tmp", "size=64k,mode=1777"):
-        seen = site.failed(site.submit("second-tmp-full", **MP))
-        site.clear()
-    return seen
+        return site.failed(site.submit("second-tmp-full", **MP))
 
 
 @pain(0, "beside them: proxies that catch the nodes' traffic", r"and answered")

@@ -145,10 +145,11 @@ class Site:
 
     @contextlib.contextmanager
     def changed(self, node: str, change: Sequence[str], back: Sequence[str]) -> Iterator[None]:
-        """A change of a node by root, taken back at the end."""
+        """A change of a node by root, taken back once the jobs under it have ended."""
         self.root(node, *change)
         try:
             yield
+            self.clear()
         finally:
             self.root(node, *back)
 
@@ -159,7 +160,7 @@ class Site:
 
     @contextlib.contextmanager
     def cgroup(self, node: str, controller: str, file: str, limit: int) -> Iterator[None]:
-        """The node's slurmd, and all that it starts from now on, in a cgroup with a limit."""
+        """The node's slurmd, and all that it starts from now on, in a cgroup with a limit; ends its jobs at the end."""
         folder = Path("/sys/fs/cgroup", controller, f"{self.cluster.config.name}-{node}")
         folder.mkdir()
         slurmd = [pid for pid in self.cluster.pids_on(node) if b"slurmd\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -168,6 +169,7 @@ class Site:
             for pid in slurmd:
                 (folder / "cgroup.procs").write_text(str(pid))
             yield
+            self.clear()
         finally:
 
             def is_empty() -> bool:

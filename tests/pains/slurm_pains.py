@@ -35,9 +35,7 @@ def _docker(site: Site, node: str) -> AbstractContextManager[None]:
 def one_address(site: Site) -> Seen:
     """HPC_SERVE_INTERFACE names docker0, which has the same address on every node."""
     with _docker(site, "n1"), _docker(site, "n2"):
-        seen = site.failed(site.submit("one-address", env={"HPC_SERVE_INTERFACE": "docker0"}, **MP))
-        site.clear()
-    return seen
+        return site.failed(site.submit("one-address", env={"HPC_SERVE_INTERFACE": "docker0"}, **MP))
 
 
 @pain(1, "two nodes say the same address", r"2 nodes say that their address is 172\.17\.0\.1")
@@ -45,9 +43,7 @@ def one_address_each(site: Site) -> Seen:
     """The same on three nodes, set after the head's address was chosen."""
     edit = replaced("    srun --nodes", "    export HPC_SERVE_INTERFACE=docker0\n    srun --nodes")
     with _docker(site, "n1"), _docker(site, "n2"), _docker(site, "n3"):
-        seen = site.failed(site.submit("one-address-each", edit=edit, num_nodes=3, pipeline_parallel_size=3, **MP))
-        site.clear()
-    return seen
+        return site.failed(site.submit("one-address-each", edit=edit, num_nodes=3, pipeline_parallel_size=3, **MP))
 
 
 @pain(2, "a node never joins", r"no launcher from node rank 1")
@@ -103,9 +99,7 @@ def gcs_killed(site: Site) -> Seen:
 def few_tasks(site: Site) -> Seen:
     """The first node's slurmd is in a cgroup whose pids.max leaves too few."""
     with site.cgroup("n1", "pids", "pids.max", TOO_FEW_TASKS):
-        seen = site.failed(site.submit("few-tasks", **RAY))
-        site.clear()
-    return seen
+        return site.failed(site.submit("few-tasks", **RAY))
 
 
 @pain(5, "Ray runs out of threads: ulimit -u", r"nproc is 150 .*and you have \d+ processes and threads")
@@ -178,9 +172,7 @@ def greedy_engine(site: Site) -> Seen:
     hog = site.alice.write("hog.py", "kept = []\nwhile True:\n    kept.append(b'x' * (8 << 20))\n")
     with site.cgroup("n1", "memory", "memory.limit_in_bytes", 300 * 2**20):
         edit = replaced(str(STUB), str(hog))
-        seen = site.failed(site.submit("greedy", edit=edit, options=("--nodelist=n1",), **ONE_NODE))
-        site.clear()
-    return seen
+        return site.failed(site.submit("greedy", edit=edit, options=("--nodelist=n1",), **ONE_NODE))
 
 
 @pain(13, "a slow load is killed by a fixed deadline", r"ready after \d+ s")
@@ -208,9 +200,7 @@ def network_weights(site: Site) -> Seen:
         job = site.submit("network-weights", options=options, env={"HPC_SERVE_MODEL": str(folder)}, **ONE_NODE)
         site.ready(job)
         said = next((line for line in site.node_log(job).splitlines() if "loading weights: " in line), "(nothing)")
-        seen = _cured(job, said.partition("loading weights: ")[2] or said, by="the launcher")
-        site.clear()
-    return seen
+        return _cured(job, said.partition("loading weights: ")[2] or said, by="the launcher")
 
 
 @pain(15, "nodes that would stay idle", r"a whole node would stay idle")
@@ -333,9 +323,7 @@ def disk_full(site: Site) -> Seen:
     """HPC_SERVE_TMPDIR is a disk of 64 KiB."""
     site.root("n1", "mkdir", "-p", "/tmp/small")
     with site.small_disk("n1", "/tmp/small", "size=64k,mode=1777"):
-        seen = site.failed(site.submit("disk-full", env={"HPC_SERVE_TMPDIR": "/tmp/small"}, **ONE_NODE))
-        site.clear()
-    return seen
+        return site.failed(site.submit("disk-full", env={"HPC_SERVE_TMPDIR": "/tmp/small"}, **ONE_NODE))
 
 
 # -- what they share

@@ -78,11 +78,7 @@ class Run:
         return wait_for(look, 180, what=", ".join(states))
 
     def wait_for_state(self, state: str) -> EndpointRecord:
-        def look() -> EndpointRecord | None:
-            assert (self.record and self.record.state == state) or self.process.poll() is None, self.log.read_text()
-            return self.record if self.record is not None and self.record.state == state else None
-
-        return wait_for(look, 180, what=state)
+        return self.wait_for_states(state)[0]
 
     def stream(self) -> int:
         """How many words came of one stream."""

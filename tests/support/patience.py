@@ -17,6 +17,7 @@ import pytest
 from hpc_serve.client import connect
 from hpc_serve.client.connections import verified_streams
 from hpc_serve.client.discovery import discovery, reading
+from hpc_serve.client.engine_work import WorkWatch
 from hpc_serve.client.replicas import pool, probe, silence_limit
 from hpc_serve.client.requests import exchange
 from hpc_serve.job.engine import health
@@ -36,7 +37,7 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
         (verified_streams, "_DEFAULT_CONNECT_S"),
     ):
         monkeypatch.setattr(module, name, PATIENCE_S)
-    for function in (probe.probe, probe.probe_record, probe.probe_records, health.read_load):
+    for function in (probe.probe, probe.probe_record, probe.probe_records, health.read_load, WorkWatch.__init__):
         monkeypatch.setitem(function.__kwdefaults__, "timeout_s", PATIENCE_S)
     monkeypatch.setattr(silence_limit, "SILENT_S", PATIENCE_S)
     monkeypatch.setattr(silence_limit, "MOST_SILENT_S", PATIENCE_S)

@@ -25,6 +25,7 @@ NAME = "resumed"
 START_S = 600.0
 TOKENS = 400  # some seconds on two cores
 BEGUN = 12
+LOCAL = ("--cluster", "local", "--gpu", "cpu", "--gpu-memory", "2GiB")
 
 GREEDY: dict[str, Any] = {"temperature": 0, "stream": True, "extra_body": {"ignore_eos": True}}
 USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
@@ -98,24 +99,12 @@ class Replicas:
         return done.stdout
 
     def start(self, *options: str, engine: tuple[str, ...] = ()) -> None:
-        where = (
-            "--model",
-            str(self.model),
-            "--name",
-            NAME,
-            "--cluster",
-            "local",
-            "--gpu",
-            "cpu",
-            "--gpu-memory",
-            "2GiB",
-        )
+        where = ("--model", str(self.model), "--name", NAME, *LOCAL)
         said = self.hpc_serve("submit", *where, *options, "--", "--max-model-len", "2048", "--enforce-eager", *engine)
         self.jobs.append(re.search(r"submitted as job (\S+)", said)[1])
 
     def processes_of(self, job: str) -> list[int]:
-        mark = f"HPC_SERVE_JOB_ID={job}".encode()
-        return [pid for pid in processes.pids() if processes.is_alive(pid) and mark in environ_of(pid)]
+        return processes.of_job(job, processes.pids())
 
     def kill_engine(self, job: str) -> None:
         """End the engine's server as the kernel does when memory is short."""
@@ -137,13 +126,6 @@ class Replicas:
 
 def is_server(argv: tuple[str, ...]) -> bool:
     return "serve" in argv and "hpc_serve.job" not in argv  # the launcher's words hold the engine's
-
-
-def environ_of(pid: int) -> list[bytes]:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return []
 
 
 def stream(client: Any, asked: dict[str, Any], answer: Answer, begun: threading.Event | None = None) -> Answer:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from hpc_serve.bench.files import read_samples
-from hpc_serve.cli.main import run
 from hpc_serve.errors import InvalidRequestError, SiteFileError
 from hpc_serve.given_files import MAX_INDEX_BYTES, parse_json
 from hpc_serve.hub.hub import find_model, stored_tensors
@@ -20,6 +19,7 @@ from hpc_serve.job.weights.stage_copy import copy_files
 from hpc_serve.quantize.program import CannotQuantizeError, read_texts
 from hpc_serve.submit.site.site import load_site
 from hpc_serve.submit.site.site_models import load_site_models
+from tests.unit.conftest import Ran
 
 INDEX = "model.safetensors.index.json"
 DEEP = "[" * 100_000
@@ -84,9 +84,8 @@ DEEP_OBJECT = '{"a":' * 100_000 + "1" + "}" * 100_000
 
 
 @pytest.mark.parametrize("words", [["--hf-overrides", DEEP_OBJECT], ["--compilation-config", DEEP]])
-def test_deep_json_of_a_command_line_is_an_error_of_the_person(words: list[str], capsys: pytest.CaptureFixture[str]):
-    assert run(["plan", "--model", "8b", "--", *words]) == 2
-    assert "bug" not in capsys.readouterr().err
+def test_deep_json_of_a_command_line_is_an_error_of_the_person(words: list[str], ran: Ran):
+    assert "bug" not in ran(["plan", "--model", "8b", "--", *words], 2).err
 
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "9" * 4000])

@@ -49,8 +49,7 @@ class Download:
         self._stop = threading.Event()
         self._errors: list[BaseException] = []
         self._here = {file: self._kept(file) for file in self._waiting}
-        """Bytes in the cache of each file that was not whole."""
-        self._under_way: set[RepositoryFile] = set()
+        """Bytes in the cache of each file that was not whole; whoever fetches a file counts them."""
         self.total_bytes = sum(file.size_bytes for file in files)
         self.kept_bytes = self.done_bytes
         """Bytes that were in the cache before this run."""
@@ -58,8 +57,7 @@ class Download:
     @property
     def done_bytes(self) -> int:
         """Bytes of the files that are in the cache."""
-        here = self._here | {file: self._kept(file) for file in tuple(self._under_way)}
-        return self.total_bytes - sum(file.size_bytes - size for file, size in here.items())
+        return self.total_bytes - sum(file.size_bytes - size for file, size in self._here.items())
 
     @property
     def num_missing(self) -> int:
@@ -107,7 +105,6 @@ class Download:
                 file = self._waiting.popleft()
             except IndexError:
                 return
-            self._under_way.add(file)
             try:
                 self._fetch(file)
                 self._here[file] = file.size_bytes
@@ -117,16 +114,13 @@ class Download:
                 folder = self._repository.folder
                 self._errors.append(unwritable(folder, file.path, error) if isinstance(error, OSError) else error)
                 self._stop.set()
-            finally:
-                self._here[file] = max(self._here[file], self._kept(file))
-                self._under_way.discard(file)
 
     def _fetch(self, file: RepositoryFile) -> None:
         """Fetch one file, and try again while new bytes come."""
         self._repository.forget(file.path)  # one that was cut off
         tries, before = 0, -1
         while True:
-            kept = self._kept(file)
+            kept = self._here[file]
             tries, before = (0, kept) if kept > before else (tries + 1, before)
             try:
                 if file.sha256 is not None and file.size_bytes <= _MOST_BY_HTTP_BYTES:
@@ -150,6 +144,7 @@ class Download:
             part = blob.with_name(blob.name + PART)
             with _open_part(part) as stream:
                 digest, size = _digest_of(stream)
+                self._here[file] = size
                 if size < file.size_bytes:
                     with self._repository.read(file.path, size) as (begins_at, chunks):
                         if begins_at != size:
@@ -161,7 +156,7 @@ class Download:
                             stream.write(chunk)
                             stream.flush()
                             digest.update(chunk)
-                            size += len(chunk)
+                            self._here[file] = size = size + len(chunk)
                 os.fsync(stream.fileno())
             if size < file.size_bytes:
                 raise HubConnectionError(f"the answer ended after {size:,} of {file.size_bytes:,} bytes")

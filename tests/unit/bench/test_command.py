@@ -17,11 +17,10 @@ from tests.support.patience import PATIENCE_S, wait_until
 SMALL = ("--lengths", "40/6", "--num-prompts", "12")
 
 
-def test_one_run_is_shown_and_saved(service, tmp_path, capsys):
+def test_one_run_is_shown_and_saved(service, tmp_path, ran):
     service.start()
     saved = tmp_path / "figures.json"
-    assert run(["bench", "405b", *SMALL, "--max-concurrency", "4", "--save", str(saved), "--detailed"]) == 0
-    printed = capsys.readouterr().out
+    printed = ran(["bench", "405b", *SMALL, "--max-concurrency", "4", "--save", str(saved), "--detailed"]).out
     assert "Successful requests:                     12" in printed
     assert "100-r0-0" in printed
     result = json.loads(saved.read_text())
@@ -39,11 +38,10 @@ def test_a_sweep_is_a_table_and_a_list(service, tmp_path, capsys):
     assert [one["request_goodput"] > 0 for one in json.loads(saved.read_text())] == [True] * 4
 
 
-def test_a_sweep_in_full_has_all_figures_of_each_run(service, capsys):
+def test_a_sweep_in_full_has_all_figures_of_each_run(service, ran):
     service.start()
     words = ["--lengths", "20/3", "--num-prompts", "6", "--max-concurrency", "1,3", "--full"]
-    assert run(["bench", "405b", *words]) == 0
-    printed = capsys.readouterr().out
+    printed = ran(["bench", "405b", *words]).out
     for most in (1, 3):
         assert f"Run {1 if most == 1 else 2}: 405b, random 20/3, {most} at once\n===" in printed
         assert f"Maximum request concurrency:             {most}" in printed
@@ -51,10 +49,9 @@ def test_a_sweep_in_full_has_all_figures_of_each_run(service, capsys):
     assert printed.splitlines()[-3].split()[:4] == ["service", "replicas", "workload", "pace"]
 
 
-def test_json_is_all_that_stdout_holds(service, capsys):
+def test_json_is_all_that_stdout_holds(service, ran):
     service.start()
-    assert run(["bench", "405b", *SMALL, "--request-rate", "500", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = json.loads(ran(["bench", "405b", *SMALL, "--request-rate", "500", "--json"]).out)
     assert (result["request_rate"], result["max_concurrency"]) == (500.0, None)
 
 
@@ -72,10 +69,9 @@ def test_json_is_all_that_stdout_holds(service, capsys):
         (["--goodput", "itl:5"], "--goodput itl:5"),
     ],
 )
-def test_words_that_cannot_be_are_told_before_anything_is_asked(words, told, capsys, monkeypatch, tmp_path):
+def test_words_that_cannot_be_are_told_before_anything_is_asked(words, told, ran, monkeypatch, tmp_path):
     monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path))
-    assert run(["bench", "405b", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert told in ran(["bench", "405b", *words], 2).err
 
 
 def test_ctrl_c_keeps_what_was_measured(service, tmp_path):
@@ -102,13 +98,12 @@ def ended(folder: Path) -> int:
     return sum('"event": "begun"' not in line for line in lines)
 
 
-def test_all_ways_of_showing_a_sweep(service, tmp_path, capsys):
+def test_all_ways_of_showing_a_sweep(service, tmp_path, ran):
     service.start()
     (tmp_path / "mine.py").write_text("def is_wrong(body, text):\n    return 'no word' if len(text) > 0 else None\n")
     words = ["--num-prompts", "4", "--lengths", "20/3", "--max-concurrency", "1,2", "--gpu", "h100-80gb"]
     check = ["--check", f"{tmp_path / 'mine.py'}:is_wrong"]
-    assert run(["bench", "405b", *words, *check, "--html", str(tmp_path / "runs.html")]) == 0
-    printed = capsys.readouterr().out
+    printed = ran(["bench", "405b", *words, *check, "--html", str(tmp_path / "runs.html")]).out
     assert "4 answers are wrong by --check, the first: no word" in printed
     assert "No prediction: meta-llama/Llama-3.1-405B-Instruct does not fit" in printed  # the stub's record says one GPU
     assert (tmp_path / "runs.html").read_text().startswith("<!doctype html>")

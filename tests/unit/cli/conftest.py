@@ -6,12 +6,15 @@ import os
 
 import pytest
 
+from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.patience import be_patient
 
 
 @pytest.fixture
 def stand_ins(tmp_path, monkeypatch):
-    """A home, an environment, a Slurm of stand-ins, and no settings of whoever runs the tests."""
+    """A home, an environment, a Slurm of stand-ins, patience, and no settings of whoever runs the tests."""
+    be_patient(monkeypatch)
     for name in [name for name in os.environ if name.startswith(("HPC_SERVE_", "OPENAI_", "HF_"))]:
         monkeypatch.delenv(name)
     (tmp_path / "env" / "bin").mkdir(parents=True)
@@ -24,3 +27,9 @@ def stand_ins(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("COLUMNS", "80")
     return fake
+
+
+@pytest.fixture
+def store(tmp_path):
+    """The services of that home."""
+    return ServiceStore(tmp_path / "home")

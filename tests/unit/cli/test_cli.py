@@ -21,10 +21,8 @@ from hpc_serve.cli.submit.request import default_service
 from hpc_serve.cli.values import Duration
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.exit_codes import exit_code_words
-from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.services import stop, wait
-from tests.support.patience import be_patient
 from tests.support.stubs import StubService, make_record
 
 NO_WEIGHTS = (
@@ -63,15 +61,9 @@ STATUS_KEYS = {
 
 @pytest.fixture(autouse=True)
 def place(stand_ins, monkeypatch):
-    be_patient(monkeypatch)
     monkeypatch.setattr(wait, "_RECORDS_S", 0.02)
     monkeypatch.setattr(stop, "_RECORDS_S", 0.02)
     return stand_ins
-
-
-@pytest.fixture
-def store(tmp_path):
-    return ServiceStore(tmp_path / "home")
 
 
 @pytest.fixture
@@ -86,9 +78,8 @@ def live(store):
 # Help and words that are not known
 
 
-def test_without_a_command_its_help_is_what_was_asked_for(capsys):
-    assert run([]) == 0
-    out, err = capsys.readouterr()
+def test_without_a_command_its_help_is_what_was_asked_for(ran):
+    out, err = ran([])
     assert (out.startswith("Usage: hpc-serve"), err) == (True, "")
 
 
@@ -101,9 +92,8 @@ def test_help_is_quick_and_imports_nothing_heavy(argv):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_there_and_has_help(name, capsys):
-    assert run([name, "--help"]) == 0
-    assert f"Usage: hpc-serve {name}" in capsys.readouterr().out
+def test_every_command_is_there_and_has_help(name, ran):
+    assert f"Usage: hpc-serve {name}" in ran([name, "--help"]).out
 
 
 @pytest.mark.parametrize(
@@ -129,9 +119,8 @@ def test_every_command_is_there_and_has_help(name, capsys):
         (["chat", "8b", "--max-tokens", "x"], ["--max-tokens"]),
     ],
 )
-def test_what_cannot_be_asked_for_is_one_error_on_stderr_and_exit_code_2(argv, words, capsys, place):
-    assert run(argv) == 2
-    out, err = capsys.readouterr()
+def test_what_cannot_be_asked_for_is_one_error_on_stderr_and_exit_code_2(argv, words, ran, place):
+    out, err = ran(argv, 2)
     assert out == ""
     assert err.startswith("error: ")
     for word in words:
@@ -150,9 +139,8 @@ def test_an_unknown_site_setting_is_refused(tmp_path, capsys, place):
 # submit and render
 
 
-def test_submit_says_what_it_did_and_what_to_type_next(capsys, place):
-    assert run(["submit", "--model", "8b"]) == 0
-    out, err = capsys.readouterr()
+def test_submit_says_what_it_did_and_what_to_type_next(ran, place):
+    out, err = ran(["submit", "--model", "8b"])
     assert out.startswith("8b: submitted as job 101 (1 node x 1 GPU, TP=1 PP=1)\n")
     assert "hpc-serve wait 8b" in out
     assert err == ""
@@ -183,35 +171,29 @@ def test_submit_as_json(capsys, place, store, tmp_path):
     assert "\n            --seed 1" in place.scripts[0]
 
 
-def test_a_further_double_dash_is_the_engine_s_and_refused(capsys, place):
-    assert run(["submit", "--model", "8b", "--", "--seed", "1", "--", "x"]) == 2
-    assert "`--` ends the options for vLLM" in capsys.readouterr().err
+def test_a_further_double_dash_is_the_engine_s_and_refused(ran, place):
+    assert "`--` ends the options for vLLM" in ran(["submit", "--model", "8b", "--", "--seed", "1", "--", "x"], 2).err
     assert place.scripts == []
 
 
-def test_a_further_replica_is_said_to_be_one(capsys, place):
-    assert run(["submit", "--model", "8b"]) == 0
-    assert "replicas now" not in capsys.readouterr().out
-    assert run(["submit", "--model", "8b"]) == 0
-    out = capsys.readouterr().out
+def test_a_further_replica_is_said_to_be_one(ran, place):
+    assert "replicas now" not in ran(["submit", "--model", "8b"]).out
+    out = ran(["submit", "--model", "8b"]).out
     assert "8b has 2 replicas now; it had 1 before, job 101 (pending);" in out
     assert "if that is too many: hpc-serve stop 102" in out
-    assert run(["submit", "--model", "8b", "--json"]) == 0
-    others = json.loads(capsys.readouterr().out)["other_jobs"]
+    others = json.loads(ran(["submit", "--model", "8b", "--json"]).out)["other_jobs"]
     assert others == [{"job_id": job_id, "state": "pending", "differs": []} for job_id in ("101", "102")]
 
 
-def test_submit_starts_the_replicas_of_a_target(capsys, place):
+def test_submit_starts_the_replicas_of_a_target(ran, place):
     words = ["submit", "8b", "--target", "throughput", "--nodes", "1", "--", "--seed", "1"]
-    assert run([*words[:-3], "--json", *words[-3:]]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(ran([*words[:-3], "--json", *words[-3:]]).out)
     assert told["job_id"] == "101"
     assert [one["job_id"] for one in told["replicas"]] == [f"101_{task}" for task in range(8)]
     assert told["replicas_wanted"] == 8
     assert "#SBATCH --array=0-7\n" in place.scripts[0]
     assert "8 replicas, each on 1 node x 1 GPU" in place.scripts[0]
-    assert run(words) == 0
-    out = capsys.readouterr().out
+    out = ran(words).out
     assert "8b: submitted as job 102 (8 replicas, each 1 node x 1 GPU, TP=1 PP=1)" in out
     assert "8b has 16 replicas now; it had 8 before" in out
 
@@ -250,34 +232,31 @@ def test_replicas_of_a_target_share_whole_nodes(words, per_job, tensor, array, c
         (("--exclusive", "--keep-up"), "7 of 8 GPUs of each node stay idle .*--replicas-per-job 8 fills the node"),
     ],
 )
-def test_gpus_that_stay_idle_are_said_with_what_submit_accepts(words, says, capsys, place):
+def test_gpus_that_stay_idle_are_said_with_what_submit_accepts(words, says, capsys, ran, place):
     _, said = script_of(capsys, *words)
     assert re.search(says, said)
     cures = [["--no-exclusive"]] + [["--replicas-per-job", "8"]] * ("--replicas-per-job" in said)
     for cure in cures:
         assert "stay idle" not in script_of(capsys, *words, *cure)[1]
-    assert run(["submit", "8b", "--json", *words]) == 0
-    assert re.search(says, json.loads(capsys.readouterr().out)["machines_note"])
+    assert re.search(says, json.loads(ran(["submit", "8b", "--json", *words]).out)["machines_note"])
 
 
-def test_a_hub_cache_in_memory_is_asked_for_and_a_mem_too_small_is_told(capsys, place, monkeypatch):
+def test_a_hub_cache_in_memory_is_asked_for_and_a_mem_too_small_is_told(capsys, ran, place, monkeypatch):
     monkeypatch.setenv("HF_HOME", "/dev/shm/hf")
     script, said = script_of(capsys)
     assert "#SBATCH --mem=48G\n" in script
     assert "the kernel" not in said.lower()
     assert "--mem=32G" in script_of(capsys, "--env", "HF_HOME=/scratch/hf")[0]
     assert "--mem 12G is 12 GiB of each node, and the job keeps 16 GiB" in script_of(capsys, "--mem", "12G")[1]
-    assert run(["submit", "8b", "--json", "--mem", "12G"]) == 0
-    assert "--mem 12G" in json.loads(capsys.readouterr().out)["machines_note"]
+    assert "--mem 12G" in json.loads(ran(["submit", "8b", "--json", "--mem", "12G"]).out)["machines_note"]
 
 
-def test_the_replicas_asked_for_win_over_the_target_s(capsys, place):
+def test_the_replicas_asked_for_win_over_the_target_s(capsys, ran, place):
     assert run(["submit", "8b", "--target", "throughput", "--nodes", "1", "--replicas", "2"]) == 0
     assert "#SBATCH --array=0-1\n" in place.scripts[0]
     assert run(["submit", "8b", "--replicas", "1"]) == 0
     assert "--array" not in place.scripts[1]
-    assert run(["submit", "8b", "--replicas", "0"]) == 2
-    assert "replicas is 0: it must be at least 1" in capsys.readouterr().err
+    assert "replicas is 0: it must be at least 1" in ran(["submit", "8b", "--replicas", "0"], 2).err
     assert run(["submit", "8b", "--replicas", "2", "--cluster", "local"]) == 2
     assert "2 replicas were asked for; leave --replicas out" in capsys.readouterr().err
 
@@ -303,7 +282,7 @@ def test_render_prints_the_script_and_touches_nothing(capsys, tmp_path, store, p
     assert place.scripts == []
 
 
-def test_a_staged_model_is_the_jobs_setting(capsys, tmp_path, monkeypatch):
+def test_a_staged_model_is_the_jobs_setting(ran, tmp_path, monkeypatch):
     site = tmp_path / "site.yaml"
     site.write_text("stage: /dev/shm\n")
     exported = {
@@ -314,15 +293,13 @@ def test_a_staged_model_is_the_jobs_setting(capsys, tmp_path, monkeypatch):
         ("--no-stage", "--site", str(site)): None,
     }
     for words, value in exported.items():
-        assert run(["render", "--model", "8b", *words]) == 0
-        script = capsys.readouterr().out
+        script = ran(["render", "--model", "8b", *words]).out
         assert (f"export HPC_SERVE_STAGE={value}\n" in script) == (value is not None)
         assert (" --stage" in script) == (value is not None)
 
 
-def test_render_to_where_nothing_can_be_written(capsys):
-    assert run(["render", "--model", "8b", "--output", "/dev/null/x"]) == 1
-    assert "/dev/null/x" in capsys.readouterr().err
+def test_render_to_where_nothing_can_be_written(ran):
+    assert "/dev/null/x" in ran(["render", "--model", "8b", "--output", "/dev/null/x"], 1).err
 
 
 @pytest.mark.parametrize(
@@ -335,11 +312,9 @@ def test_render_to_where_nothing_can_be_written(capsys):
         ("8b", "--concurrency", "4"),
     ],
 )
-def test_render_asks_for_the_layout_that_plan_prints(capsys, words):
-    assert run(["plan", *words, "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert run(["render", *words]) == 0
-    script = capsys.readouterr().out
+def test_render_asks_for_the_layout_that_plan_prints(ran, words):
+    plan = json.loads(ran(["plan", *words, "--json"]).out)
+    script = ran(["render", *words]).out
     options = " ".join(script.replace("\\\n", " ").split())
     assert " ".join(plan["vllm_args"]) in options
     assert f"#SBATCH --nodes={plan['num_nodes']}\n" in script
@@ -355,9 +330,8 @@ def test_a_model_is_named_once(capsys, command):
     assert run([command, ""]) == 2
 
 
-def test_every_sbatch_option_of_the_site_file_is_an_option_of_the_command(capsys):
-    assert run(["submit", "--help"]) == 0
-    slurm = capsys.readouterr().out.split("Options of vLLM")[0]
+def test_every_sbatch_option_of_the_site_file_is_an_option_of_the_command(ran):
+    slurm = ran(["submit", "--help"]).out.split("Options of vLLM")[0]
     names = [
         option.name for option in fields(SlurmOptions) if option.name not in ("gpu_directive", "gres_type", "extra")
     ]
@@ -367,9 +341,8 @@ def test_every_sbatch_option_of_the_site_file_is_an_option_of_the_command(capsys
 
 
 @pytest.mark.parametrize("option", [["--max-num-seqs", "16"], ["--max-num-seqs=16"]])
-def test_what_the_person_s_own_words_say_is_said_once_and_planned_for(option, capsys):
-    assert run(["render", "--model", "8b", "--", "-tp", "2", *option]) == 0
-    script = capsys.readouterr().out
+def test_what_the_person_s_own_words_say_is_said_once_and_planned_for(option, ran):
+    script = ran(["render", "--model", "8b", "--", "-tp", "2", *option]).out
     assert script.count("--max-num-seqs") == 2  # in the comment that tells the command, and in the command
     assert "--tensor-parallel-size" not in script
     assert "#SBATCH --gpus-per-node=2" in script
@@ -394,48 +367,42 @@ def test_exit_codes_of_what_does_not_fit_and_of_a_name_that_is_taken(place, caps
     assert run(["submit", "--model", "70b", "--name", "x"]) == 5
 
 
-def test_submit_and_wait_ends_with_the_failure_of_the_job(place, capsys, monkeypatch, store):
+def test_submit_and_wait_ends_with_the_failure_of_the_job(place, ran, monkeypatch, store):
     monkeypatch.setattr(wait, "_RECORD_MAY_FOLLOW_S", 0.0)
     place.job("101", "FAILED", exit_code="78:0")
     queue = place.bin / "squeue"
     queue.write_text("#!/bin/bash\n")  # the job is in no queue any more when it is first looked for
-    assert run(["submit", "--model", "8b", "--wait"]) == 6
-    assert "exited with code 78" in capsys.readouterr().err
+    assert "exited with code 78" in ran(["submit", "--model", "8b", "--wait"], 6).err
 
 
-def test_wait_that_takes_too_long_has_exit_code_7(place, capsys):
-    assert run(["submit", "--model", "8b", "--wait", "--timeout", "0s"]) == 7
-    out, err = capsys.readouterr()
+def test_wait_that_takes_too_long_has_exit_code_7(place, ran):
+    out, err = ran(["submit", "--model", "8b", "--wait", "--timeout", "0s"], 7)
     assert "submitted as job 101" in out
     assert "pending: waiting for free nodes (Resources)" in err
 
 
-def test_ctrl_c_only_detaches(place, capsys, monkeypatch):
+def test_ctrl_c_only_detaches(place, ran, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(wait, "wait", interrupted)
-    assert run(["submit", "--model", "8b", "--wait"]) == 130
-    assert "8b goes on. Come back: hpc-serve wait 8b" in capsys.readouterr().err
+    assert "8b goes on. Come back: hpc-serve wait 8b" in ran(["submit", "--model", "8b", "--wait"], 130).err
     assert place.cancelled == []
 
 
 # status, logs, stop
 
 
-def test_status_of_nothing(capsys):
-    assert run(["status"]) == 0
-    assert capsys.readouterr().out == "No services. Start one: hpc-serve submit --model 8b --wait\n"
-    assert run(["status", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"services": [], "problems": [], "wanted": {}}
+def test_status_of_nothing(ran):
+    assert ran(["status"]).out == "No services. Start one: hpc-serve submit --model 8b --wait\n"
+    assert json.loads(ran(["status", "--json"]).out) == {"services": [], "problems": [], "wanted": {}}
     assert run(["status", "8b"]) == 5
 
 
-def test_status_fits_eighty_columns_and_has_no_colours_in_a_pipe(live, store, place, capsys):
+def test_status_fits_eighty_columns_and_has_no_colours_in_a_pipe(live, store, place, ran):
     place.queue(("7", "RUNNING", "None"))
     place.name_in_queue("12", "hpc-serve-" + "a-rather-long-name-of-a-service")
-    assert run(["status"]) == 0
-    out = capsys.readouterr().out
+    out = ran(["status"]).out
     assert max(map(len, out.splitlines())) <= 80
     assert "\x1b" not in out
     assert "ready" in out
@@ -443,27 +410,25 @@ def test_status_fits_eighty_columns_and_has_no_colours_in_a_pipe(live, store, pl
 
 
 @pytest.mark.parametrize("columns", [20, 40, 60])
-def test_a_narrow_terminal_cuts_nothing(columns, store, place, capsys, monkeypatch):
+def test_a_narrow_terminal_cuts_nothing(columns, store, place, ran, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     name, reason = "a-rather-long-name-of-a-service", "engine exited with 1: CUDA out of memory"
     store.write(make_record(service=name, job_id="123456_12", state="failed", reason=reason))
-    assert run(["status"]) == 0
-    out = capsys.readouterr().out
+    out = ran(["status"]).out
     assert max(len(line) for line in out.splitlines()) <= columns
     joined = "".join(out.split())
     assert all("".join(words.split()) in joined for words in (name, "123456_12", "failed", reason))
 
 
-def test_status_as_json_has_stable_keys(live, capsys, place):
+def test_status_as_json_has_stable_keys(live, ran, place):
     place.queue(("7", "RUNNING", "None"))
-    assert run(["status", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(ran(["status", "--json"]).out)
     assert set(report) == {"services", "problems", "wanted"}
     assert set(report["services"][0]) == STATUS_KEYS
     assert report["services"][0]["state"] == "ready"
 
 
-def test_status_shows_what_is_live_and_the_ends_of_the_last_day(store, capsys, place):
+def test_status_shows_what_is_live_and_the_ends_of_the_last_day(store, ran, place):
     now = time.time()
     for service, job_id, ago_s in (("old", "3", 9e5), ("8b", "4", 2 * 86400), ("8b", "1", 300), ("8b", "2", 200)):
         at = {"started_at": now - ago_s, "updated_at": now - ago_s}
@@ -475,11 +440,10 @@ def test_status_shows_what_is_live_and_the_ends_of_the_last_day(store, capsys, p
         (["status", "8b", "--all"], ["4", "1", "2"]),
         (["status", "old"], ["3"]),
     ):
-        assert run([*argv, "--json"]) == 0
-        assert [status["job_id"] for status in json.loads(capsys.readouterr().out)["services"]] == jobs
+        assert [status["job_id"] for status in json.loads(ran([*argv, "--json"]).out)["services"]] == jobs
 
 
-def test_status_of_one_service_says_it_all(store, capsys):
+def test_status_of_one_service_says_it_all(store, ran):
     words = ("Traceback (most recent call last):", "ValueError: [x] no memory")
     failed = make_record(
         service="8b",
@@ -493,8 +457,7 @@ def test_status_of_one_service_says_it_all(store, capsys):
         predicted={"kv_cache_tokens": 2048.0, "model_loading_bytes": 2.0**31},
     )
     store.write(failed)
-    assert run(["status", "8b"]) == 0
-    out = capsys.readouterr().out
+    out = ran(["status", "8b"]).out
     for line in (
         "8b  job 7",
         "  state      failed: engine exited with 1",
@@ -506,13 +469,12 @@ def test_status_of_one_service_says_it_all(store, capsys):
         assert f"{line}\n" in out
 
 
-def test_status_says_since_when_an_engine_is_unresponsive(store, capsys):
+def test_status_says_since_when_an_engine_is_unresponsive(store, ran):
     words = {"reason": "its engine leaves /health unanswered", "state_since": 1_800_000_000.0, "engine_restarts": 2}
     words["cache"] = "warm, from /tmp/c on this node"
     words["loading"] = "prefetch: 140.0 GiB on gpfs, 500.0 GiB of memory are free"
     store.write(make_record(service="8b", cluster="local", state="unresponsive", stage="unresponsive", **words))
-    assert run(["status", "8b"]) == 0
-    out = capsys.readouterr().out
+    out = ran(["status", "8b"]).out
     assert "  state      unresponsive: its engine leaves /health unanswered\n" in out
     assert "  restarts   2, of the engine in place\n" in out
     assert "  caches     warm, from /tmp/c on this node\n" in out
@@ -520,14 +482,13 @@ def test_status_says_since_when_an_engine_is_unresponsive(store, capsys):
     assert re.search(r"^  since      2027-01-\d\d \d\d:\d\d:\d\d$", out, re.MULTILINE)
 
 
-def test_a_record_that_is_not_trusted_is_a_warning(store, capsys):
+def test_a_record_that_is_not_trusted_is_a_warning(store, ran):
     store.ensure_service("8b")
     (store.service_dir("8b") / "7-r0-0.json").write_text("{")
-    assert run(["status"]) == 0
-    assert "7-r0-0.json" in capsys.readouterr().err
+    assert "7-r0-0.json" in ran(["status"]).err
 
 
-def test_logs_of_the_latest_job_and_of_one_node(store, capsys, place):
+def test_logs_of_the_latest_job_and_of_one_node(store, capsys, ran, place):
     log_dir = store.ensure_service("8b") / "logs"
     for job_id, age_s in (("1", 300), ("2", 200)):
         started = {"state": "stopped", "started_at": time.time() - age_s, "log_dir": str(log_dir)}
@@ -541,42 +502,35 @@ def test_logs_of_the_latest_job_and_of_one_node(store, capsys, place):
     assert err == "These are the logs of job 2, which is stopped. 8b also has 1 (stopped): hpc-serve logs JOB\n"
     assert run(["logs", "1", "--node", "1", "--follow"]) == 0
     assert capsys.readouterr().out == f"==> {log_dir}/1-node1.log <==\nfirst of 1-node1.log\nlast of 1-node1.log\n"
-    assert run(["logs", "8b", "--files"]) == 0
-    assert len(capsys.readouterr().out.split()) == 3
+    assert len(ran(["logs", "8b", "--files"]).out.split()) == 3
     assert run(["logs", "8b", "--node", "5"]) == 1
     assert f"has no logs of node 5 that this host can see; they would be {log_dir}/2*.log" in capsys.readouterr().err
     assert run(["logs", "nonesuch"]) == 5
 
 
-def test_logs_that_went_to_a_place_of_their_own_are_named(store, place, capsys, tmp_path, monkeypatch):
+def test_logs_that_went_to_a_place_of_their_own_are_named(store, place, ran, tmp_path, monkeypatch):
     monkeypatch.setattr(wait, "_RECORD_MAY_FOLLOW_S", 0.0)
     log = tmp_path / "hpc-serve-8b-9.log"
     place.job("9", "FAILED", exit_code="78:0", name="hpc-serve-8b", log=str(log))
-    assert run(["logs", "8b"]) == 1
-    said = capsys.readouterr().err
+    said = ran(["logs", "8b"], 1).err
     assert f"8b (job 9, failed: its script exited with code 78: {exit_code_words(78)} (FAILED)) has no logs" in said
     assert f"they would be {log} and {store.log_dir('8b')}/9*.log" in said
     log.write_text("no Python environment\n")
-    assert run(["logs", "8b"]) == 0
-    assert capsys.readouterr().out == f"==> {log} <==\nno Python environment\n"
-    assert run(["wait", "8b"]) == 6
-    assert f"Logs: {log}, " in capsys.readouterr().err
+    assert ran(["logs", "8b"]).out == f"==> {log} <==\nno Python environment\n"
+    assert f"Logs: {log}, " in ran(["wait", "8b"], 6).err
 
 
-def test_stop_tells_how_it_ended(store, place, capsys):
+def test_stop_tells_how_it_ended(store, place, ran):
     assert run(["submit", "--model", "8b"]) == 0
     place.job("101", "CANCELLED", after_cancel=True)
-    assert run(["stop", "8b"]) == 0
-    out = capsys.readouterr().out
+    out = ran(["stop", "8b"]).out
     assert "Stopping 8b (job 101), which is pending ..." in out
     assert "8b (job 101) is over: stopped: it was cancelled (CANCELLED)" in out
-    assert run(["stop", "8b"]) == 0
-    assert capsys.readouterr().out == "8b is not running.\n"
-    assert run(["status", "8b"]) == 0
-    assert "it was cancelled (CANCELLED)" in capsys.readouterr().out
+    assert ran(["stop", "8b"]).out == "8b is not running.\n"
+    assert "it was cancelled (CANCELLED)" in ran(["status", "8b"]).out
 
 
-def test_stop_of_one_replica_leaves_the_others(store, place, capsys):
+def test_stop_of_one_replica_leaves_the_others(store, place, capsys, ran):
     for _ in range(2):
         assert run(["submit", "--model", "8b"]) == 0
     place.job("102", "CANCELLED", after_cancel=True)
@@ -587,26 +541,23 @@ def test_stop_of_one_replica_leaves_the_others(store, place, capsys):
     place.job("101", "CANCELLED", after_cancel=True)
     assert run(["stop", "--replica", "101", "--now"]) == 0
     assert place.cancelled == ["102", "101"]
-    assert run(["stop", "8b", "--replica", "99"]) == 2
-    assert "8b has no replica 99" in capsys.readouterr().err
+    assert "8b has no replica 99" in ran(["stop", "8b", "--replica", "99"], 2).err
     assert run(["stop"]) == 2
 
 
-def test_stop_tells_clients_of_a_job_that_was_cancelled_by_other_means(store, place, capsys):
+def test_stop_tells_clients_of_a_job_that_was_cancelled_by_other_means(store, place, ran):
     assert run(["submit", "--model", "8b"]) == 0
     place.queue()
     place.job("101", "CANCELLED", nodes="")
-    assert run(["chat", "8b", "hi"]) == 5
-    assert "Wait for it" in capsys.readouterr().err
+    assert "Wait for it" in ran(["chat", "8b", "hi"], 5).err
     assert run(["stop", "8b"]) == 0
-    assert run(["chat", "8b", "hi"]) == 5
-    assert "8b is stopped: it was cancelled before it began" in capsys.readouterr().err
+    assert "8b is stopped: it was cancelled before it began" in ran(["chat", "8b", "hi"], 5).err
 
 
 # env and chat
 
 
-def test_env_prints_lines_that_a_shell_takes(live, store, capsys):
+def test_env_prints_lines_that_a_shell_takes(live, store, capsys, ran):
     assert run(["env", "8b"]) == 0
     done = subprocess.run(
         ["bash", "-c", capsys.readouterr().out + 'printf "%s %s" "$OPENAI_BASE_URL" "$OPENAI_API_KEY"'],
@@ -616,29 +567,24 @@ def test_env_prints_lines_that_a_shell_takes(live, store, capsys):
     )
     port = live.engines[0].port
     assert done.stdout == f"https://127.0.0.1:{port}/v1 {store.read_api_key('8b')}"
-    assert run(["env", "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)) == {"service", "model", "base_url", "api_key", "variables"}
+    assert set(json.loads(ran(["env", "--json"]).out)) == {"service", "model", "base_url", "api_key", "variables"}
 
 
-def test_env_of_nothing_prints_nothing_to_evaluate(capsys):
-    assert run(["env", "8b"]) == 5
-    assert capsys.readouterr().out == ""
+def test_env_of_nothing_prints_nothing_to_evaluate(ran):
+    assert ran(["env", "8b"], 5).out == ""
 
 
-def test_chat_asks_once(live, capsys, monkeypatch):
-    assert run(["chat", "8b", "hello", "--max-tokens", "3"]) == 0
-    assert capsys.readouterr().out.startswith(f"stub-{live.engines[0].port}")
+def test_chat_asks_once(live, capsys, ran, monkeypatch):
+    assert ran(["chat", "8b", "hello", "--max-tokens", "3"]).out.startswith(f"stub-{live.engines[0].port}")
     assert run(["chat", "hello to you", "--max-tokens", "1"]) == 0  # the only live service needs no name
     assert capsys.readouterr().out.startswith("stub-")
     monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
-    assert run(["chat", "8b"]) == 2
-    assert "There is no question" in capsys.readouterr().err
+    assert "There is no question" in ran(["chat", "8b"], 2).err
 
 
-def test_what_an_engine_refuses_is_an_error_and_no_traceback(live, capsys):
+def test_what_an_engine_refuses_is_an_error_and_no_traceback(live, ran):
     live.engines[0].kill()
-    assert run(["chat", "8b", "hello"]) == 5
-    assert capsys.readouterr().err.startswith("error: ")
+    assert ran(["chat", "8b", "hello"], 5).err.startswith("error: ")
 
 
 def test_a_service_without_a_chat_says_how_it_is_asked(store, capsys):
@@ -654,16 +600,13 @@ def test_a_service_without_a_chat_says_how_it_is_asked(store, capsys):
     assert "client.embeddings.create" in said
 
 
-def test_a_question_without_a_service_s_name_is_told_where_that_belongs(live, capsys):
-    assert run(["chat", "hi"]) == 5
-    assert "a service's name comes first: hpc-serve chat 8b hi" in capsys.readouterr().err
+def test_a_question_without_a_service_s_name_is_told_where_that_belongs(live, capsys, ran):
+    assert "a service's name comes first: hpc-serve chat 8b hi" in ran(["chat", "hi"], 5).err
     assert run(["chat", "why?", "--max-tokens", "1"]) == 0  # no service has such a name
     assert capsys.readouterr().out.startswith("stub-")
     live.engines[0].kill()
-    assert run(["chat", "hi"]) == 5
-    assert "hpc-serve chat SERVICE hi" in capsys.readouterr().err
-    assert run(["chat", "8b"]) == 5
-    assert "comes first" not in capsys.readouterr().err
+    assert "hpc-serve chat SERVICE hi" in ran(["chat", "hi"], 5).err
+    assert "comes first" not in ran(["chat", "8b"], 5).err
 
 
 # The rest
@@ -690,9 +633,8 @@ def test_an_error_of_a_command_that_answers_in_json_is_json(argv, code, words, c
     assert err.startswith(f"error: {answer['error']}")
 
 
-def test_there_is_one_json_document_only(place, capsys):
-    assert run(["submit", "--model", "8b", "--wait", "--timeout", "0s", "--json"]) == 7
-    assert json.loads(capsys.readouterr().out)["job_id"] == "101"
+def test_there_is_one_json_document_only(place, capsys, ran):
+    assert json.loads(ran(["submit", "--model", "8b", "--wait", "--timeout", "0s", "--json"], 7).out)["job_id"] == "101"
     assert run(["stop", "nonesuch"]) == 5
     assert run(["submit", "--model", "8bb", "--", "--json"]) == 2  # the engine's word
     assert capsys.readouterr().out == ""
@@ -712,13 +654,11 @@ def test_nobody_need_listen():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_models_lists_the_catalogue(capsys):
-    assert run(["models"]) == 0
-    out = capsys.readouterr().out
+def test_models_lists_the_catalogue(ran):
+    out = ran(["models"]).out
     assert "meta-llama/Llama-3.1-405B-Instruct" in out.replace("\n", "")
     assert max(map(len, out.splitlines())) <= 80
-    assert run(["models", "405b", "--json"]) == 0
-    (entry,) = [e for e in json.loads(capsys.readouterr().out) if "405b" in e["aliases"]]
+    (entry,) = [e for e in json.loads(ran(["models", "405b", "--json"]).out) if "405b" in e["aliases"]]
     assert entry["published_parameters"] > 405e9
     assert run(["models", "no-such-model"]) == 1
 
@@ -754,13 +694,12 @@ def test_what_is_no_duration(text):
         Duration().convert(text, None, None)
 
 
-def test_a_bug_is_told_as_one_and_shows_where_if_asked(monkeypatch, capsys):
+def test_a_bug_is_told_as_one_and_shows_where_if_asked(monkeypatch, capsys, ran):
     def broken(**_):
         raise RuntimeError("oops")
 
     monkeypatch.setattr(cli_main.cli, "main", broken)
-    assert run(["status"]) == 70
-    assert "unexpected RuntimeError: oops" in capsys.readouterr().err
+    assert "unexpected RuntimeError: oops" in ran(["status"], 70).err
     monkeypatch.setenv("HPC_SERVE_DEBUG", "1")
     run(["status"])
     assert "in broken" in capsys.readouterr().err
@@ -773,13 +712,11 @@ def test_a_reader_that_has_enough_is_no_error():
     assert done.stderr == ""
 
 
-def test_plan_is_for_the_machines_that_submit_would_ask_for(monkeypatch, tmp_path, capsys):
+def test_plan_is_for_the_machines_that_submit_would_ask_for(monkeypatch, tmp_path, ran):
     site = tmp_path / "site.yaml"
     site.write_text("gpu: a100-40gb\ngpus_per_node: 4\n")
     monkeypatch.setenv("HPC_SERVE_SITE", str(site))
-    assert run(["plan", "--model", "70b"]) == 0
-    assert "2 nodes x 4 a100-40gb, TP=4 x PP=2" in capsys.readouterr().out
-    assert run(["render", "--model", "70b"]) == 0
-    assert "2 nodes x 4 GPUs (a100-40gb), TP=4 x PP=2" in capsys.readouterr().out
+    assert "2 nodes x 4 a100-40gb, TP=4 x PP=2" in ran(["plan", "--model", "70b"]).out
+    assert "2 nodes x 4 GPUs (a100-40gb), TP=4 x PP=2" in ran(["render", "--model", "70b"]).out
     site.write_text("gpuu: a100-40gb\n")
     assert run(["plan", "--model", "70b"]) == 2

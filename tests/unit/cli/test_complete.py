@@ -13,7 +13,7 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from hpc_serve.cli import complete
-from hpc_serve.cli.main import COMMANDS, cli, run
+from hpc_serve.cli.main import COMMANDS, cli
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.patience import PATIENCE_S, wait_until
 from tests.support.stubs import make_record, make_submitted
@@ -83,9 +83,8 @@ def test_a_home_that_hangs_or_is_not_trusted_gives_no_names(store, monkeypatch):
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_of_each_shell_is_printed(shell, capsys):
-    assert run(["completion", shell]) == 0
-    assert f"_HPC_SERVE_COMPLETE={shell}_complete" in capsys.readouterr().out
+def test_the_script_of_each_shell_is_printed(shell, ran):
+    assert f"_HPC_SERVE_COMPLETE={shell}_complete" in ran(["completion", shell]).out
 
 
 def test_bash_completes_with_it(store, tmp_path):

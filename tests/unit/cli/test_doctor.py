@@ -36,13 +36,12 @@ def fail(store, **values):
     return log_dir
 
 
-def test_a_failure_is_explained_with_its_cure_and_its_lines(store, capsys):
+def test_a_failure_is_explained_with_its_cure_and_its_lines(store, capsys, ran):
     log_dir = fail(store)
     (log_dir / "7-node0.log").write_text("begin\n")
     (log_dir / "7-node1.log").write_text(f"begin\n{OOM}\n")
     for target in ("8b", "7"):
-        assert run(["doctor", target]) == 6
-        out = capsys.readouterr().out
+        out = ran(["doctor", target], 6).out
         assert out.startswith("8b (job 7) failed: engine exited with 1\nCause: a GPU ran out of memory.\nTo do: ")
         assert "\n    7-node1.log:2: torch.OutOfMemoryError: CUDA out of memory." in out
         assert out.endswith(f"Logs: {log_dir}/7*.log\n")
@@ -52,22 +51,20 @@ def test_a_failure_is_explained_with_its_cure_and_its_lines(store, capsys):
     )
 
 
-def test_what_srun_said_in_the_log_of_a_script_given_to_sbatch_by_hand_is_read(store, slurm, capsys, tmp_path):
+def test_what_srun_said_in_the_log_of_a_script_given_to_sbatch_by_hand_is_read(store, slurm, ran, tmp_path):
     """As seen where a node did not see the home: the record has the consequence alone, Slurm knows the script's log."""
     log_dir = fail(store, cluster="slurm", failed_part="nodes", reason="no launcher from node rank 1 within 120 s")
     (log_dir / "7-node0.log").write_text("begin\n")
     log = tmp_path / "hpc-serve-8b-7.log"
     log.write_text("srun: error: task 1 launch failed: Slurmd could not connect IO\n")
     slurm.job("7", "FAILED", log=str(log))
-    assert run(["doctor", "7"]) == 6
-    assert "could not open its log" in capsys.readouterr().out.partition("To do: ")[0]
+    assert "could not open its log" in ran(["doctor", "7"], 6).out.partition("To do: ")[0]
 
 
-def test_as_json(store, capsys):
+def test_as_json(store, ran):
     log_dir = fail(store)
     (log_dir / "7-node0.log").write_text(f"{OOM}\n")
-    assert run(["doctor", "8b", "--json"]) == 6
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(ran(["doctor", "8b", "--json"], 6).out)
     assert found.keys() == {"service", "job", "state", "reason", "findings", "logs"}
     assert found["findings"][0]["name"] == "gpu-out-of-memory"
     assert found["findings"][0]["lines"][0]["number"] == 1

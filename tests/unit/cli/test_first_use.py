@@ -36,11 +36,6 @@ def site(tmp_path):
     return write
 
 
-@pytest.fixture
-def store(tmp_path):
-    return ServiceStore(tmp_path / "home")
-
-
 def failed_job(store: ServiceStore, job_id: str = "7", **fields) -> None:
     store.write_submitted(make_submitted(service="8b", job_id=job_id, submitted_at=time.time() - 60))
     usual = {"service": "8b", "job_id": job_id, "state": "failed", "reason": "engine exited with 1"}
@@ -51,34 +46,30 @@ def failed_job(store: ServiceStore, job_id: str = "7", **fields) -> None:
 
 
 @pytest.mark.parametrize("command", ["plan", "render", "submit"])
-def test_a_model_needs_no_option_and_sizes_have_vllm_s_short_ones(command, capsys):
-    assert run([command, "8b", "-tp", "2", "-pp", "1"]) == 0
-    assert "TP=2" in capsys.readouterr().out
+def test_a_model_needs_no_option_and_sizes_have_vllm_s_short_ones(command, ran):
+    assert "TP=2" in ran([command, "8b", "-tp", "2", "-pp", "1"]).out
 
 
 @pytest.mark.parametrize("command", ["plan", "render"])
-def test_options_of_vllm_stand_before_two_dashes_or_after_them(command, capsys):
+def test_options_of_vllm_stand_before_two_dashes_or_after_them(command, ran):
     words = ["-q", "fp8", "--max-num-seqs=16", "--limit-mm-per-prompt.image", "0", "--enforce-eager"]
     printed = []
     for line in (["8b", "-tp", "2", "--", *words], ["-tp", "2", *words, "8b"], [*words[:2], "8b", "-tp=2", *words[2:]]):
-        assert run([command, *line]) == 0
-        printed.append(capsys.readouterr().out.splitlines()[-1 if command == "plan" else 0])
+        printed.append(ran([command, *line]).out.splitlines()[-1 if command == "plan" else 0])
     assert len(set(printed)) == 1
 
 
 @pytest.mark.parametrize("command", ["plan", "render"])
-def test_a_size_for_vllm_has_a_unit(command, capsys):
+def test_a_size_for_vllm_has_a_unit(command, ran):
     words = ["--kv-cache-memory-bytes", "10GiB", "--", "--cpu-offload-gb=512MiB"]
-    assert run([command, "8b", *words]) == 0
-    printed = capsys.readouterr().out
+    printed = ran([command, "8b", *words]).out
     assert "--kv-cache-memory-bytes 10737418240" in printed
     assert "--cpu-offload-gb 0.5" in printed or "--cpu-offload-gb=0.5" in printed
 
 
 @pytest.mark.parametrize("command", ["plan", "render", "submit"])
-def test_an_abbreviated_option_of_vllm_is_refused_with_its_full_name(command, capsys):
-    assert run([command, "8b", "--", "--max-num-seq", "4"]) == 2
-    assert "write --max-num-seqs" in capsys.readouterr().err
+def test_an_abbreviated_option_of_vllm_is_refused_with_its_full_name(command, ran):
+    assert "write --max-num-seqs" in ran([command, "8b", "--", "--max-num-seq", "4"], 2).err
 
 
 def test_a_plan_takes_the_words_that_submit_takes(capsys):
@@ -91,97 +82,82 @@ def test_a_plan_takes_the_words_that_submit_takes(capsys):
 # Which GPU
 
 
-def test_the_accelerators_are_listed_and_the_default_is_named(capsys):
-    assert run(["gpus"]) == 0
-    out = capsys.readouterr().out
+def test_the_accelerators_are_listed_and_the_default_is_named(ran):
+    out = ran(["gpus"]).out
     assert all(f"  {entry['name']} " in out for entry in accelerator_entries().values())
     assert "h100-80gb is assumed" in out
     assert "* " not in out
 
 
 @pytest.mark.parametrize(("gpu", "name"), [("h200", "h200-141gb"), ("v5e:4x4", "v5e"), ("cpu-spr-2s", "cpu-spr")])
-def test_the_site_s_own_accelerator_is_marked(gpu, name, site, capsys):
+def test_the_site_s_own_accelerator_is_marked(gpu, name, site, ran):
     site(f"gpu: {gpu}\n")
-    assert run(["gpus"]) == 0
-    out = capsys.readouterr().out
+    out = ran(["gpus"]).out
     assert f"* {name} " in out
     assert f"the site file's: {gpu}" in out
     assert out.count("* ") == 2
 
 
-def test_accelerators_by_a_word_and_as_json(capsys):
-    assert run(["gpus", "mi300", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_accelerators_by_a_word_and_as_json(ran):
+    found = json.loads(ran(["gpus", "mi300", "--json"]).out)
     assert [entry["name"] for entry in found] == ["mi300a", "mi300x"]
     assert found[1]["engine"] == "ROCm"
     assert found[1]["per_node"] == 8
-    assert run(["gpus", "zx81"]) == 1
-    assert "`hpc-serve gpus` lists all" in capsys.readouterr().err
+    assert "`hpc-serve gpus` lists all" in ran(["gpus", "zx81"], 1).err
 
 
 @pytest.mark.parametrize("command", ["plan", "render", "submit"])
-def test_a_gpu_that_nobody_named_is_said_to_be_assumed(command, site, capsys):
+def test_a_gpu_that_nobody_named_is_said_to_be_assumed(command, site, ran):
     words = "no GPU is named, so h100-80gb is assumed"
-    assert run([command, "8b"]) == 0
-    assert words in " ".join("".join(capsys.readouterr()).split())
-    assert run([command, "8b", "--gpu", "h100"]) == 0
-    assert words not in " ".join("".join(capsys.readouterr()).split())
+    assert words in " ".join("".join(ran([command, "8b"])).split())
+    assert words not in " ".join("".join(ran([command, "8b", "--gpu", "h100"])).split())
     site("gpu: h100\n")
-    assert run([command, "8b"]) == 0
-    assert words not in " ".join("".join(capsys.readouterr()).split())
+    assert words not in " ".join("".join(ran([command, "8b"])).split())
 
 
 # What is over
 
 
-def test_what_is_over_can_be_forgotten(store, capsys):
+def test_what_is_over_can_be_forgotten(store, ran):
     failed_job(store, "7")
     failed_job(store, "8")
     log = store.log_dir("8b") / "7-node0.log"
     log.parent.mkdir(exist_ok=True)
     log.write_text("line\n")
-    assert run(["forget", "7"]) == 0
-    assert capsys.readouterr().out == "Forgotten: 7.\n"
-    assert run(["status", "--all", "--json"]) == 0
-    assert [one["job_id"] for one in json.loads(capsys.readouterr().out)["services"]] == ["8"]
+    assert ran(["forget", "7"]).out == "Forgotten: 7.\n"
+    assert [one["job_id"] for one in json.loads(ran(["status", "--all", "--json"]).out)["services"]] == ["8"]
     assert run(["forget", "8b"]) == 0
-    assert run(["status"]) == 0
-    assert "No services" in capsys.readouterr().out
+    assert "No services" in ran(["status"]).out
     assert log.exists()
 
 
 @pytest.mark.parametrize("count", [1, 12])
-def test_records_are_read_as_often_for_many_jobs_as_for_one(store, count, monkeypatch, capsys):
+def test_records_are_read_as_often_for_many_jobs_as_for_one(store, count, monkeypatch, ran):
     for number in range(count):
         failed_job(store, str(number))
     opened, read = [], ServiceStore.read
     monkeypatch.setattr(ServiceStore, "read", lambda self, service: opened.append(service) or read(self, service))
-    assert run(["forget", "8b"]) == 0
-    assert len(capsys.readouterr().out.split(", ")) == count
+    assert len(ran(["forget", "8b"]).out.split(", ")) == count
     assert len(opened) <= 4
 
 
-def test_what_is_not_over_stays(store, slurm, capsys):
+def test_what_is_not_over_stays(store, slurm, ran):
     failed_job(store, "7")
     store.write_submitted(make_submitted(service="8b", job_id="9", submitted_at=time.time()))
     slurm.queue(("9", "PENDING", "Resources"))
-    assert run(["forget", "9"]) == 2
-    assert "8b (job 9) is pending, not over: hpc-serve stop 9 first." in capsys.readouterr().err
-    assert run(["forget", "--ended"]) == 0
-    assert capsys.readouterr().out == "Forgotten: 7.\n"
+    assert "8b (job 9) is pending, not over: hpc-serve stop 9 first." in ran(["forget", "9"], 2).err
+    assert ran(["forget", "--ended"]).out == "Forgotten: 7.\n"
     assert [job.job_id for job in store.read_submitted("8b")] == ["9"]
 
 
-def test_what_slurm_alone_knows_can_be_forgotten_too(slurm, capsys):
+def test_what_slurm_alone_knows_can_be_forgotten_too(slurm, ran):
     slurm.job("9", "FAILED", exit_code="1:0", name="hpc-serve-8b")
-    assert run(["forget", "8b"]) == 0
-    assert capsys.readouterr().out == "Forgotten: 9.\n"
-    assert run(["status", "--all"]) == 0
-    assert "No services" in capsys.readouterr().out
+    assert ran(["forget", "8b"]).out == "Forgotten: 9.\n"
+    assert "No services" in ran(["status", "--all"]).out
 
 
 @pytest.mark.parametrize("words", [["--ended"], ["7"], ["8b"]])
-def test_what_is_forgotten_is_hidden_while_slurm_lists_it(store, slurm, capsys, words):
+def test_what_is_forgotten_is_hidden_while_slurm_lists_it(store, slurm, capsys, ran, words):
     failed_job(store, state="stopped", reason="it was stopped: no request was under way")
     slurm.job("7", "COMPLETED", name="hpc-serve-8b")
     slurm.queue(("11", "RUNNING", "None"), name="hpc-serve-8b")
@@ -192,38 +168,32 @@ def test_what_is_forgotten_is_hidden_while_slurm_lists_it(store, slurm, capsys, 
         assert "ended without an error" not in said
         assert "job 7" not in said
     slurm.queue(("7", "PENDING", "Resources"), name="hpc-serve-8b")  # somebody has requeued it
-    assert run(["status", "8b"]) == 0
-    assert "8b  job 7" in capsys.readouterr().out
+    assert "8b  job 7" in ran(["status", "8b"]).out
 
 
-def test_a_script_that_slurm_saw_end_without_an_error_has_not_failed(slurm, capsys):
+def test_a_script_that_slurm_saw_end_without_an_error_has_not_failed(slurm, ran):
     slurm.job("7", "COMPLETED", name="hpc-serve-8b")
-    assert run(["status", "8b"]) == 0
-    assert "stopped: its script ended without an error (COMPLETED)" in capsys.readouterr().out
+    assert "stopped: its script ended without an error (COMPLETED)" in ran(["status", "8b"]).out
 
 
 @pytest.mark.parametrize("words", [["forget"], ["forget", "8b", "--ended"]])
-def test_what_is_to_be_forgotten_must_be_said(words, capsys):
-    assert run(words) == 2
-    assert "--ended" in capsys.readouterr().err
+def test_what_is_to_be_forgotten_must_be_said(words, ran):
+    assert "--ended" in ran(words, 2).err
 
 
-def test_a_long_reason_is_cut_in_the_table_and_whole_in_the_details(store, capsys):
+def test_a_long_reason_is_cut_in_the_table_and_whole_in_the_details(store, ran):
     reason = "engine exited with 1: " + " ".join(f"word{n}" for n in range(100))
     failed_job(store, reason=reason)
-    assert run(["status"]) == 0
-    table = " ".join(capsys.readouterr().out.split())
+    table = " ".join(ran(["status"]).out.split())
     assert "word1 " in table
     assert "word99" not in table
     assert "(hpc-serve doctor 7)" in table
-    assert run(["status", "7"]) == 0
-    assert "word99" in capsys.readouterr().out
+    assert "word99" in ran(["status", "7"]).out
 
 
-def test_an_exit_code_comes_with_what_it_means(store, capsys):
+def test_an_exit_code_comes_with_what_it_means(store, ran):
     failed_job(store, exit_code=137)
-    assert run(["status", "7"]) == 0
-    assert "137 (ended by SIGKILL)" in capsys.readouterr().out
+    assert "137 (ended by SIGKILL)" in ran(["status", "7"]).out
 
 
 # A second replica
@@ -261,33 +231,28 @@ OURS = """
 """
 
 
-def test_a_site_s_model_has_its_name_and_its_options(site_models, capsys):
+def test_a_site_s_model_has_its_name_and_its_options(site_models, ran):
     site_models(OURS)
-    assert run(["render", "group-8b", "--", "--max-num-seqs", "4"]) == 0
-    script = capsys.readouterr().out
+    script = ran(["render", "group-8b", "--", "--max-num-seqs", "4"]).out
     assert '# Serves meta-llama/Llama-3.1-8B-Instruct as "Group-8b"' in script
     engine = script[script.index("vllm serve meta-llama") :]
     assert "--max-num-seqs 4" in engine
     assert "--max-num-seqs 64" not in engine
     assert "--enable-prefix-caching" in engine
-    assert run(["plan", "group-8b", "--json"]) == 0
-    args = json.loads(capsys.readouterr().out)["vllm_args"]
+    args = json.loads(ran(["plan", "group-8b", "--json"]).out)["vllm_args"]
     assert args[args.index("--max-num-seqs") + 1] == "64"
 
 
-def test_it_wins_over_one_of_the_catalogue(site_models, capsys):
+def test_it_wins_over_one_of_the_catalogue(site_models, ran):
     site_models(OURS)
-    assert run(["render", "70b", "--gpu", "h100"]) == 0
-    assert 'Serves Qwen/Qwen3-8B as "70b"' in capsys.readouterr().out
+    assert 'Serves Qwen/Qwen3-8B as "70b"' in ran(["render", "70b", "--gpu", "h100"]).out
 
 
-def test_it_is_listed_first(site_models, capsys):
+def test_it_is_listed_first(site_models, ran):
     site_models(OURS)
-    assert run(["models", "8b"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = ran(["models", "8b"]).out.splitlines()
     assert lines[2].split()[:4] == ["Group-8b", "(site)", "8b", "(ours)"]
-    assert run(["models", "group", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
+    (found,) = json.loads(ran(["models", "group", "--json"]).out)
     assert (found["name"], found["aliases"], found["note"]) == ("8b", ["Group-8b"], "ours")
 
 
@@ -304,40 +269,34 @@ def test_it_is_listed_first(site_models, capsys):
         ("[", "cannot be read"),
     ],
 )
-def test_what_cannot_be_in_the_file_is_refused_with_its_place(text, words, site_models, capsys):
+def test_what_cannot_be_in_the_file_is_refused_with_its_place(text, words, site_models, ran):
     site_models(text)
-    assert run(["plan", "8b"]) == 2
-    said = capsys.readouterr().err
+    said = ran(["plan", "8b"], 2).err
     assert words in said
     assert "models.yaml" in said
 
 
-def test_a_file_of_models_that_is_not_there_is_an_error(site, capsys):
+def test_a_file_of_models_that_is_not_there_is_an_error(site, ran):
     site("models: /nonexistent/models.yaml\n")
-    assert run(["models"]) == 2
-    assert "/nonexistent/models.yaml cannot be read" in capsys.readouterr().err
+    assert "/nonexistent/models.yaml cannot be read" in ran(["models"], 2).err
 
 
 # Small things that a first hour meets
 
 
 @pytest.mark.parametrize("command", [["help", "submit"], ["submit", "--help"]])
-def test_help_is_a_command_too(command, capsys):
-    assert run(command) == 0
-    assert capsys.readouterr().out.startswith("Usage: hpc-serve submit [OPTIONS] [MODEL]")
+def test_help_is_a_command_too(command, ran):
+    assert ran(command).out.startswith("Usage: hpc-serve submit [OPTIONS] [MODEL]")
 
 
-def test_help_alone_lists_the_commands_and_helps_with_a_misspelt_one(capsys):
-    assert run(["help"]) == 0
-    assert "submit      Start a model as a service." in capsys.readouterr().out
-    assert run(["help", "sumbit"]) == 2
-    assert "Did you mean submit?" in capsys.readouterr().err
+def test_help_alone_lists_the_commands_and_helps_with_a_misspelt_one(ran):
+    assert "submit      Start a model as a service." in ran(["help"]).out
+    assert "Did you mean submit?" in ran(["help", "sumbit"], 2).err
 
 
 @pytest.mark.parametrize("command", ["plan", "render", "submit", "bench", "quantize"])
-def test_a_long_help_begins_with_what_is_used_most_and_lists_each_option_once(command, capsys):
-    assert run(["help", command]) == 0
-    printed = capsys.readouterr().out
+def test_a_long_help_begins_with_what_is_used_most_and_lists_each_option_once(command, ran):
+    printed = ran(["help", command]).out
     options = [line.split()[0].rstrip(",") for line in printed.splitlines() if line.startswith("  -")]
     assert len(options) == len(set(options))
     headings = [line for line in printed.splitlines() if line.endswith(":") and not line.startswith(" ")]
@@ -405,17 +364,14 @@ def test_submit_says_that_it_keeps_up(keeps_up, stand_ins, capsys):
     assert ("keeps up across time limits" in capsys.readouterr().out) == keeps_up
 
 
-def test_models_that_fit_the_site_s_gpus(site, capsys):
+def test_models_that_fit_the_site_s_gpus(site, ran):
     site("gpu: l4\ngpus_per_node: 1\n")
-    assert run(["models", "--fits", "--json", "llama"]) == 0
-    found = {one["name"]: one["layout"] for one in json.loads(capsys.readouterr().out)}
+    found = {one["name"]: one["layout"] for one in json.loads(ran(["models", "--fits", "--json", "llama"]).out)}
     assert "meta-llama/Llama-3.1-405B-Instruct" not in found
     for name, layout in found.items():
-        assert run(["plan", name, "--nodes", "1", "--json"]) == 0
-        plan = json.loads(capsys.readouterr().out)
+        plan = json.loads(ran(["plan", name, "--nodes", "1", "--json"]).out)
         assert layout == f"TP={plan['tensor_parallel_size']} PP={plan['pipeline_parallel_size']}"
-    assert run(["models", "--fits", "405b"]) == 1
-    assert "No model fits one node of l4" in capsys.readouterr().err
+    assert "No model fits one node of l4" in ran(["models", "--fits", "405b"], 1).err
 
 
 # What scripts read

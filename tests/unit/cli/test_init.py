@@ -26,70 +26,60 @@ def site_file(tmp_path):
     return tmp_path / "config" / "hpc-serve" / "site.yaml"
 
 
-def test_what_init_writes_is_what_plan_and_submit_take(cluster, site_file, capsys):
-    assert run(["init"]) == 0
-    out = capsys.readouterr().out
+def test_what_init_writes_is_what_plan_and_submit_take(cluster, site_file, ran):
+    out = ran(["init"]).out
     assert "boost: 4 nodes of 4 nvidia_a100-sxm4-80gb" in " ".join(out.split())
     assert "hpc-serve submit qwen3-8b --wait" in out
     assert stat.S_IMODE(site_file.stat().st_mode) == 0o600
     site = load_site(site_file)
     assert (site.partition, site.account, site.gpu, site.exclusive) == ("boost", "genom", "a100-80gb", True)
-    assert run(["render", "8b"]) == 0
-    script = capsys.readouterr().out
+    script = ran(["render", "8b"]).out
     assert "#SBATCH --partition=boost\n#SBATCH --account=genom\n#SBATCH --qos=boost_prod\n" in script
     assert "#SBATCH --gpus-per-node=nvidia_a100-sxm4-80gb:1\n" in script
 
 
-def test_a_file_that_is_there_stays_unless_force_is_given(cluster, site_file, capsys):
+def test_a_file_that_is_there_stays_unless_force_is_given(cluster, site_file, ran):
     site_file.parent.mkdir(parents=True)
     site_file.write_text("partition: mine\n")
-    assert run(["init"]) == 1
-    assert "--force replaces it" in capsys.readouterr().err
+    assert "--force replaces it" in ran(["init"], 1).err
     assert site_file.read_text() == "partition: mine\n"
-    assert run(["init", "--print"]) == 0
-    assert "\npartition: boost\n" in capsys.readouterr().out
+    assert "\npartition: boost\n" in ran(["init", "--print"]).out
     assert site_file.read_text() == "partition: mine\n"
     assert run(["init", "--force"]) == 0
     assert load_site(site_file).partition == "boost"
 
 
-def test_it_is_written_where_one_says(cluster, tmp_path, monkeypatch, capsys):
+def test_it_is_written_where_one_says(cluster, tmp_path, monkeypatch, ran):
     assert run(["init", "--output", str(tmp_path / "new" / "here.yaml")]) == 0
     assert load_site(tmp_path / "new" / "here.yaml").partition == "boost"
     monkeypatch.setenv("HPC_SERVE_SITE", str(tmp_path / "named.yaml"))
     assert run(["init"]) == 0
     assert load_site(tmp_path / "named.yaml").partition == "boost"
-    assert run(["init", "--output", "/proc/none/site.yaml"]) == 1
-    assert "--output FILE writes elsewhere" in capsys.readouterr().err
+    assert "--output FILE writes elsewhere" in ran(["init", "--output", "/proc/none/site.yaml"], 1).err
 
 
-def test_what_the_system_s_file_sets_is_left_to_it(cluster, site_file, tmp_path, monkeypatch, capsys):
+def test_what_the_system_s_file_sets_is_left_to_it(cluster, site_file, tmp_path, monkeypatch, capsys, ran):
     (tmp_path / "system.yaml").write_text("partition: boost\naccount: lab\n")
     monkeypatch.setenv("HPC_SERVE_SYSTEM_SITE", str(tmp_path / "system.yaml"))
     assert run(["init"]) == 0
     assert (load_site(site_file).partition, load_site(site_file).account) == (None, None)
-    capsys.readouterr()
-    assert run(["site", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = json.loads(ran(["site", "--json"]).out)
     assert shown["files"] == [str(tmp_path / "system.yaml"), str(site_file)]
     assert shown["settings"]["account"] == {"value": "lab", "file": str(tmp_path / "system.yaml")}
     assert shown["settings"]["gpu"] == {"value": "a100-80gb", "file": str(site_file)}
-    assert run(["site"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = ran(["site"]).out.splitlines()
     assert f"[1] {tmp_path}/system.yaml" in lines
     assert ["[2]", "gpu", "a100-80gb"] in [line.split() for line in lines]
 
 
-def test_without_slurm_it_says_what_must_be_answered(stand_ins, site_file, tmp_path, monkeypatch, capsys):
+def test_without_slurm_it_says_what_must_be_answered(stand_ins, site_file, tmp_path, monkeypatch, ran):
     monkeypatch.setenv("HPC_SERVE_SYSTEM_SITE", "")
     FakeCluster(tmp_path / "bin", monkeypatch)
-    assert run(["init"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    out = " ".join(ran(["init"]).out.split())
     assert "no `sinfo` here" in out
     assert "Answer first: gpu" in out
     assert load_site(site_file).partition is None
 
 
-def test_site_without_a_file_names_the_command_that_makes_one(cluster, capsys):
-    assert run(["site"]) == 0
-    assert "`hpc-serve init`" in capsys.readouterr().out
+def test_site_without_a_file_names_the_command_that_makes_one(cluster, ran):
+    assert "`hpc-serve init`" in ran(["site"]).out

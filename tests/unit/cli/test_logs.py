@@ -45,13 +45,12 @@ def append(path, text: str):
     return write
 
 
-def test_one_node_is_followed_from_before_its_file_is_there(logs, capsys):
+def test_one_node_is_followed_from_before_its_file_is_there(logs, ran):
     folder, steps = logs
     node0, node1 = folder / "7-node0.log", folder / "7-node1.log"
     node0.write_text("of the head\n")
     steps += [append(node1, "first\nhalf"), append(node0, "more of the head\n"), append(node1, " a line\n\x1b[2Jlast")]
-    assert run(["logs", "8b", "--follow", "--node", "1"]) == 0
-    assert capsys.readouterr().out == f"==> {node1} <==\nfirst\nhalf a line\n\\x1b[2Jlast\n"
+    assert ran(["logs", "8b", "--follow", "--node", "1"]).out == f"==> {node1} <==\nfirst\nhalf a line\n\\x1b[2Jlast\n"
 
 
 def test_without_a_node_all_files_are_followed_each_under_its_name(logs, capsys):
@@ -64,11 +63,10 @@ def test_without_a_node_all_files_are_followed_each_under_its_name(logs, capsys)
     assert capsys.readouterr().out == out
 
 
-def test_a_node_that_is_not_there_is_said(logs, capsys):
+def test_a_node_that_is_not_there_is_said(logs, ran):
     folder, _ = logs
     (folder / "7-node0.log").write_text("x\n")
-    assert run(["logs", "8b", "--node", "3"]) == 1
-    assert "has no logs of node 3" in capsys.readouterr().err
+    assert "has no logs of node 3" in ran(["logs", "8b", "--node", "3"], 1).err
 
 
 BATCH = "hpc-serve: logs of this run are x\n"
@@ -89,21 +87,18 @@ ENGINE = "(APIServer pid=1) INFO 11-22 14:05:20 [model.py:733] a line\n  File x.
         (("--only", "ray", "--node", "0"), {"7-node0-ray.log": "==> raylet.out\nR\n"}),
     ],
 )
-def test_the_lines_of_one_writer_are_shown(logs, capsys, words, shown):
+def test_the_lines_of_one_writer_are_shown(logs, ran, words, shown):
     folder, _ = logs
     files = {"7.log": BATCH, "7-node0.log": LAUNCHER + ENGINE, "7-node1.log": LAUNCHER}
     for name, text in {**files, "7-node0-ray.log": "==> raylet.out\nR\n"}.items():
         (folder / name).write_text(text)
     parts = [f"==> {folder / name} <==\n{text}" for name, text in shown.items()]
-    assert run(["logs", "8b", *words]) == 0
-    assert capsys.readouterr().out == "\n".join(parts)
+    assert ran(["logs", "8b", *words]).out == "\n".join(parts)
     if "--tail" not in words:
-        assert run(["logs", "8b", *words, "--follow"]) == 0
-        assert capsys.readouterr().out == "\n".join(parts)
+        assert ran(["logs", "8b", *words, "--follow"]).out == "\n".join(parts)
 
 
-def test_that_a_writer_has_no_logs_is_said(logs, capsys):
+def test_that_a_writer_has_no_logs_is_said(logs, ran):
     folder, _ = logs
     (folder / "7-node0.log").write_text(LAUNCHER)
-    assert run(["logs", "8b", "--only", "ray", "--node", "0"]) == 1
-    assert "has no logs by ray of node 0" in capsys.readouterr().err
+    assert "has no logs by ray of node 0" in ran(["logs", "8b", "--only", "ray", "--node", "0"], 1).err

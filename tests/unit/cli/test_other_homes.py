@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,6 @@ from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.patience import be_patient
 from tests.support.stubs import make_record, make_submitted
 
 ELSEWHERE = "/elsewhere/home"
@@ -22,15 +20,9 @@ ELSEWHERE = "/elsewhere/home"
 @pytest.fixture
 def slurm(stand_ins: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     """Job 9 runs as 8b, with its records in another home."""
-    be_patient(monkeypatch)
     stand_ins.queue(("9", "RUNNING", "None"), name="hpc-serve-8b", run_time="1:05:00")
     stand_ins.job("9", "RUNNING", name="hpc-serve-8b", log=f"{ELSEWHERE}/services/8b/logs/9.log")
     return stand_ins
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ServiceStore:
-    return ServiceStore(tmp_path / "home")
 
 
 def job_of_this_home(store: ServiceStore, slurm: FakeSlurm) -> None:
@@ -53,9 +45,8 @@ def job_of_this_home(store: ServiceStore, slurm: FakeSlurm) -> None:
         *(["wake", "8b"], ["forget", "9"], ["forget", "8b"]),
     ],
 )
-def test_nothing_is_done_to_a_job_of_another_home_and_that_home_is_named(words, slurm, capsys):
-    assert run(words) == 5
-    said = capsys.readouterr().err
+def test_nothing_is_done_to_a_job_of_another_home_and_that_home_is_named(words, slurm, ran):
+    said = ran(words, 5).err
     assert "8b (job 9) has no record in " in said
     assert f"set HPC_SERVE_HOME={ELSEWHERE}, or end it without a drain: hpc-serve stop 9 --now" in said
     assert slurm.cancelled == []
@@ -87,34 +78,29 @@ def sleep_service(store: ServiceStore) -> None:
     change_wanted(store, "8b", lambda _: Wanted(least=1, most=2, count=0, state="asleep"))
 
 
-def test_the_jobs_of_this_home_are_stopped_and_the_other_is_told(store, slurm, capsys):
+def test_the_jobs_of_this_home_are_stopped_and_the_other_is_told(store, slurm, ran):
     job_of_this_home(store, slurm)
-    assert run(["stop", "8b"]) == 0
-    said = capsys.readouterr().out
+    said = ran(["stop", "8b"]).out
     assert "8b (job 7) is over: stopped: it was cancelled before it began" in said
     assert f"8b (job 9) has no record in {store.home}, so nothing was done: set HPC_SERVE_HOME={ELSEWHERE}" in said
     assert slurm.cancelled == ["7"]
 
 
-def test_replicas_of_another_home_are_not_counted(store, slurm, capsys):
+def test_replicas_of_another_home_are_not_counted(store, slurm, ran):
     job_of_this_home(store, slurm)
-    assert run(["scale", "8b", "1"]) == 0
-    assert "8b has 1 replica, as before." in capsys.readouterr().out
-    assert run(["wake", "8b"]) == 0
-    assert "8b needs no waking: job 7 is pending." in capsys.readouterr().out
+    assert "8b has 1 replica, as before." in ran(["scale", "8b", "1"]).out
+    assert "8b needs no waking: job 7 is pending." in ran(["wake", "8b"]).out
     assert (slurm.cancelled, slurm.scripts) == ([], [])
 
 
-def test_another_home_keeps_no_service_from_being_woken(store, slurm, capsys):
+def test_another_home_keeps_no_service_from_being_woken(store, slurm, ran):
     job_of_this_home(store, slurm)
     submitted = dataclasses.replace(store.read_submitted("8b")[0], end=None)
     store.write(make_record(service="8b", job_id="7", model=submitted.model, state="stopped", reason="idle"))
     slurm.queue(("9", "RUNNING", "None"), name="hpc-serve-8b", run_time="1:05:00")
-    assert run(["wake", "8b"]) == 0
-    assert "8b: submitted as job 101_0" in capsys.readouterr().out
+    assert "8b: submitted as job 101_0" in ran(["wake", "8b"]).out
 
 
 @pytest.mark.parametrize("words", [["status"], ["status", "8b"], ["status", "9"], ["top", "--once"]])
-def test_it_is_shown_all_the_same(words, slurm, capsys):
-    assert run(words) == 0
-    assert "its records are not in" in " ".join(capsys.readouterr().out.split())
+def test_it_is_shown_all_the_same(words, slurm, ran):
+    assert "its records are not in" in " ".join(ran(words).out.split())

@@ -15,6 +15,7 @@ from hpc_serve.demo_model import make_demo_model
 from hpc_serve.hub.hub import find_model
 from hpc_serve.job.weights import weights_place
 from hpc_serve.sizes import GIB
+from tests.unit.conftest import Ran
 
 KEYS = {
     *("fits", "tensor_parallel_size", "pipeline_parallel_size", "replicas", "num_nodes", "gpus_per_node"),
@@ -64,11 +65,10 @@ def test_json_has_stable_keys_whether_it_fits_or_not(capsys: pytest.CaptureFixtu
 
 
 def test_a_size_that_the_planner_does_not_know_is_named_and_may_be_left_out(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], ran: Ran, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**find_model("8b").config, "moe_latent_size": 1024}))
-    assert run(["plan", str(tmp_path)]) == 2
-    error = " ".join(capsys.readouterr().err.split())
+    error = " ".join(ran(["plan", str(tmp_path)], 2).err.split())
     assert "has moe_latent_size (1024), which this planner does not know for LlamaForCausalLM" in error
     plan = parsed(capsys, str(tmp_path), "--allow-unknown-config-keys")
     assert plan["fits"]
@@ -201,10 +201,11 @@ def test_what_cannot_be_is_said(
         ("--gpu cpu-spr-2s --gpu-memory 256GiB -tp 1 -pp 1", "1 node x 2 sockets are 2: 1 would stay idle"),
     ],
 )
-def test_gpus_that_were_asked_for_are_not_left_idle(capsys: pytest.CaptureFixture[str], words: str, idle: str) -> None:
+def test_gpus_that_were_asked_for_are_not_left_idle(
+    capsys: pytest.CaptureFixture[str], ran: Ran, words: str, idle: str
+) -> None:
     asked = words.split()
-    assert run(["plan", "8b", *asked]) == 3
-    error = capsys.readouterr().err
+    error = ran(["plan", "8b", *asked], 3).err
     assert idle in error
     instead = error.split("; use ")[1].strip().removesuffix(".").split(", or ")
     assert instead
@@ -284,11 +285,10 @@ def test_a_comparison_with_a_price(capsys: pytest.CaptureFixture[str]) -> None:
         assert float(row[-2]) == pytest.approx(int(row[-3]) * 3600 / 2 / 1e6, abs=0.01)
 
 
-def test_a_comparison_gives_no_speed_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_gives_no_speed_where_nothing_fits(capsys: pytest.CaptureFixture[str], ran: Ran) -> None:
     text = printed(capsys, "--model", "70b", "--compare", "h100,t4", "--nodes", "1")
     assert "t4" not in text[text.index("Speed to expect") :]
-    assert run(["plan", "--model", "405b", "--compare", "t4,l4", "--nodes", "1"]) == 3
-    assert "Speed" not in capsys.readouterr().out
+    assert "Speed" not in ran(["plan", "--model", "405b", "--compare", "t4,l4", "--nodes", "1"], 3).out
 
 
 @pytest.mark.parametrize(
@@ -304,9 +304,8 @@ def test_a_comparison_gives_no_speed_where_nothing_fits(capsys: pytest.CaptureFi
         (("--model", "8b", "--compare", "h100,mi300x", "--plot", "plan.png"), "--plot draws one accelerator"),
     ],
 )
-def test_what_says_nothing_is_refused(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str) -> None:
-    assert run(["plan", *words]) == 2
-    assert says in capsys.readouterr().err
+def test_what_says_nothing_is_refused(ran: Ran, words: tuple[str, ...], says: str) -> None:
+    assert says in ran(["plan", *words], 2).err
 
 
 def test_a_picture_of_an_unknown_kind_names_the_kinds_that_there_are(

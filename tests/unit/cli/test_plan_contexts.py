@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.cli.main import run
+from tests.unit.conftest import Ran
 
 FOUR = ("70b", "--gpu", "a100-40gb", "--nodes", "1", "--gpus-per-node", "4")
 TWO = ("70b", "--gpu", "a100-40gb", "--nodes", "1", "--gpus-per-node", "2")
@@ -44,7 +45,7 @@ def test_auto_is_the_models_own_context_where_it_fits(capsys: pytest.CaptureFixt
     assert planned(capsys, "8b")["contexts"] == []
 
 
-def test_every_layout_with_its_contexts_is_in_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_layout_with_its_contexts_is_in_one_table(capsys: pytest.CaptureFixture[str], ran: Ran) -> None:
     found = planned(capsys, *FOUR, "--max-model-len", "auto")["contexts"]
     assert len(found) >= 2
     for layout in found:
@@ -56,8 +57,7 @@ def test_every_layout_with_its_contexts_is_in_one_table(capsys: pytest.CaptureFi
                 words = (*FOUR, *sizes, "--concurrency", str(entry["at_once"]))
                 again = planned(capsys, *words, "--max-model-len", str(entry["max_model_len"]))
                 assert again["remedies"] == []
-    assert run(["plan", *FOUR, "--max-model-len", "auto"]) == 0
-    assert "Longest context by layout" in capsys.readouterr().out
+    assert "Longest context by layout" in ran(["plan", *FOUR, "--max-model-len", "auto"]).out
 
 
 def test_options_that_help_only_together_are_suggested_together(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,9 +69,8 @@ def test_options_that_help_only_together_are_suggested_together(capsys: pytest.C
     assert planned(capsys, *TWO, *words[2:], code=3)["fits"] is False
 
 
-def test_render_keeps_the_word_and_serves_the_number(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["render", *FOUR, "--max-model-len", "auto"]) == 0
-    script = capsys.readouterr().out
+def test_render_keeps_the_word_and_serves_the_number(ran: Ran) -> None:
+    script = ran(["render", *FOUR, "--max-model-len", "auto"]).out
     assert "--max-model-len auto" in script
     assert "--max-model-len -1" not in script
 
@@ -79,19 +78,17 @@ def test_render_keeps_the_word_and_serves_the_number(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("columns", [60, 80, 100])
 @pytest.mark.parametrize("words", [("405b", "--nodes", "2"), ("8b", "--usd-per-gpu-hour", "2"), FOUR])
 def test_nothing_of_a_plan_is_cut_off(
-    columns: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    columns: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, ran: Ran
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert run(["plan", *words, "--max-model-len", "auto"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = ran(["plan", *words, "--max-model-len", "auto"]).out.splitlines()
     assert not any("…" in line for line in lines)
     assert all(len(line) <= columns for line in lines if not line.startswith("vllm serve"))
 
 
-def test_one_table_has_all_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_table_has_all_layouts(ran: Ran) -> None:
     """With auto a layout has its contexts where it otherwise has its reason; the chosen one and those beside it too."""
-    assert run(["plan", "405b", "--max-model-len", "auto"]) == 0
-    text = capsys.readouterr().out
+    text = ran(["plan", "405b", "--max-model-len", "auto"]).out
     lines = [line.split() for line in text.splitlines()]
     assert sum(line[:3] == ["TP", "PP", "NODES"] for line in lines) == 1
     assert ["8", "1", "1", "x", "8", "too", "small", "-", "-", "-", "-"] in lines
@@ -107,6 +104,5 @@ def test_contexts_of_as_many_nodes_as_are_chosen(capsys: pytest.CaptureFixture[s
     assert {layout["num_nodes"] for layout in found["contexts"]} == {2}
 
 
-def test_a_slice_without_its_chip(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "8b", "--gpu", "4x2"]) == 2
-    assert "write the chip before it, as in v6e:4x2" in capsys.readouterr().err
+def test_a_slice_without_its_chip(ran: Ran) -> None:
+    assert "write the chip before it, as in v6e:4x2" in ran(["plan", "8b", "--gpu", "4x2"], 2).err

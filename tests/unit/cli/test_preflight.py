@@ -53,10 +53,9 @@ def ends_with(store, monkeypatch):
     return submit_with
 
 
-def test_a_short_job_of_another_name_is_submitted_and_its_table_is_shown(store, ends_with, capsys):
+def test_a_short_job_of_another_name_is_submitted_and_its_table_is_shown(store, ends_with, ran):
     requests = ends_with(SHM, CLOCKS)
-    assert run(["doctor", "--preflight", "8b", "--keep-up", "--time", "20", "--", "--enforce-eager"]) == 0
-    out = capsys.readouterr().out
+    out = ran(["doctor", "--preflight", "8b", "--keep-up", "--time", "20", "--", "--enforce-eager"]).out
     rows = [line.split() for line in out.splitlines()]
     assert ["shm", "ok", "n1,", "n2", "/dev/shm", "has", "10.0", "of", "10.0", "GiB", "free", "0.01", "s"] in rows
     assert "\nclocks: Tell NTP.\n" in out
@@ -74,28 +73,25 @@ def test_a_short_job_of_another_name_is_submitted_and_its_table_is_shown(store, 
     assert not list(store.service_dir("preflight-8b").glob("*.preflight"))
 
 
-def test_the_script_ends_after_the_preflight(store, ends_with, capsys):
+def test_the_script_ends_after_the_preflight(store, ends_with, ran):
     ends_with(WEIGHTS)
-    assert run(["doctor", "--preflight", "8b"]) == 6
-    assert "\nweights: Copy them.\n" in capsys.readouterr().out
+    assert "\nweights: Copy them.\n" in ran(["doctor", "--preflight", "8b"], 6).out
     (job,) = store.read_submitted("preflight-8b")
     script = Path(str(job.script)).read_text()
     assert " --preflight-only -- \\\n" in script
     assert "#SBATCH --time=00:15:00\n" in script
 
 
-def test_as_json(store, ends_with, capsys):
+def test_as_json(store, ends_with, ran):
     ends_with(SHM)
-    assert run(["doctor", "--preflight", "8b", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(ran(["doctor", "--preflight", "8b", "--json"]).out)
     assert found["service"] == "preflight-8b"
     assert found["verdicts"][0]["check"] == "shm"
 
 
-def test_a_job_that_ends_before_its_preflight_says_how(store, ends_with, capsys):
+def test_a_job_that_ends_before_its_preflight_says_how(store, ends_with, ran):
     ends_with()
-    assert run(["doctor", "--preflight", "8b"]) == 6
-    assert capsys.readouterr().err.endswith("error: it ended\n")
+    assert ran(["doctor", "--preflight", "8b"], 6).err.endswith("error: it ended\n")
 
 
 def test_options_of_submit_alone_need_preflight(store, capsys):
@@ -103,7 +99,7 @@ def test_options_of_submit_alone_need_preflight(store, capsys):
     assert run(["doctor", "8b", "--", "--preflight"]) == 2
 
 
-def test_the_doctor_says_what_the_preflight_of_a_run_warned_of(store, capsys):
+def test_the_doctor_says_what_the_preflight_of_a_run_warned_of(store, capsys, ran):
     store.ensure_service("8b")
     record = make_record(service="8b", job_id="7", cluster="local", state="failed", reason="engine exited with 1")
     store.write(record)
@@ -116,8 +112,7 @@ def test_the_doctor_says_what_the_preflight_of_a_run_warned_of(store, capsys):
     )
     assert said in capsys.readouterr().out
     path.write_text("{}")
-    assert run(["doctor", "8b"]) == 6
-    assert "Warned" not in capsys.readouterr().out
+    assert "Warned" not in ran(["doctor", "8b"], 6).out
     store.write(replace(record, job_id="8"))
     store.forget("8b", {"7"})
     assert not path.exists()

@@ -49,10 +49,9 @@ def python_that(environment: Path, does: str) -> None:
     program.chmod(0o755)
 
 
-def test_a_folder_is_made_on_this_machine(model, environment, tmp_path, capsys):
+def test_a_folder_is_made_on_this_machine(model, environment, tmp_path, ran):
     python_that(environment, 'mkdir "$2" && echo "{}" > "$2/config.json"')
-    assert run(["quantize", str(model), "--int8", "--cluster", "local", "--wait"]) == 0
-    out, err = capsys.readouterr()
+    out, err = ran(["quantize", str(model), "--int8", "--cluster", "local", "--wait"])
     assert "submitted as job local-" in out
     assert f"hpc-serve submit {tmp_path}/tiny-int8" in out
     assert "hpc-serve: loaded" in err

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import random
 import re
 import shlex
+from typing import Any
 
 import click
 import pytest
@@ -85,7 +89,7 @@ def spellings(command: str) -> set[str]:
     return {spelling for parameter in found.params for spelling in (*parameter.opts, *parameter.secondary_opts)}
 
 
-@pytest.mark.parametrize(("command", "count"), [("plan", 80), ("render", 120), ("submit", 50)])
+@pytest.mark.parametrize(("command", "count"), [("plan", 300), ("render", 120), ("submit", 50)])
 def test_remedies_are_taken_by_the_command_that_prints_them(command, count, thinned, stand_ins, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "10000")
     known, seen = spellings(command), set()
@@ -104,3 +108,36 @@ def test_remedies_are_taken_by_the_command_that_prints_them(command, count, thin
             assert capsys.readouterr().err.splitlines()[:1] != said.err.splitlines()[:1], (asked, advice, said.err)
         capsys.readouterr()
     assert len(seen) >= (5 if len(tried) == count else 1), seen
+
+
+def planned(options: Options) -> tuple[int, Any]:
+    """The exit code and the document of `plan --json` with these options."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        code = run(["plan", *words_of(options), "--json"])
+    return code, json.loads(out.getvalue())
+
+
+def test_a_slice_is_answered_with_a_slice() -> None:
+    code, document = planned({"--model": "405b", "--gpu": "v6e:1x1"})
+    assert code == 3
+    assert any(text.startswith("--gpu v6e:") for text in document["remedies"])
+    assert not any("--nodes" in text for text in document["remedies"])
+
+
+def test_no_context_is_suggested_that_is_shorter_than_the_requests() -> None:
+    asked = {"--model": "8b", "--gpu": "l4", "--nodes": "1", "--gpus-per-node": "1"}
+    _, document = planned(asked)
+    (length,) = (int(text.split()[1]) for text in document["remedies"] if text.startswith("--max-model-len"))
+    for tokens, is_suggested in ((length - 300, True), (length, False)):
+        _, document = planned(asked | {"--input-tokens": str(tokens), "--output-tokens": "200"})
+        assert any(text.startswith("--max-model-len") for text in document["remedies"]) == is_suggested
+
+
+def test_nodes_are_those_of_all_replicas() -> None:
+    asked = {"--model": "70b", "--gpu": "l4", "--nodes": "2", "--replicas": "2"}
+    code, document = planned(asked)
+    assert code == 3
+    (nodes,) = (text for text in document["remedies"] if text.startswith("--nodes"))
+    assert int(options_in(nodes)["--nodes"]) % 2 == 0
+    assert planned(asked | options_in(nodes))[0] == 0

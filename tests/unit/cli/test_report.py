@@ -11,11 +11,8 @@ import pytest
 from hpc_serve.cli.doctor import report
 from hpc_serve.cli.main import run
 from hpc_serve.cli.work_view import figure_name
-from hpc_serve.client.engine_work import WorkWatch
 from hpc_serve.pages.charts import Curve, over_time, stage_bar
 from hpc_serve.rendezvous.record import NodeRecord, StartRecord
-from hpc_serve.rendezvous.store import ServiceStore
-from tests.support.patience import PATIENCE_S, be_patient
 from tests.support.stubs import StubService, make_record, make_submitted
 from tests.unit.submit.test_log_history import LOG
 
@@ -24,16 +21,9 @@ EVIL = '"><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[2J&'
 
 @pytest.fixture(autouse=True)
 def place(stand_ins, tmp_path, monkeypatch):
-    be_patient(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(report, "_LOOK_S", 0.01)
-    monkeypatch.setitem(WorkWatch.__init__.__kwdefaults__, "timeout_s", PATIENCE_S)
     return stand_ins
-
-
-@pytest.fixture
-def store(tmp_path):
-    return ServiceStore(tmp_path / "home")
 
 
 class Page(HTMLParser):
@@ -175,13 +165,12 @@ def test_of_a_service_those_that_are_not_over_else_the_last_one(store, capsys):
     assert re.findall(r"<h2>8b job (\w+)", page_of(capsys, "7")) == ["7"]
 
 
-def test_the_file_is_private_and_where_it_cannot_be_is_said(store, tmp_path, capsys):
+def test_the_file_is_private_and_where_it_cannot_be_is_said(store, tmp_path, ran):
     store.ensure_api_key("8b")
     store.write(make_record(service="8b", job_id="7", cluster="local", state="starting"))
     assert run(["report", "8b"]) == 0
     assert (tmp_path / "hpc-serve-report-8b.html").stat().st_mode & 0o777 == 0o600
-    assert run(["report", "8b", "--output", "nowhere/x.html"]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "there is no folder" in ran(["report", "8b", "--output", "nowhere/x.html"], 2).err
     assert run(["report", "70b"]) == 5
 
 

@@ -45,11 +45,6 @@ READY = assess_replica(
 )
 
 
-@pytest.fixture
-def store(tmp_path):
-    return ServiceStore(tmp_path / "home")
-
-
 def test_plain_lines_tell_of_coarse_changes_alone(capsys):
     with stages.Stages("8b") as shown:
         for done in range(5):
@@ -92,27 +87,24 @@ def starting(store: ServiceStore, **fields):
     store.write(make_record(cluster="local", start=start, **{**usual, **fields}))
 
 
-def test_status_shows_the_stages_and_the_time_left(store, capsys):
+def test_status_shows_the_stages_and_the_time_left(store, ran):
     starting(store)
-    assert run(["status"]) == 0
-    assert "ready in about 10 h" in " ".join(capsys.readouterr().out.split())
-    assert run(["status", "8b"]) == 0
-    out = capsys.readouterr().out
+    assert "ready in about 10 h" in " ".join(ran(["status"]).out.split())
+    out = ran(["status", "8b"]).out
     assert "starting: loading weights 1/4, ready in about 10 h" in out
     assert "nodes 2 s, engine 31 s, weights for 2 h" in out
 
 
-def test_status_as_json_has_the_start(store, capsys):
+def test_status_as_json_has_the_start(store, ran):
     starting(store)
-    assert run(["status", "8b", "--json"]) == 0
-    (replica,) = json.loads(capsys.readouterr().out)["services"]
+    (replica,) = json.loads(ran(["status", "8b", "--json"]).out)["services"]
     assert replica["start"]["stage"] == "weights"
     assert replica["start"]["took_s"] == {"nodes": 2.0, "engine": 31.0}
     assert replica["start"]["time_left_s"] == 36e3
     assert replica["progress"] == {"done": 1, "total": 4}
 
 
-def test_watch_prints_a_line_for_each_coarse_change_until_ctrl_c(store, capsys, monkeypatch):
+def test_watch_prints_a_line_for_each_coarse_change_until_ctrl_c(store, ran, monkeypatch):
     starting(store)
     steps = [Progress(done=1, total=4), Progress(done=1, total=4), Progress(done=2, total=4)]
 
@@ -122,30 +114,27 @@ def test_watch_prints_a_line_for_each_coarse_change_until_ctrl_c(store, capsys, 
         starting(store, progress=steps.pop(0), job_id="123")
 
     monkeypatch.setattr(watching, "sleep", go_on)
-    assert run(["status", "8b", "--watch"]) == 130
-    lines = [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()]
+    lines = [line.partition(" ")[2] for line in ran(["status", "8b", "--watch"], 130).out.splitlines()]
     assert lines == [
         "8b 123 loading weights 1/4, ready in about 10 h",
         "8b 123 loading weights 2/4, ready in about 10 h",
     ]
 
 
-def test_watch_draws_the_table_on_a_terminal(store, capsys, monkeypatch):
+def test_watch_draws_the_table_on_a_terminal(store, ran, monkeypatch):
     def stop(seconds: float) -> None:
         raise KeyboardInterrupt
 
     starting(store)
     monkeypatch.setattr(watching, "sleep", stop)
     monkeypatch.setattr(PlainConsole, "is_terminal", True)
-    assert run(["status", "--watch"]) == 130
-    out = " ".join(capsys.readouterr().out.split())
+    out = " ".join(ran(["status", "--watch"], 130).out.split())
     assert "8b" in out
     assert "ready in about 10 h" in out
 
 
-def test_watch_is_for_people(capsys):
-    assert run(["status", "--watch", "--json"]) == 2
-    assert "leave out --json" in capsys.readouterr().err
+def test_watch_is_for_people(ran):
+    assert "leave out --json" in ran(["status", "--watch", "--json"], 2).err
 
 
 def test_watch_of_what_there_is_not_ends(capsys):

@@ -19,16 +19,12 @@ from hpc_serve.client.scrape import scrape_config, target_groups
 from hpc_serve.rendezvous.record import NodeRecord
 from hpc_serve.trust.authority import authority_certificate
 from hpc_serve.vllm.options import load_data
-from tests.support.patience import be_patient
 from tests.support.stubs import StubService, make_record, make_submitted
 
 WELL = ProbeResult(status="ready", host="10.0.0.1")
 
 
-@pytest.fixture(autouse=True)
-def place(stand_ins, monkeypatch):
-    be_patient(monkeypatch)
-    return stand_ins
+pytestmark = pytest.mark.usefixtures("stand_ins")
 
 
 @pytest.fixture
@@ -45,9 +41,8 @@ def ready(**fields) -> ReplicaStatus:
     return assess_replica(make_record(**fields), probe=ProbeResult(status="ready", host=host))
 
 
-def test_each_replica_is_a_target_with_labels(live, capsys):
-    assert run(["targets"]) == 0
-    (group,) = json.loads(capsys.readouterr().out)
+def test_each_replica_is_a_target_with_labels(live, ran):
+    (group,) = json.loads(ran(["targets"]).out)
     assert group == {
         "targets": [f"127.0.0.1:{live.engines[0].port}"],
         "labels": {
@@ -99,7 +94,7 @@ def test_the_file_is_written_whole_and_again_when_replicas_come(live, tmp_path, 
     assert output.stat().st_mode & 0o777 == 0o600
 
 
-def test_watching_goes_on_while_the_store_cannot_be_read(live, tmp_path, monkeypatch, capsys):
+def test_watching_goes_on_while_the_store_cannot_be_read(live, tmp_path, monkeypatch, ran):
     output = tmp_path / "targets.json"
     pauses = iter([0o777, 0o700])
 
@@ -110,8 +105,7 @@ def test_watching_goes_on_while_the_store_cannot_be_read(live, tmp_path, monkeyp
         (live.store.home / "services").chmod(mode)
 
     monkeypatch.setattr(targets, "_pause", pause)
-    assert run(["targets", "--output", str(output), "--watch"]) == 130
-    assert "warning:" in capsys.readouterr().err
+    assert "warning:" in ran(["targets", "--output", str(output), "--watch"], 130).err
     assert len(json.loads(output.read_text())) == 1
 
 
@@ -124,27 +118,24 @@ def test_watching_goes_on_while_the_store_cannot_be_read(live, tmp_path, monkeyp
         (["--scrape-config", "--output", "x.json"], "No service waits or runs"),
     ],
 )
-def test_what_cannot_be_done_is_said(argv, words, capsys, tmp_path, monkeypatch):
+def test_what_cannot_be_done_is_said(argv, words, ran, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run(["targets", *argv]) == 2
-    assert words in capsys.readouterr().err
+    assert words in ran(["targets", *argv], 2).err
 
 
-def test_a_service_that_is_not_there_is_a_warning(live, capsys):
-    assert run(["targets", "70b"]) == 0
-    out, err = capsys.readouterr()
+def test_a_service_that_is_not_there_is_a_warning(live, ran):
+    out, err = ran(["targets", "70b"])
     assert json.loads(out) == []
     assert "warning: there is no service 70b" in err
 
 
-def test_the_configuration_has_one_job_for_each_key(live, tmp_path, capsys):
+def test_the_configuration_has_one_job_for_each_key(live, tmp_path, ran):
     live.store.ensure_api_key("70b")
     live.store.write_submitted(make_submitted(service="70b", job_id="8"))
     live.store.ensure_api_key("over")
     live.store.write(make_record(service="over", job_id="9", state="stopped", updated_at=time.time()))
     output = tmp_path / 'a "quoted" name.json'
-    assert run(["targets", "--scrape-config", "--output", str(output)]) == 0
-    first, second = yaml.safe_load(capsys.readouterr().out)["scrape_configs"]
+    first, second = yaml.safe_load(ran(["targets", "--scrape-config", "--output", str(output)]).out)["scrape_configs"]
     assert (first["job_name"], second["job_name"]) == ("hpc-serve-70b", "hpc-serve-8b")
     assert second["authorization"] == {"credentials_file": str(live.key_file)}
     assert (second["scheme"], second["follow_redirects"]) == ("https", False)
@@ -181,9 +172,8 @@ def test_every_metric_of_the_dashboard_is_one_of_the_installed_vllm():
     assert {re.sub(r"_(total|bucket)$", "", name) for name in used} - known == set()
 
 
-def test_the_dashboard_is_printed_as_grafana_takes_it(capsys):
-    assert run(["targets", "--dashboard"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_the_dashboard_is_printed_as_grafana_takes_it(ran):
+    found = json.loads(ran(["targets", "--dashboard"]).out)
     assert found["title"].startswith("hpc-serve")
     assert all(panel["targets"] and panel["title"] for panel in found["panels"])
     for panel in found["panels"]:

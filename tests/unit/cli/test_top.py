@@ -15,31 +15,20 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.cli.main import run
 from hpc_serve.cli.services import top
 from hpc_serve.cli.services.top import Frame, Looks, frame_lines
-from hpc_serve.client.engine_work import ReplicaWork, WorkWatch
+from hpc_serve.client.engine_work import ReplicaWork
 from hpc_serve.client.replicas.assess import assess_replica
 from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.rendezvous.record import NodeRecord
-from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.vllm.metrics import EngineWork
-from tests.support.patience import PATIENCE_S, be_patient
+from tests.support.patience import PATIENCE_S
 from tests.support.stubs import StubService, make_record
 
 ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
 
 
-@pytest.fixture(autouse=True)
-def place(stand_ins, monkeypatch):
-    be_patient(monkeypatch)
-    monkeypatch.setitem(WorkWatch.__init__.__kwdefaults__, "timeout_s", PATIENCE_S)
-    return stand_ins
-
-
-@pytest.fixture
-def store(tmp_path):
-    return ServiceStore(tmp_path / "home")
+pytestmark = pytest.mark.usefixtures("stand_ins")
 
 
 @pytest.fixture
@@ -88,34 +77,30 @@ def test_text_of_records_moves_no_cursor_and_breaks_no_line():
     assert all(line.isprintable() for line in lines)
 
 
-def test_once_prints_one_look(live, store, capsys):
+def test_once_prints_one_look(live, store, ran):
     store.write(make_record(service="70b", job_id="8", cluster="local", state="starting", stage="loading weights"))
-    assert run(["top", "--once"]) == 0
-    out = capsys.readouterr().out
+    out = ran(["top", "--once"]).out
     assert "  1/2 ready, 0 running, 0 waiting" in out
     assert "8: loading weights" in out
     assert "\x1b" not in out
 
 
-def test_without_a_terminal_it_is_as_once(live, capsys):
-    assert run(["top", "8b"]) == 0
-    assert "1/1 ready" in capsys.readouterr().out
+def test_without_a_terminal_it_is_as_once(live, ran):
+    assert "1/1 ready" in ran(["top", "8b"]).out
 
 
-def test_a_service_that_is_not_there_is_said_and_others_are_left_out(live, capsys):
-    assert run(["top", "--once", "70b"]) == 0
-    out = capsys.readouterr().out
+def test_a_service_that_is_not_there_is_said_and_others_are_left_out(live, ran):
+    out = ran(["top", "--once", "70b"]).out
     assert "No replicas." in out
     assert "warning: 70b has no replica" in out
     assert "8b" not in out
 
 
-def test_a_busy_engine_is_looked_at_twice(live, capsys, monkeypatch):
+def test_a_busy_engine_is_looked_at_twice(live, ran, monkeypatch):
     monkeypatch.setattr(top, "_ONCE_S", 0.01)
     looks = iter([frame("8b"), frame("70b")])
     monkeypatch.setattr(Looks, "look", lambda self: next(looks))
-    assert run(["top", "--once"]) == 0
-    assert "70b" in capsys.readouterr().out
+    assert "70b" in ran(["top", "--once"]).out
 
 
 def test_a_store_that_cannot_be_read_is_a_warning(store, monkeypatch):

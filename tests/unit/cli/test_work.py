@@ -17,23 +17,15 @@ from hpc_serve.client.engine_work import ReplicaWork, WorkWatch
 from hpc_serve.client.replicas.assess import assess_replica
 from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.durations import duration
-from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.vllm.metrics import EngineWork
-from tests.support.patience import PATIENCE_S, be_patient, wait_until
+from tests.support.patience import PATIENCE_S, wait_until
 from tests.support.stubs import StubService, make_record, make_submitted
 
 
 @pytest.fixture(autouse=True)
 def place(stand_ins, monkeypatch):
-    be_patient(monkeypatch)
     monkeypatch.setattr(watch, "_LOOK_S", 0.01)
-    monkeypatch.setitem(WorkWatch.__init__.__kwdefaults__, "timeout_s", PATIENCE_S)
     return stand_ins
-
-
-@pytest.fixture
-def store(tmp_path):
-    return ServiceStore(tmp_path / "home")
 
 
 @pytest.fixture

@@ -32,61 +32,53 @@ def at_the_hub(hub, stand_ins, monkeypatch):
     return hub
 
 
-def test_the_folder_is_on_stdout_and_the_rest_on_stderr(at_the_hub, tmp_path, capsys):
-    assert run(["fetch", MODEL]) == 0
-    shown = capsys.readouterr()
+def test_the_folder_is_on_stdout_and_the_rest_on_stderr(at_the_hub, tmp_path, ran):
+    shown = ran(["fetch", MODEL])
     assert shown.out.startswith(str(tmp_path / "hf" / "hub" / "models--org--model" / "snapshots"))
     assert "org/model, commit aaaaaaaaaaaa: 6 files, 9 MiB. Left out: 3 files" in shown.err
     assert "9 MiB of 9 MiB (100 %)" in shown.err
-    assert run(["fetch", MODEL]) == 0
-    assert "all of it is here" in capsys.readouterr().err
+    assert "all of it is here" in ran(["fetch", MODEL]).err
 
 
-def test_jobs_look_where_the_site_says(at_the_hub, tmp_path, capsys):
+def test_jobs_look_where_the_site_says(at_the_hub, tmp_path, ran):
     site = tmp_path / "site.yaml"
     site.write_text(f"env: {{HF_HOME: {tmp_path}/scratch}}\n")
-    assert run(["fetch", MODEL, "--site", str(site)]) == 0
-    assert capsys.readouterr().out.startswith(f"{tmp_path}/scratch/hub/")
+    assert ran(["fetch", MODEL, "--site", str(site)]).out.startswith(f"{tmp_path}/scratch/hub/")
 
 
-def test_offline_says_what_the_cache_has(at_the_hub, monkeypatch, capsys):
+def test_offline_says_what_the_cache_has(at_the_hub, monkeypatch, capsys, ran):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert run(["fetch", MODEL]) == 2
     assert "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE keeps from the hub, and" in capsys.readouterr().err
     monkeypatch.delenv("HF_HUB_OFFLINE")
     assert run(["fetch", MODEL]) == 0
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    capsys.readouterr()
-    assert run(["fetch", MODEL]) == 0
-    shown = capsys.readouterr()
+    shown = ran(["fetch", MODEL])
     assert "all of its weights are here. The hub was not asked" in shown.err
     assert "snapshots" in shown.out
 
 
-def test_a_hub_that_is_away_is_said(at_the_hub, capsys):
+def test_a_hub_that_is_away_is_said(at_the_hub, capsys, ran):
     at_the_hub.status = 503
     assert run(["fetch", MODEL]) == 1
     assert "the hub answered HTTP 503, and " in capsys.readouterr().err
     at_the_hub.status = 200
     assert run(["fetch", MODEL]) == 0
     at_the_hub.status = 503
-    assert run(["fetch", MODEL]) == 0
-    assert "all of its weights are here, perhaps not the newest ones" in capsys.readouterr().err
+    assert "all of its weights are here, perhaps not the newest ones" in ran(["fetch", MODEL]).err
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [("/nowhere", "is no model of the hub"), (".", "is a folder"), ("lama", "is no model of the hub")],
 )
-def test_what_is_no_model_of_the_hub(at_the_hub, name, words, capsys):
-    assert run(["fetch", name]) == 2
-    assert words in capsys.readouterr().err
+def test_what_is_no_model_of_the_hub(at_the_hub, name, words, ran):
+    assert words in ran(["fetch", name], 2).err
 
 
-def test_without_huggingface_hub_it_says_how_to_get_it(at_the_hub, monkeypatch, capsys):
+def test_without_huggingface_hub_it_says_how_to_get_it(at_the_hub, monkeypatch, ran):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert run(["fetch", MODEL]) == 2
-    assert "`pip install huggingface_hub`" in capsys.readouterr().err
+    assert "`pip install huggingface_hub`" in ran(["fetch", MODEL], 2).err
 
 
 def test_ctrl_c_keeps_what_has_come_and_the_next_run_goes_on(at_the_hub):

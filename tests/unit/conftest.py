@@ -1,0 +1,25 @@
+"""What unit tests share: a command that is run, and what it printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import pytest
+
+from hpc_serve.cli.main import run
+
+Printed: TypeAlias = "pytest.CaptureResult[str]"
+Ran: TypeAlias = Callable[..., Printed]
+
+
+@pytest.fixture
+def ran(capsys: pytest.CaptureFixture[str]) -> Ran:
+    """Run a command, which must end with this exit code, and return what it alone has printed."""
+
+    def run_it(argv: Sequence[str], code: int = 0) -> Printed:
+        capsys.readouterr()
+        assert run(argv) == code
+        return capsys.readouterr()
+
+    return run_it
