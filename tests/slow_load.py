@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -105,29 +104,15 @@ class Start:
 
 def split_weights(folder: Path, files: int) -> None:
     """Parts the only file of weights into several of about the same size."""
+    from safetensors.torch import load_file, save_file
+
     whole = folder / "model.safetensors"
-    with whole.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-        header.pop("__metadata__")
-        names, size = list(header), max(one["data_offsets"][1] for one in header.values())
-        part_of = {name: min(files - 1, header[name]["data_offsets"][0] * files // size) for name in names}
-        index = dict[str, str]()
-        for number in range(files):
-            part = [name for name in names if part_of[name] == number]
-            begin, end = header[part[0]]["data_offsets"][0], header[part[-1]]["data_offsets"][1]
-            own = {
-                name: {**header[name], "data_offsets": [at - begin for at in header[name]["data_offsets"]]}
-                for name in part
-            }
-            text = json.dumps({"__metadata__": {"format": "pt"}, **own}).encode()
-            text += b" " * (-len(text) % 8)
-            path = folder / f"model-{number + 1:05}-of-{files:05}.safetensors"
-            with path.open("wb") as target:
-                target.write(struct.pack("<Q", len(text)) + text)
-                file.seek(8 + length + begin)
-                target.write(file.read(end - begin))
-            index |= dict.fromkeys(part, path.name)
+    tensors, index = load_file(whole), dict[str, str]()
+    for number in range(files):
+        part = {name: tensors[name] for name in list(tensors)[number::files]}
+        path = folder / f"model-{number + 1:05}-of-{files:05}.safetensors"
+        save_file(part, path, metadata={"format": "pt"})
+        index |= dict.fromkeys(part, path.name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     whole.unlink()
 

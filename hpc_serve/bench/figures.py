@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpc_serve.bench.outcome import RequestResult, Run
+from hpc_serve.bench.outcome import RequestResult
 
 PERCENTILES = (50.0, 90.0, 99.0)
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -104,14 +104,6 @@ def figures_of(
         times={name: spread(times) for name, times in values.items()},
         resent=sum(outcome.sent - 1 for outcome in outcomes),
     )
-
-
-def by_replica(run: Run) -> dict[str, list[RequestResult]]:
-    """Return the outcomes of each replica that was ready or has answered; "" are requests that none has answered."""
-    found: dict[str, list[RequestResult]] = {name: [] for name in run.replicas}
-    for outcome in run.outcomes:
-        found.setdefault(outcome.replica, []).append(outcome)
-    return found
 
 
 def tpot_s(outcome: RequestResult) -> float:

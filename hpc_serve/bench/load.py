@@ -13,14 +13,16 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from hpc_serve.bench.answers import AnswerReader
 from hpc_serve.bench.outcome import BenchRequest, Pace, RequestResult, Sent
 from hpc_serve.bench.own_share import OwnShareMeter
 from hpc_serve.bench.service import BenchService, refusal
 from hpc_serve.client.requests.transport import EXCHANGE
+
+T = TypeVar("T")
 
 
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
@@ -80,25 +82,28 @@ async def send_all(
     gc.freeze()  # a collection that goes through all prompts would make the loop late
     meter.start()
     began_s = time.perf_counter()
-    tasks = [asyncio.create_task(work()) for work in (come, *[send] * senders)]
-    sending: asyncio.Future[Any] = asyncio.gather(*tasks)
-    stopping: asyncio.Future[Any] = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait({sending, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        ended_s = time.perf_counter()
-        if sending.done():
-            sending.result()
+        await unless(stop, asyncio.gather(come(), *(send() for _ in range(senders))))
     finally:
-        for task in (sending, stopping):
-            task.cancel()
-        await asyncio.gather(*tasks, stopping, return_exceptions=True)
         gc.unfreeze()
     return Sent(
         outcomes=tuple(sorted(outcomes, key=lambda outcome: outcome.place)),
-        duration_s=ended_s - began_s,
+        duration_s=time.perf_counter() - began_s,
         own_share=meter.stop(),
         interrupted=len(outcomes) < len(requests),
     )
+
+
+async def unless(stop: asyncio.Event, making: Awaitable[T]) -> T | None:
+    """Return what is awaited; None, after cancelling it, once `stop` is set."""
+    task, stopping = asyncio.ensure_future(making), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        stopping.cancel()
+        task.cancel()
+        await asyncio.gather(task, stopping, return_exceptions=True)
 
 
 async def ask(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hpc_serve.bench.figures import Figures, by_replica, figures_of
+from hpc_serve.bench.figures import Figures, figures_of
 from hpc_serve.bench.notes import notes_on
-from hpc_serve.bench.outcome import Prediction, Run
+from hpc_serve.bench.outcome import Prediction, RequestResult, Run
 from hpc_serve.pages.charts import Curve
 
 PREDICTED, WORST = "6 4", "2 3"
@@ -25,7 +25,10 @@ class Measured:
 
     @property
     def figures(self) -> Figures:
-        return figures_of(self.run.outcomes, self.run.duration_s, goals_ms=self.goals_ms)
+        return self._figures_of(self.run.outcomes)
+
+    def _figures_of(self, outcomes: Sequence[RequestResult]) -> Figures:
+        return figures_of(outcomes, self.run.duration_s, goals_ms=self.goals_ms)
 
     @property
     def predicted_rate(self) -> float | None:
@@ -34,10 +37,10 @@ class Measured:
 
     def of_replicas(self) -> dict[str, Figures]:
         """Return the figures of each replica; under "" those of requests that none answered."""
-        return {
-            name: figures_of(part, self.run.duration_s, goals_ms=self.goals_ms)
-            for name, part in by_replica(self.run).items()
-        }
+        found: dict[str, list[RequestResult]] = {name: [] for name in self.run.replicas}
+        for outcome in self.run.outcomes:
+            found.setdefault(outcome.replica, []).append(outcome)
+        return {name: self._figures_of(part) for name, part in found.items()}
 
     @property
     def notes(self) -> list[str]:

@@ -56,30 +56,27 @@ class BenchService:
     def __init__(self, store: ServiceStore, name: str, split: Split) -> None:
         self.name = name
         self.split: Split = split
-        self._watch = BenchWatch(store, name)
-        self._transport = AsyncServiceTransport(self._watch, resume=False)
-        self.take_turns(split == "equally")
+        self.watch = BenchWatch(store, name)
+        self.watch.takes_turns = split == "equally"
+        self._transport = AsyncServiceTransport(self.watch, resume=False)
 
     @property
     def model(self) -> str:
-        return self._watch.model
+        return self.watch.model
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        return tuple(sorted(replica.name.removesuffix(".json") for replica in self._watch.pool.others(frozenset())))
+        return tuple(sorted(replica.name.removesuffix(".json") for replica in self.watch.pool.others(frozenset())))
 
     @property
     def last_replica(self) -> str:
         """Return the name of the replica that answered last in this task."""
-        return self._watch.last_replica.name or ""
-
-    def take_turns(self, takes_turns: bool) -> None:
-        self._watch.takes_turns = takes_turns
+        return self.watch.last_replica.name or ""
 
     async def ready(self, wait: Wait = None) -> None:
         """Return once all replicas are known that are ready. Raises what `connect` raises."""
-        await wait_for_replica(self._watch, WaitPolicy(wait), InLoop())
-        await anyio.to_thread.run_sync(self._watch.refresh)
+        await wait_for_replica(self.watch, WaitPolicy(wait), InLoop())
+        await anyio.to_thread.run_sync(self.watch.refresh)
 
     async def send(self, path: str, body: bytes) -> http.Response:
         """Return the answer to a request; its body was not read. Raises what the client's transport raises."""

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
-from hpc_serve.bench.load import ask, send_all
+from hpc_serve.bench.load import ask, send_all, unless
 from hpc_serve.bench.measured import Measured
 from hpc_serve.bench.outcome import BenchRequest, Pace, Run, Split
 from hpc_serve.bench.service import BenchError, BenchService
@@ -22,8 +21,6 @@ from hpc_serve.bench.workload import MADE, BenchWorkload, make_requests
 from hpc_serve.client.access import open_store
 from hpc_serve.client.discovery.wait import Wait
 from hpc_serve.rendezvous.store import ServiceStore
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +66,7 @@ async def make_runs(store: ServiceStore, sweep: Sweep, *, stop: asyncio.Event, w
                     number += 1
                     own = replace(workload, seed=workload.seed * 1_000_003 + number)
                     watcher.preparing(name, own)
-                    requests = await _unless(stop, _prepare(service, own))
+                    requests = await unless(stop, _prepare(service, own))
                     if requests is not None:
                         yield await _run(service, own, requests, pace, stop, watcher)
                     if stop.is_set():
@@ -98,14 +95,14 @@ async def _prepare(service: BenchService, workload: BenchWorkload) -> tuple[Benc
     else:
         requests = list(await make_requests(workload, EngineTexts(service)))
         first = requests[0]
-    service.take_turns(True)
+    service.watch.takes_turns = True
     try:
         for place in range(len(service.replicas)):
             outcome = await ask(service, place, first)
             if not outcome.is_answered:
                 raise BenchError(f"{service.name} does not answer the first request: {outcome.error}")
     finally:
-        service.take_turns(service.split == "equally")
+        service.watch.takes_turns = service.split == "equally"
     return tuple(requests)
 
 
@@ -131,15 +128,3 @@ async def _run(
         replicas=replicas,
         date=date,
     )
-
-
-async def _unless(stop: asyncio.Event, making: Coroutine[Any, Any, T]) -> T | None:
-    """Return the coroutine's result; None, after cancelling it, once `stop` is set."""
-    task, stopping = asyncio.create_task(making), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        stopping.cancel()
-        task.cancel()
-        await asyncio.gather(task, stopping, return_exceptions=True)

@@ -80,19 +80,11 @@ async def fit(words: list[str], length: int, count: Callable[[str], Awaitable[in
 
 async def _filled(text: str, length: int, count: Callable[[str], Awaitable[int]]) -> str:
     """Return a text that is a little too short, with a few more letters."""
-    missing = length - await count(text)
-    nearest, still_missing = text, missing
+    left = length - await count(text)
     for filler in _FILLERS:
-        for number in range(1, missing + 1):
-            longer = text + filler * number
-            left = length - await count(longer)
-            if left == 0:
-                return longer
-            if left < 0:
-                break
-            if left < still_missing:
-                nearest, still_missing = longer, left
-    return nearest
+        while left and 0 <= (then := length - await count(text + filler)) < left:
+            text, left = text + filler, then
+    return text
 
 
 def _question(text: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.bench.figures import by_replica, figures_of, percentile, spread, tpot_s
+from hpc_serve.bench.figures import figures_of, percentile, spread, tpot_s
 from hpc_serve.bench.measured import Measured
 from hpc_serve.bench.results import document, run_json
 from tests.unit.bench.conftest import make_outcome, make_run
@@ -75,12 +75,8 @@ def test_percentiles_lie_between_values():
 
 def test_replicas_without_an_answer_are_there():
     run = make_run(QUICK, SLOW, FAILED, replicas=("1-r0-0", "2-r0-0", "3-r0-0"))
-    assert {name: len(part) for name, part in by_replica(run).items()} == {
-        "1-r0-0": 1,
-        "2-r0-0": 1,
-        "3-r0-0": 0,
-        "": 1,
-    }
+    counts = {name: (part.completed, part.failed) for name, part in Measured(run=run).of_replicas().items()}
+    assert counts == {"1-r0-0": (1, 0), "2-r0-0": (1, 0), "3-r0-0": (0, 0), "": (0, 1)}
 
 
 def test_the_json_has_all_keys_of_vllm_and_their_values():

@@ -8,7 +8,8 @@ import json
 import pytest
 
 from hpc_serve.bench import load
-from hpc_serve.bench.figures import by_replica, figures_of
+from hpc_serve.bench.figures import figures_of
+from hpc_serve.bench.measured import Measured
 from hpc_serve.bench.notes import notes_on
 from hpc_serve.bench.prompts import Lengths
 from hpc_serve.bench.service import BenchError
@@ -18,6 +19,10 @@ from hpc_serve.errors import InvalidRequestError, ServiceNotFoundError
 
 def lengths_got(run) -> set[tuple[int, int]]:
     return {(outcome.input_len, outcome.output_len) for outcome in run.outcomes}
+
+
+def shares(run) -> dict[str, int]:
+    return {name: part.completed for name, part in Measured(run=run).of_replicas().items()}
 
 
 @pytest.mark.parametrize("dataset", ["random", "chat", "prefix_repetition"])
@@ -66,16 +71,15 @@ def test_equal_shares_of_uneven_replicas(service, measure):
     service.start()
     service.start("--stub-first-s", "0.05")
     (run,) = measure(split="equally")
-    shares = by_replica(run)
-    assert {name: len(part) for name, part in shares.items()} == {"100-r0-0": 10, "101-r0-0": 10}
+    assert shares(run) == {"100-r0-0": 10, "101-r0-0": 10}
 
 
 def test_the_client_routes_where_nothing_else_is_asked(service, measure):
     service.start()
     service.start()
     (run,) = measure()
-    assert sum(map(len, by_replica(run).values())) == 20
-    assert set(by_replica(run)) == {"100-r0-0", "101-r0-0"} == set(run.replicas)
+    assert sum(shares(run).values()) == 20
+    assert set(shares(run)) == {"100-r0-0", "101-r0-0"} == set(run.replicas)
 
 
 def test_failures_are_counted_and_named(service, measure):

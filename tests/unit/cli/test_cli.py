@@ -16,7 +16,7 @@ import click
 import pytest
 
 from hpc_serve.cli import main as cli_main
-from hpc_serve.cli.main import COMMANDS, run
+from hpc_serve.cli.main import run
 from hpc_serve.cli.submit.request import default_service
 from hpc_serve.cli.values import Duration
 from hpc_serve.errors import InvalidRequestError
@@ -91,11 +91,6 @@ def test_help_is_quick_and_imports_nothing_heavy(argv):
     assert [name for name in HEAVY if f"'{name}'" in done.stderr] == []
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_there_and_has_help(name, ran):
-    assert f"Usage: hpc-serve {name}" in ran([name, "--help"]).out
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -117,6 +112,15 @@ def test_every_command_is_there_and_has_help(name, ran):
         (["submit", "--model", "8b", "--sbatch", "nodashes"], ["nodashes"]),
         (["wait", "8b", "--timeout", "soon"], ["'soon' is no time"]),
         (["chat", "8b", "--max-tokens", "x"], ["--max-tokens"]),
+        (["submit", "--model", "8b", "--", "--seed", "1", "--", "x"], ["`--` ends the options for vLLM"]),
+        *(
+            ([name, "8b", "--", "--max-num-seq", "4"], ["write --max-num-seqs"])
+            for name in ("plan", "render", "submit")
+        ),
+        (["forget"], ["--ended"]),
+        (["forget", "8b", "--ended"], ["--ended"]),
+        (["help", "sumbit"], ["Did you mean submit?"]),
+        (["status", "--watch", "--json"], ["leave out --json"]),
     ],
 )
 def test_what_cannot_be_asked_for_is_one_error_on_stderr_and_exit_code_2(argv, words, ran, place):
@@ -169,11 +173,6 @@ def test_submit_as_json(capsys, place, store, tmp_path):
         "other_jobs": [],
     }
     assert "\n            --seed 1" in place.scripts[0]
-
-
-def test_a_further_double_dash_is_the_engine_s_and_refused(ran, place):
-    assert "`--` ends the options for vLLM" in ran(["submit", "--model", "8b", "--", "--seed", "1", "--", "x"], 2).err
-    assert place.scripts == []
 
 
 def test_a_further_replica_is_said_to_be_one(ran, place):

@@ -182,6 +182,16 @@ def test_every_option_reaches_the_planner(capsys: pytest.CaptureFixture[str]) ->
         (("--model", "8b", "-tp", "3"), 3, "attention heads (32)"),
         (("--model", "8b", "--gpu", "cpu-spr"), 2, "--gpu-memory"),
         ((), 2, "--model"),
+        (("8b", "--gpu", "4x2"), 2, "write the chip before it, as in v6e:4x2"),
+        (("8b", "--plot", "plan.bmp"), 2, "does not end in .png, .svg, .pdf or .html"),
+        (("--model", ""), 2, "'--model': it is empty"),
+        (("--model", "8b", "--gpu", ""), 2, "'--gpu': it is empty"),
+        (("--model", "8b", "--target", " "), 2, "'--target': it is empty"),
+        (("--model", "8b", "--plot", ""), 2, "'--plot': it is empty"),
+        (("--model", "8b", "--compare", ""), 2, "name at least one accelerator"),
+        (("--model", "8b", "--usd-per-gpu-hour", "nan"), 2, "nan is no price"),
+        (("--model", "8b", "--usd-per-gpu-hour", "inf"), 2, "inf is no price"),
+        (("--model", "8b", "--compare", "h100,mi300x", "--plot", "plan.png"), 2, "--plot draws one accelerator"),
     ],
 )
 def test_what_cannot_be_is_said(
@@ -289,27 +299,3 @@ def test_a_comparison_gives_no_speed_where_nothing_fits(capsys: pytest.CaptureFi
     text = printed(capsys, "--model", "70b", "--compare", "h100,t4", "--nodes", "1")
     assert "t4" not in text[text.index("Speed to expect") :]
     assert "Speed" not in ran(["plan", "--model", "405b", "--compare", "t4,l4", "--nodes", "1"], 3).out
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--model", ""), "'--model': it is empty"),
-        (("--model", "8b", "--gpu", ""), "'--gpu': it is empty"),
-        (("--model", "8b", "--target", " "), "'--target': it is empty"),
-        (("--model", "8b", "--plot", ""), "'--plot': it is empty"),
-        (("--model", "8b", "--compare", ""), "name at least one accelerator"),
-        (("--model", "8b", "--usd-per-gpu-hour", "nan"), "nan is no price"),
-        (("--model", "8b", "--usd-per-gpu-hour", "inf"), "inf is no price"),
-        (("--model", "8b", "--compare", "h100,mi300x", "--plot", "plan.png"), "--plot draws one accelerator"),
-    ],
-)
-def test_what_says_nothing_is_refused(ran: Ran, words: tuple[str, ...], says: str) -> None:
-    assert says in ran(["plan", *words], 2).err
-
-
-def test_a_picture_of_an_unknown_kind_names_the_kinds_that_there_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["plan", "8b", "--plot", str(tmp_path / "plan.bmp")]) == 2
-    assert "does not end in .png, .svg, .pdf or .html" in capsys.readouterr().err

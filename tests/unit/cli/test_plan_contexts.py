@@ -102,7 +102,3 @@ def test_contexts_of_as_many_nodes_as_are_chosen(capsys: pytest.CaptureFixture[s
     found = planned(capsys, "405b", "--max-model-len", "auto")
     assert found["num_nodes"] == 2
     assert {layout["num_nodes"] for layout in found["contexts"]} == {2}
-
-
-def test_a_slice_without_its_chip(ran: Ran) -> None:
-    assert "write the chip before it, as in v6e:4x2" in ran(["plan", "8b", "--gpu", "4x2"], 2).err
