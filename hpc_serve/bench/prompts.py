@@ -49,7 +49,7 @@ def random_requests(vocabulary: Sequence[int], lengths: Iterable[Lengths], seed:
     """Return a completion for each of the lengths; its prompt are tokens of the vocabulary, drawn by chance."""
     _check(vocabulary)
     chance = random.Random(f"prompts {seed}")
-    return [completion(chance.choices(vocabulary, k=one.input_len), one) for one in lengths]
+    return [completion(chance.choices(vocabulary, k=one.input_len), one.output_len) for one in lengths]
 
 
 def shared_prefix_requests(
@@ -67,16 +67,16 @@ def shared_prefix_requests(
     order = [place % num_prefixes for place in range(count)]
     chance.shuffle(order)
     rest = lengths.input_len - prefix_len
-    return [completion(prefixes[which] + chance.choices(vocabulary, k=rest), lengths) for which in order]
+    made = (prefixes[which] + chance.choices(vocabulary, k=rest) for which in order)
+    return [completion(prompt, lengths.output_len) for prompt in made]
 
 
-def completion(prompt: str | list[int], lengths: Lengths | None = None, *, output_len: int = 0) -> BenchRequest:
-    """Return one completion. The length of a text is not known here; `lengths` are those of ids."""
-    most = lengths.output_len if lengths is not None else output_len
+def completion(prompt: str | list[int], output_len: int) -> BenchRequest:
+    """Return one completion. The length of a text is not known here."""
     known = len(prompt) if isinstance(prompt, list) else None
     # As `vllm bench serve` asks: a model's own settings may have a penalty, which costs time.
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": most, "repetition_penalty": 1.0}
-    return BenchRequest(path=COMPLETIONS, body=body, input_len=known, output_len=most)
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": output_len, "repetition_penalty": 1.0}
+    return BenchRequest(path=COMPLETIONS, body=body, input_len=known, output_len=output_len)
 
 
 def chat(messages: list[dict[str, Any]], output_len: int, *, input_len: int | None = None) -> BenchRequest:

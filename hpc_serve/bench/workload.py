@@ -139,7 +139,7 @@ def _request(sample: Sample, workload: BenchWorkload) -> BenchRequest:
     if sample.messages is not None:
         return prompts.chat(sample.messages, output_len)
     assert sample.prompt is not None
-    return prompts.completion(sample.prompt, output_len=output_len)
+    return prompts.completion(sample.prompt, output_len)
 
 
 async def _each(make: Callable[[S], Awaitable[T]], values: Sequence[S]) -> list[T]:

@@ -15,7 +15,6 @@ from rich.padding import Padding
 from rich.text import Text
 
 from hpc_serve.cli.console import PlainConsole, plain_table
-from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.printable import json_text
 
 if TYPE_CHECKING:
@@ -37,16 +36,8 @@ _COLOURS = {
 _STATUS_KEYS = (
     *("service", "job_id", "state", "cluster", "model", "stand_in", "stage", "progress", "start", "reason", "nodes"),
     *("num_nodes", "gpus_per_node", "tensor_parallel_size", "pipeline_parallel_size", "restart", "replica"),
-    *(
-        "data_parallel_size",
-        "replicas_per_job",
-        "submitted_at",
-        "started_at",
-        "updated_at",
-        "state_since",
-        "engine_restarts",
-        "cache",
-    ),
+    *("data_parallel_size", "replicas_per_job", "submitted_at", "started_at", "updated_at", "state_since"),
+    *("engine_restarts", "cache"),
     *("loading", "failed_part", "exit_code", "last_log_lines", "end_reported_by_job", "log_dir", "batch_log"),
     *("scheduler_state", "pending_reason", "time_left", "successor", "successor_job_id", "measured", "predicted"),
 )
@@ -131,39 +122,34 @@ def status_table(statuses: Sequence[ReplicaStatus], works: Sequence[ReplicaWork]
 
 def print_details(status: ReplicaStatus, work: ReplicaWork | None = None) -> None:
     """All there is to say about one replica, and what its engine does, if it was asked."""
-    from hpc_serve.cli.work_view import when, work_rows
-    from hpc_serve.durations import duration
+    from hpc_serve.cli.work_view import status_rows, when, work_rows
     from hpc_serve.submit.diagnosis.diagnosis import diagnose_replica
     from hpc_serve.submit.logs.log_files import files_of, places_of
     from hpc_serve.submit.status.start_words import stages_words
 
     console = PlainConsole(soft_wrap=True)
-    cause = diagnose_replica(status).cause if status.state == "failed" else None
-    record, job = status.record, status.job
-    has_gpus = job.gpus_per_node > 0 and job.cluster != "local"
+    found = diagnose_replica(status).cause if status.state == "failed" else None
+    cause = found if found and found.is_known else None
+    record, shown = status.record, status_rows(status, time.time())
     rows = {
-        "model": status.job.model,
-        "weights": f"of {record.stand_in}, which stands in for the model's own" if record and record.stand_in else "",
+        "model": shown["model"],
+        "weights": shown["weights"],
         "state": _sentence(status),
-        "cause": f"{cause.cause} ({cause.lines[0].place})" if cause and cause.is_known else "",
-        "to do": cause.cure if cause and cause.is_known else "",
+        "cause": f"{cause.cause} ({cause.lines[0].place})" if cause else "",
+        "to do": cause.cure if cause else "",
         "start": stages_words(status),
         "since": when(record.state_since) if record and status.state == "unresponsive" else "",
-        "restarts": f"{record.engine_restarts}, of the engine in place" if record and record.engine_restarts else "",
-        "address": status.address,
-        "nodes": f"{status.nodes}, {job.gpus_per_node} GPU{'s' if job.gpus_per_node > 1 else ''} each"
-        if has_gpus
-        else status.nodes,
+        **{name: shown[name] for name in ("restarts", "address", "nodes")},
         "layout": status.layout,
-        "submitted": when(status.submitted_at) if status.started_at is None else "",
-        "started": when(status.started_at),
-        "age": duration(time.time() - status.started_at) if status.started_at and not status.is_over else "",
+        "submitted": shown["submitted"] if status.started_at is None else "",
+        "started": shown["started"],
+        "age": shown["age"],
         "caches": record.cache if record else "",
         "loading": record.loading if record else "",
-        "time left": status.time_left or "",
+        "time left": shown["time left"],
         "successor": status.successor,
         **(work_rows(status, work) if work is not None else {}),
-        "exit code": "" if status.exit_code is None else _exit_code(status.exit_code),
+        "exit code": shown["exit code"],
         "logs": "\n".join(map(str, files_of(status) or places_of(status))),
     }
     heading = Text(f"{status.service}  job {status.name}", style=f"bold {_COLOURS[status.state]}")
@@ -220,11 +206,6 @@ def _first_words(status: ReplicaStatus) -> str:
         return detail
     command = "doctor" if status.state == "failed" else "status"
     return f"{detail[:_DETAIL_LENGTH].rsplit(' ', 1)[0]} … (hpc-serve {command} {status.name})"
-
-
-def _exit_code(code: int) -> str:
-    words = exit_code_words(code)
-    return f"{code} ({words})" if words else str(code)
 
 
 def warn(lines: Sequence[str]) -> None:

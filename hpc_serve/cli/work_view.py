@@ -1,16 +1,40 @@
-"""Shows the work of a replica's engine beside its plan's figures: lines for people, keys for scripts."""
+"""Shows a replica, and its engine's work beside its plan's figures: lines for people, keys for scripts."""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING, Any
 
+from hpc_serve.durations import duration
+from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.plans.planned_speed import planned_request, planned_tokens_per_s
 
 if TYPE_CHECKING:
     from hpc_serve.client.engine_work import ReplicaWork
     from hpc_serve.client.replicas.status import ReplicaStatus
+
+
+def status_rows(status: ReplicaStatus, now: float) -> dict[str, str]:
+    """The lines of a replica by their names; "" for what there is nothing to say of. `now`: seconds since the epoch."""
+    record, job, started = status.record, status.job, status.started_at
+    has_gpus = job.gpus_per_node > 0 and job.cluster != "local"
+    gpus = f", {job.gpus_per_node} GPU{'s' if job.gpus_per_node > 1 else ''} each" if has_gpus else ""
+    words = "" if status.exit_code is None else exit_code_words(status.exit_code)
+    return {
+        "model": job.model,
+        "weights": f"of {record.stand_in}, which stands in for the model's own" if record and record.stand_in else "",
+        "state": status.sentence,
+        "address": status.address,
+        "nodes": f"{status.nodes}{gpus}",
+        "submitted": when(status.submitted_at),
+        "started": when(started),
+        "age": duration(now - started) if started is not None and not status.is_over else "",
+        "ended": when(status.updated_at) if status.is_over else "",
+        "time left": status.time_left or "",
+        "restarts": f"{record.engine_restarts}, of the engine in place" if record and record.engine_restarts else "",
+        "exit code": "" if status.exit_code is None else f"{status.exit_code}{f' ({words})' if words else ''}",
+    }
 
 
 def work_rows(status: ReplicaStatus, work: ReplicaWork) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 import hpc_serve
-from hpc_serve.cli.work_view import figure, figure_name, when, work_rows
+from hpc_serve.cli.work_view import figure, figure_name, status_rows, when, work_rows
 from hpc_serve.durations import duration
 from hpc_serve.pages.charts import Curve, over_time, stage_bar
 from hpc_serve.pages.frame import document, swatch, table
@@ -66,7 +66,7 @@ def _replica(found: ReplicaReport, at: float) -> Markup:
         Markup('<h2>{} job {} <span class="{}">{}</span></h2>').format(
             _text(status.service), _text(status.name), status.state, status.state
         ),
-        _facts(_status_rows(status, at)),
+        _facts(status_rows(status, at)),
         _failure(found.diagnosis),
         _section("Plan", _plan(found)),
         _section("The start", _start(status)),
@@ -79,24 +79,6 @@ def _replica(found: ReplicaReport, at: float) -> Markup:
 
 def _section(title: str, content: Markup) -> Markup:
     return Markup("<h3>{}</h3>\n{}").format(title, content) if content else Markup("")
-
-
-def _status_rows(status: ReplicaStatus, at: float) -> dict[str, str]:
-    started, record = status.started_at, status.record
-    return {
-        "model": status.job.model,
-        "weights": f"of {record.stand_in}, which stands in for the model's own" if record and record.stand_in else "",
-        "state": status.sentence,
-        "address": status.address,
-        "nodes": status.nodes,
-        "submitted": when(status.submitted_at),
-        "started": when(started),
-        "age": duration(at - started) if started is not None and not status.is_over else "",
-        "ended": when(status.updated_at) if status.is_over else "",
-        "time left": status.time_left or "",
-        "restarts": f"{record.engine_restarts}, of the engine in place" if record and record.engine_restarts else "",
-        "exit code": "" if status.exit_code is None else str(status.exit_code),
-    }
 
 
 def _failure(diagnosis: Diagnosis) -> Markup:

@@ -126,10 +126,9 @@ def _sweep(services: tuple[str, ...], options: dict[str, Any]) -> Sweep:
     from hpc_serve.bench.sweep import Sweep
     from hpc_serve.bench.workload import BenchWorkload
 
-    path, dataset = options["dataset_path"], options["dataset_name"]
-    dataset = dataset or ("custom" if path is not None else "random")
+    dataset = options["dataset_name"] or ("custom" if options["dataset_path"] is not None else "random")
     is_file = dataset in FORMATS
-    if is_file != (path is not None):
+    if is_file != (options["dataset_path"] is not None):
         raise click.UsageError(
             f"--dataset-name {dataset} needs --dataset-path."
             if is_file
@@ -145,11 +144,8 @@ def _sweep(services: tuple[str, ...], options: dict[str, Any]) -> Sweep:
     common: dict[str, Any] = {
         "dataset": dataset,
         "count": options["num_prompts"] or (None if is_file else 1000),
-        "seed": options["seed"],
-        "path": path,
-        "output_len": options["output_len"],
-        "prefix_len": options["prefix_len"],
-        "num_prefixes": options["num_prefixes"],
+        "path": options["dataset_path"],
+        **{name: options[name] for name in ("seed", "output_len", "prefix_len", "num_prefixes")},
         "ignore_eos": not is_file if ignore_eos is None else ignore_eos,
         "extra_body": _object(options["extra_body"]),
     }

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import pytest
 
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.patience import be_patient
+from tests.unit.conftest import Ran
+
+Plan: TypeAlias = Callable[..., Any]
+
+
+@pytest.fixture
+def plan(ran: Ran) -> Plan:
+    """What `plan --json` says to these words, with this exit code."""
+    return lambda *words, code=0: json.loads(ran(["plan", *words, "--json"], code).out)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,6 +14,7 @@ from hpc_serve.demo_model import make_demo_model
 from hpc_serve.hub.hub import find_model
 from hpc_serve.job.weights import weights_place
 from hpc_serve.sizes import GIB
+from tests.unit.cli.conftest import Plan
 from tests.unit.conftest import Ran
 
 KEYS = {
@@ -32,26 +32,17 @@ def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
-    assert run(["plan", *words]) == code
-    return capsys.readouterr().out
-
-
-def printed_wide(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def printed_wide(ran: Ran, *words: str) -> str:
     """The same on a terminal on which no line is broken."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "1000")
-        return printed(capsys, *words)
+        return ran(["plan", *words]).out
 
 
-def parsed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
-    return json.loads(printed(capsys, *words, "--json", code=code))
-
-
-def test_json_has_stable_keys_whether_it_fits_or_not(capsys: pytest.CaptureFixture[str]) -> None:
-    fits = parsed(capsys, "--model", "405b")
-    too_small = parsed(capsys, "--model", "405b", "--nodes", "1", code=3)
-    refused = parsed(capsys, "--model", "405b", "-tp", "8", "-pp", "4", "--nodes", "1", code=3)
+def test_json_has_stable_keys_whether_it_fits_or_not(plan: Plan) -> None:
+    fits = plan("--model", "405b")
+    too_small = plan("--model", "405b", "--nodes", "1", code=3)
+    refused = plan("--model", "405b", "-tp", "8", "-pp", "4", "--nodes", "1", code=3)
     for document in (fits, too_small, refused):
         assert set(document) >= KEYS
         assert set(document["minimum_gpus"]) == {"weights", "full_context", "usable"}
@@ -65,89 +56,89 @@ def test_json_has_stable_keys_whether_it_fits_or_not(capsys: pytest.CaptureFixtu
 
 
 def test_a_size_that_the_planner_does_not_know_is_named_and_may_be_left_out(
-    capsys: pytest.CaptureFixture[str], ran: Ran, tmp_path: Path
+    plan: Plan, ran: Ran, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**find_model("8b").config, "moe_latent_size": 1024}))
     error = " ".join(ran(["plan", str(tmp_path)], 2).err.split())
     assert "has moe_latent_size (1024), which this planner does not know for LlamaForCausalLM" in error
-    plan = parsed(capsys, str(tmp_path), "--allow-unknown-config-keys")
-    assert plan["fits"]
-    assert "moe_latent_size (1024)" in plan["reasons"][-1]
-    shown = " ".join(printed(capsys, str(tmp_path), "--allow-unknown-config-keys").split())
+    found = plan(str(tmp_path), "--allow-unknown-config-keys")
+    assert found["fits"]
+    assert "moe_latent_size (1024)" in found["reasons"][-1]
+    shown = " ".join(ran(["plan", str(tmp_path), "--allow-unknown-config-keys"]).out.split())
     assert "Note: the config has moe_latent_size (1024), which this planner does not know." in shown
 
 
-def test_layers_that_are_not_loaded_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = " ".join(printed(capsys, "zai-org/GLM-4.6", "--explain").split())
+def test_layers_that_are_not_loaded_are_explained(ran: Ran) -> None:
+    shown = " ".join(ran(["plan", "zai-org/GLM-4.6", "--explain"]).out.split())
     assert "not loaded 1 x 3,988,069,792 (layers for multi-token prediction, which vLLM loads to speculate)" in shown
 
 
-def test_the_plan_fits_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "--model", "70b")
+def test_the_plan_fits_eighty_columns(ran: Ran) -> None:
+    text = ran(["plan", "--model", "70b"]).out
     *shown, command = text.splitlines()
     assert max(len(line) for line in shown) <= 80
     assert command.startswith("vllm serve meta-llama/Llama-3.3-70B-Instruct --tensor-parallel-size 4")
     for word in ("weights", "activations", "CUDA graphs", "non-torch", "KV cache", "left free", "chosen", "too small"):
         assert word in text
-    explained = printed(capsys, "--model", "70b", "--explain")
+    explained = ran(["plan", "--model", "70b", "--explain"]).out
     assert "REPLICAS" in explained
     assert "IN FLIGHT" in explained
 
 
-def test_the_plan_says_first_what_is_chosen_and_why_each_thing_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_says_first_what_is_chosen_and_why_each_thing_once(plan: Plan, ran: Ran) -> None:
     for model in ("405b", "70b", "8b", "Qwen/Qwen3-Next-80B-A3B-Instruct"):
-        plan = parsed(capsys, "--model", model)
-        text = " ".join(printed_wide(capsys, model).split())
-        verdicts = [one["verdict"] for one in plan["candidates"]]
+        found = plan("--model", model)
+        text = " ".join(printed_wide(ran, model).split())
+        verdicts = [one["verdict"] for one in found["candidates"]]
         assert len(re.findall(r" x \d+ +(?:chosen|fits|too small|refused) ", text)) <= 3
         assert text.count(" chosen ") == 1
         assert (" fits " in text) == ("fits" in verdicts)
-        assert text.count(f"{plan['kv_cache_tokens']:,} tokens of cache") == 1
+        assert text.count(f"{found['kv_cache_tokens']:,} tokens of cache") == 1
         assert text.count("tokens/s") <= 3
-        for one in plan["candidates"]:
-            assert f" {one['verdict']} {one['reason']} " in " ".join(printed_wide(capsys, model, "--explain").split())
+        for one in found["candidates"]:
+            assert f" {one['verdict']} {one['reason']} " in " ".join(printed_wide(ran, model, "--explain").split())
 
 
-def test_the_bar_has_one_length(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bar_has_one_length(ran: Ran) -> None:
     for name in ("8b", "70b", "gpt-oss-120b"):
-        lines = printed(capsys, "--model", name).splitlines()
+        lines = ran(["plan", "--model", name]).out.splitlines()
         bar = next(line for line in lines if "██" in line or "░░" in line).strip()
         assert len(bar) == 60
 
 
-def test_accelerators_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "--model", "70b", "--compare", "h100-80gb,a100-80gb,mi300x,t4", "--nodes", "1")
+def test_accelerators_compared(plan: Plan, ran: Ran) -> None:
+    text = ran(["plan", "--model", "70b", "--compare", "h100-80gb,a100-80gb,mi300x,t4", "--nodes", "1"]).out
     assert max(len(line) for line in text.splitlines() if "does not fit" not in line and "TP=" not in line) <= 80
     for name in ("h100-80gb", "a100-80gb", "mi300x", "t4 "):
         assert name in text
     assert "no fit" in text
-    documents = parsed(capsys, "--model", "70b", "--compare", "h100-80gb,t4", "--nodes", "1")
+    documents = plan("--model", "70b", "--compare", "h100-80gb,t4", "--nodes", "1")
     assert [document["fits"] for document in documents] == [True, False]
     assert run(["plan", "--model", "405b", "--compare", "t4,l4", "--nodes", "1"]) == 3
 
 
-def test_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "--model", "405b", "--explain")
+def test_explained(ran: Ran) -> None:
+    text = ran(["plan", "--model", "405b", "--explain"]).out
     for word in ("811.7 / 80 = 10.15 -> 11", "16 KV heads", "gpu_memory_utilization", "NCCL", "blocks"):
         assert word in text
 
 
 def test_how_weights_are_loaded_is_explained_as_far_as_it_is_known(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    assert "Loading the weights: known once the job sees them" in printed(capsys, "--model", "8b", "--explain")
+    assert "Loading the weights: known once the job sees them" in ran(["plan", "--model", "8b", "--explain"]).out
     folder = make_demo_model(tmp_path / "model")
     monkeypatch.setattr(weights_place, "filesystem_of", lambda _: "gpfs")
-    text = printed(capsys, "--model", str(folder), "--explain")
+    text = ran(["plan", "--model", str(folder), "--explain"]).out
     assert "Loading the weights: prefetch on nodes with " in text
     assert "`hpc-serve status NAME` say what it was" in text
-    text = printed(capsys, "--model", str(folder), "--explain", "--", "--load-format", "runai_streamer")
+    text = ran(["plan", "--model", str(folder), "--explain", "--", "--load-format", "runai_streamer"]).out
     assert "Loading the weights: --load-format runai_streamer reads the files in its own way" in text
 
 
-def test_every_option_reaches_the_planner(capsys: pytest.CaptureFixture[str]) -> None:
-    base = parsed(capsys, "--model", "70b", "-tp", "8")
+def test_every_option_reaches_the_planner(plan: Plan) -> None:
+    base = plan("--model", "70b", "-tp", "8")
     changed = {
         ("--gpu-memory", "60GiB"): "kv_cache_tokens",
         ("--max-model-len", "8192"): "max_concurrency",
@@ -162,7 +153,7 @@ def test_every_option_reaches_the_planner(capsys: pytest.CaptureFixture[str]) ->
         ("--vllm-version", "0.11.0"): "memory",
     }
     for words, key in changed.items():
-        assert parsed(capsys, "--model", "70b", "-tp", "8", *words)[key] != base[key], words
+        assert plan("--model", "70b", "-tp", "8", *words)[key] != base[key], words
 
 
 @pytest.mark.parametrize(
@@ -211,9 +202,7 @@ def test_what_cannot_be_is_said(
         ("--gpu cpu-spr-2s --gpu-memory 256GiB -tp 1 -pp 1", "1 node x 2 sockets are 2: 1 would stay idle"),
     ],
 )
-def test_gpus_that_were_asked_for_are_not_left_idle(
-    capsys: pytest.CaptureFixture[str], ran: Ran, words: str, idle: str
-) -> None:
+def test_gpus_that_were_asked_for_are_not_left_idle(plan: Plan, ran: Ran, words: str, idle: str) -> None:
     asked = words.split()
     error = ran(["plan", "8b", *asked], 3).err
     assert idle in error
@@ -222,18 +211,18 @@ def test_gpus_that_were_asked_for_are_not_left_idle(
     for advice in instead:  # each is accepted as it is written
         option, value = advice.split()[:2]
         place = asked.index(option.replace("--pipeline-parallel-size", "-pp"))
-        found = parsed(capsys, "8b", *asked[: place + 1], value, *asked[place + 2 :])
+        found = plan("8b", *asked[: place + 1], value, *asked[place + 2 :])
         ranks = found["tensor_parallel_size"] * found["pipeline_parallel_size"]
         assert ranks == found["num_nodes"] * found["gpus_per_node"]
 
 
-def test_idle_gpus_that_nobody_asked_for_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    reasons = parsed(capsys, "8b", "--nodes", "4", "-tp", "4", "-pp", "1")["reasons"]
+def test_idle_gpus_that_nobody_asked_for_are_told(plan: Plan) -> None:
+    reasons = plan("8b", "--nodes", "4", "-tp", "4", "-pp", "1")["reasons"]
     assert any("7 of 8 GPUs of each stay idle" in reason for reason in reasons)
 
 
-def test_a_target_keeps_the_sizes_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    found = parsed(capsys, "8b", "--nodes", "1", "-tp", "2", "-pp", "1", "--target", "throughput")
+def test_a_target_keeps_the_sizes_asked_for(plan: Plan) -> None:
+    found = plan("8b", "--nodes", "1", "-tp", "2", "-pp", "1", "--target", "throughput")
     assert (found["tensor_parallel_size"], found["pipeline_parallel_size"], found["replicas"]) == (2, 1, 4)
 
 
@@ -251,21 +240,21 @@ def test_sizes(text: str, size: int) -> None:
     assert Size().convert(text, None, None) == size
 
 
-def compared(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], list[list[str]]]:
+def compared(ran: Ran, *words: str) -> tuple[list[str], list[list[str]]]:
     """(the heading's words, rows of cells) of the speeds that --compare prints for a 70b."""
-    text = printed(capsys, "--model", "70b", "--compare", *words)
+    text = ran(["plan", "--model", "70b", "--compare", *words]).out
     assert max(len(line) for line in text.splitlines()) <= 80
     table = text[text.index("Speed to expect") :].splitlines()
     first = next(place for place, line in enumerate(table) if line.startswith("GPU "))
     return " ".join(table[:first]).split(), [line.replace(",", "").split() for line in table[first:] if line[:1] != "─"]
 
 
-def test_a_comparison_counts_every_replica(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_counts_every_replica(plan: Plan, ran: Ran) -> None:
     words = ("mi300x,h20", "--target", "throughput", "--input-tokens", "2000", "--output-tokens", "500")
-    heading, (_, *rows) = compared(capsys, *words)
+    heading, (_, *rows) = compared(ran, *words)
     assert "2,000" in heading
     assert "500" in heading
-    answers = parsed(capsys, "--model", "70b", "--compare", *words)
+    answers = plan("--model", "70b", "--compare", *words)
     assert answers[0]["replicas"] > 1
     for (name, gpus, in_flight, _, _, per_second, per_gpu), answer in zip(rows, answers):
         assert name in ("mi300x", "h20-96gb")
@@ -273,29 +262,29 @@ def test_a_comparison_counts_every_replica(capsys: pytest.CaptureFixture[str]) -
         assert int(gpus) == answer["replicas"] * answer["num_nodes"] * answer["gpus_per_node"]
         assert int(in_flight) % answer["replicas"] == 0
         assert int(per_second) == pytest.approx(int(per_gpu) * int(gpus), abs=int(gpus))
-    text = printed(capsys, "--model", "70b", "--compare", *words)
+    text = ran(["plan", "--model", "70b", "--compare", *words]).out
     assert "REPLICAS" in text
-    assert "REPLICAS" not in printed(capsys, "--model", "70b", "--compare", "mi300x,h100")
+    assert "REPLICAS" not in ran(["plan", "--model", "70b", "--compare", "mi300x,h100"]).out
 
 
-def test_a_comparison_at_the_concurrency_asked_for_and_within_a_target(capsys: pytest.CaptureFixture[str]) -> None:
-    _, (_, *rows) = compared(capsys, "h100,mi300x", "--concurrency", "4")
+def test_a_comparison_at_the_concurrency_asked_for_and_within_a_target(ran: Ran) -> None:
+    _, (_, *rows) = compared(ran, "h100,mi300x", "--concurrency", "4")
     assert [row[2] for row in rows] == ["4", "4"]
-    _, (_, *rows) = compared(capsys, "h100,mi300x", "--target", "tpot=40ms")
+    _, (_, *rows) = compared(ran, "h100,mi300x", "--target", "tpot=40ms")
     for row in rows:
         assert float(row[3]) <= 40
         assert int(row[2]) > 1
 
 
-def test_a_comparison_with_a_price(capsys: pytest.CaptureFixture[str]) -> None:
-    heading, (titles, *rows) = compared(capsys, "h100,mi300x", "--usd-per-gpu-hour", "2")
+def test_a_comparison_with_a_price(ran: Ran) -> None:
+    heading, (titles, *rows) = compared(ran, "h100,mi300x", "--usd-per-gpu-hour", "2")
     assert "2 dollars an hour" in " ".join(heading)
     assert titles[-2:] == ["PER", "$"]
     for row in rows:
         assert float(row[-2]) == pytest.approx(int(row[-3]) * 3600 / 2 / 1e6, abs=0.01)
 
 
-def test_a_comparison_gives_no_speed_where_nothing_fits(capsys: pytest.CaptureFixture[str], ran: Ran) -> None:
-    text = printed(capsys, "--model", "70b", "--compare", "h100,t4", "--nodes", "1")
+def test_a_comparison_gives_no_speed_where_nothing_fits(ran: Ran) -> None:
+    text = ran(["plan", "--model", "70b", "--compare", "h100,t4", "--nodes", "1"]).out
     assert "t4" not in text[text.index("Speed to expect") :]
     assert "Speed" not in ran(["plan", "--model", "405b", "--compare", "t4,l4", "--nodes", "1"], 3).out
