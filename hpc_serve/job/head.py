@@ -65,13 +65,12 @@ class Head:
             node_name=node.allocation.node_name,
         )
         self._preflight: HeadPreflight | None = None
-        self._workers = WorkerLinks(node.allocation.num_nodes, self._parts, self._run_end, self._publish_worker)
+        self._workers = WorkerLinks(node.allocation.num_nodes, self._parts, self._publish_worker)
         self._engine = Engine(
             node,
             keeper,
             endpoint,
             self._parts,
-            self._run_end,
             read_by_workers=lambda: self._workers.read,
             on_ready=self._keep_cache,
         )
@@ -150,13 +149,13 @@ class Head:
         await self._stage_model()
         if ray is not None:
             environ = await ray.engine_environ()
-            await self._workers.start_all(keeps_cache=keeps_cache, gcs=environ["RAY_ADDRESS"])
+            await self._workers.tell_all("go", keeps_cache=keeps_cache, gcs=environ["RAY_ADDRESS"])
             await ray.wait_for_nodes(self._workers.names)
         else:
             environ = node.child_environ(address=node.internal_head)
             settings = settings_text(node.command, choose_port)
             node.write_settings(settings)
-            await self._workers.start_all(keeps_cache=keeps_cache, settings=settings)
+            await self._workers.tell_all("go", keeps_cache=keeps_cache, settings=settings)
         await self._engine.serve(environ)
 
     async def _stage_model(self) -> None:
@@ -165,7 +164,7 @@ class Head:
             from hpc_serve.job.weights.staging import stage
 
             self._keeper.set_stage("staging the model")
-            await asyncio.gather(self._workers.stage_all(), stage(self._node.staging, self._keeper.note_copied))
+            await asyncio.gather(self._workers.stage_all(), stage(self._node.staging, self._keeper.stages.note_copied))
 
     def _agree_on_cache(self) -> bool:
         """Return whether the engine's caches outlive the run. vLLM gives its workers over Ray the head's path of them,
@@ -182,7 +181,7 @@ class Head:
     async def _keep_cache(self) -> None:
         """Note that the engine is ready: the next start may use its compiled code."""
         await asyncio.to_thread(self._node.cache.note_ready)
-        await self._workers.tell_ready()
+        await self._workers.tell_all("ready")
         self._parts.run_in_background(asyncio.to_thread(self._node.cache.write_archive))
 
     async def _wait_for_workers(self) -> None:

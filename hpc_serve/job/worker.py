@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
@@ -28,14 +27,6 @@ _REPORT_TIMEOUT_S = 30.0
 _GRACE_S = 5.0
 _POLL_INTERVAL_S = 0.2
 _LOOKS_PER_SILENCE = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Ray:
-    """This node's Ray, which waits for the head's word, and where it listens."""
-
-    held: HeldRay
-    address: str
 
 
 async def run_worker(node: Node) -> int:
@@ -63,7 +54,7 @@ async def run_worker(node: Node) -> int:
     parts.run_in_background(parts.watch_memory())
     parts.run_in_background(link.send_heartbeats(RunReading(node.run_mark).look))
     try:
-        ray: asyncio.Future[_Ray] | None = None
+        ray: asyncio.Future[HeldRay] | None = None
         if node.backend == "ray":
             ray = asyncio.get_running_loop().create_future()
             parts.run_in_background(run_end.fail_on_error(_hold_ray(node, parts, ray)))
@@ -92,15 +83,17 @@ async def _control_port(node: Node) -> int:
     return port
 
 
-async def _hold_ray(node: Node, parts: Parts, ready: asyncio.Future[_Ray]) -> None:
+async def _hold_ray(node: Node, parts: Parts, ready: asyncio.Future[HeldRay]) -> None:
     address = _own_address(node)
     held = HeldRay("ray worker", parts, grace_s=_GRACE_S)
     await held.begin(node.ray_environ(address=address))
     await asyncio.to_thread(node.make_peer_files, address=address)
-    ready.set_result(_Ray(held=held, address=address))
+    ready.set_result(held)
 
 
-async def _follow_head(node: Node, link: Link, parts: Parts, run_end: RunEnd, ray: asyncio.Future[_Ray] | None) -> None:
+async def _follow_head(
+    node: Node, link: Link, parts: Parts, run_end: RunEnd, ray: asyncio.Future[HeldRay] | None
+) -> None:
     """Do as the head says: answer "preflight" and "peers", copy the model at "stage", start this node's part at
     "go", and keep the engine's caches at "ready". Any other message, and the loss of the head, end the run here.
     """
@@ -144,13 +137,13 @@ async def _stage_model(node: Node, link: Link, question: Message) -> None:
     await link.answer(question)
 
 
-async def _start_part(node: Node, parts: Parts, holding: asyncio.Future[_Ray] | None, go: Message) -> None:
+async def _start_part(node: Node, parts: Parts, holding: asyncio.Future[HeldRay] | None, go: Message) -> None:
     """Start this node's share of Ray, or of the engine where there is no Ray, as the message `go` says."""
     node.check_gpus()
     if holding is not None:
-        ray = await holding
-        argv = worker_argv(node.ray_start_argv(address=ray.address), head=str(go.get("gcs")))
-        await ray.held.release(argv, node.ray_environ(address=ray.address))
+        held, address = await holding, _own_address(node)
+        argv = worker_argv(node.ray_start_argv(address=address), head=str(go.get("gcs")))
+        await held.release(argv, node.ray_environ(address=address))
     else:
         argv = [*headless_argv(node.command), "--distributed-executor-backend", "mp", *node.multi_node_args()]
         environ = node.child_environ(address=_own_address(node))

@@ -113,7 +113,8 @@ def check_folder(path: Path) -> None:
 
 def write_private(path: Path, text: str) -> None:
     """Replace `path` by a file of `text`, 0600. Readers see the old file or the new one. Raises StoreError."""
-    with _explained("write", path), _private_temporary(path, text) as temporary:
+    with _explained("write", path), private_temporary(path) as (temporary, descriptor):
+        _write_whole(descriptor, text)
         os.replace(temporary, path)
         _sync_folder(path.parent)
 
@@ -123,7 +124,8 @@ def create_private(path: Path, text: str) -> bool:
 
     No lock is used: locks do not work on every shared filesystem. Returns whether this call made it. Raises StoreError.
     """
-    with _explained("write", path), _private_temporary(path, text) as temporary:
+    with _explained("write", path), private_temporary(path) as (temporary, descriptor):
+        _write_whole(descriptor, text)
         try:
             os.link(temporary, path)
         except FileExistsError:
@@ -240,12 +242,12 @@ def _read_own(path: Path, *, secret: bool) -> bytes:
 
 
 @contextmanager
-def _private_temporary(path: Path, text: str) -> Iterator[Path]:
+def private_temporary(path: Path) -> Iterator[tuple[Path, int]]:
+    """Make a new file beside `path`, 0600, for a moment; yields it and its descriptor, which the caller closes."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        _write_whole(descriptor, text)
-        yield temporary
+        yield temporary, descriptor
     finally:
         with suppress(FileNotFoundError):
             os.unlink(temporary)

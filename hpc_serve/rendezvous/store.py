@@ -13,20 +13,9 @@ from pathlib import Path
 
 from hpc_serve.errors import StoreError
 from hpc_serve.rendezvous.entries import EntryFiles, JobEntry, ServiceRecords
-from hpc_serve.rendezvous.files import (
-    check_folder,
-    list_folder,
-    make_private_folder,
-    remove_file,
-    write_private,
-)
+from hpc_serve.rendezvous.files import check_folder, list_folder, make_private_folder, remove_file, write_private
 from hpc_serve.rendezvous.key_file import make_key, read_key
-from hpc_serve.rendezvous.names import (
-    forgotten_file_name,
-    is_service_name,
-    record_file_name,
-    validate_service_name,
-)
+from hpc_serve.rendezvous.names import forgotten_file_name, is_service_name, record_file_name, validate_service_name
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 
 WEEK_S = 7 * 24 * 3600.0

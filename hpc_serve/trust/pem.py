@@ -1,25 +1,18 @@
-"""The certificates in PEM text. Pure; what they are worth is not decided here."""
+"""The certificates in PEM text. What they are worth is not decided here."""
 
 from __future__ import annotations
 
-import base64
-import binascii
+import contextlib
 import re
+import ssl
 
-_CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----\s*([A-Za-z0-9+/=\s]+?)\s*-----END CERTIFICATE-----")
+_CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----[A-Za-z0-9+/=\s]+-----END CERTIFICATE-----")
 
 
 def certificates_of(text: str) -> tuple[str, ...]:
     """The certificates in `text`, each as PEM with 64 characters a line; a block that is no base64 is left out."""
-    blocks = (_normalized(match[1]) for match in _CERTIFICATE.finditer(text))
-    return tuple(dict.fromkeys(block for block in blocks if block is not None))
-
-
-def _normalized(body: str) -> str | None:
-    joined = "".join(body.split())
-    try:
-        base64.b64decode(joined, validate=True)
-    except (binascii.Error, ValueError):
-        return None
-    lines = [joined[start : start + 64] for start in range(0, len(joined), 64)]
-    return "\n".join(("-----BEGIN CERTIFICATE-----", *lines, "-----END CERTIFICATE-----", ""))
+    found = []
+    for match in _CERTIFICATE.finditer(text):
+        with contextlib.suppress(ValueError):
+            found.append(ssl.DER_cert_to_PEM_cert(ssl.PEM_cert_to_DER_cert(match[0])))
+    return tuple(dict.fromkeys(found))

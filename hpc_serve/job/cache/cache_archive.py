@@ -12,7 +12,6 @@ import gzip
 import hashlib
 import logging
 import os
-import secrets
 import shutil
 import tarfile
 import time
@@ -23,7 +22,7 @@ from typing import BinaryIO
 
 from hpc_serve.errors import StoreError
 from hpc_serve.job.machine.guarded_folders import folder_bytes
-from hpc_serve.rendezvous.files import make_private_folder
+from hpc_serve.rendezvous.files import make_private_folder, private_temporary
 from hpc_serve.rendezvous.ownership import fault, stat_fault
 
 _log = logging.getLogger(__name__)
@@ -69,7 +68,6 @@ class CacheArchive:
 
     def pack(self, folder: Path) -> None:
         """Write the archive anew from the folder. An error is only logged: the engine serves without the archive."""
-        temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(6)}.tmp")
         try:
             if (size := folder_bytes(folder)) > self.limit_bytes:
                 _log.info("%s takes %d bytes: too much to be kept for other nodes", folder, size)
@@ -77,20 +75,17 @@ class CacheArchive:
             with contextlib.suppress(FileExistsError):
                 self.path.parent.mkdir(mode=0o700)  # not its parents: a home that was moved away is not made anew
             make_private_folder(self.path.parent)
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                with tarfile.open(fileobj=file, mode="w:gz", compresslevel=_COMPRESSION) as archive:
-                    archive.add(folder, arcname=".", filter=_plain)
-                file.flush()
-                os.fsync(descriptor)
-            os.replace(temporary, self.path)
+            with private_temporary(self.path) as (temporary, descriptor):
+                with os.fdopen(descriptor, "wb") as file:
+                    with tarfile.open(fileobj=file, mode="w:gz", compresslevel=_COMPRESSION) as archive:
+                        archive.add(folder, arcname=".", filter=_plain)
+                    file.flush()
+                    os.fsync(descriptor)
+                os.replace(temporary, self.path)
             self._remove_old()
             _log.info("what the engine has compiled is kept in %s for other nodes", self.path)
         except (OSError, StoreError, tarfile.TarError) as error:
             _log.warning("what the engine has compiled is not kept for other nodes: %s", error)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
 
     def remove(self) -> None:
         """Remove it: an engine did not start with what it holds."""

@@ -19,15 +19,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from hpc_serve.errors import InvalidRequestError
+from hpc_serve.errors import InvalidRequestError, RecordError
 from hpc_serve.job.cleanup import shared_memory
 from hpc_serve.job.cleanup.run_dir import is_private_folder, remove_run_dir
 from hpc_serve.job.cleanup.shared_memory import Segment
 from hpc_serve.job.machine.network import PortsInUseError
+from hpc_serve.rendezvous.fields import to_json_text
+from hpc_serve.rendezvous.files import read_json, write_private
 from hpc_serve.rendezvous.ownership import fault, require
 
 _NAME = re.compile(r"hs-[0-9a-f]{8}")
@@ -45,11 +47,12 @@ class DirOwner:
     """The launcher that a folder belongs to, as the `owner` file names it.
 
     `run_mark` is in the environment of all its processes. `run_dir` is the run's folder in the shared home; only the
-    head's launcher names it.
+    head's launcher names it. `node` is the host of the launcher.
     """
 
     run_mark: str
     run_dir: str | None = None
+    node: str = field(default_factory=socket.gethostname)
 
 
 def choose_name(root: str) -> str:
@@ -66,9 +69,7 @@ def private_node_dir(path: Path, owner: DirOwner) -> Iterator[Path]:
     with contextlib.ExitStack() as at_end:
         lock = make(path, owner)
         sweeper = subprocess.Popen(
-            [sys.executable, "-m", _SWEEP, str(path)],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
+            [sys.executable, "-m", _SWEEP, str(path)], stdin=subprocess.PIPE, start_new_session=True
         )
         at_end.callback(_stop_sweeper, sweeper)
         if lock is not None:
@@ -123,7 +124,7 @@ def _write_owner(owner: DirOwner, path: Path) -> int | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         # On a filesystem that several nodes see, the lock may be visible on this node alone.
-        os.write(descriptor, json.dumps({"node": socket.gethostname(), **asdict(owner)}).encode())
+        os.write(descriptor, to_json_text(owner).encode())
         unnamed.rename(path / _OWNER)
     except OSError as error:
         os.close(descriptor)
@@ -171,22 +172,17 @@ def lock_abandoned(path: Path, *, wait: bool = False) -> Iterator[DirOwner | Non
 
 def read_owner(path: Path) -> DirOwner | None:
     """The launcher that the folder belongs to. None if the file does not name one, or names one of another node."""
-    try:
-        fields = json.loads((path / _OWNER).read_text())
-        if fields.pop("node") == socket.gethostname():
-            return DirOwner(**fields)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        pass
+    with contextlib.suppress(OSError, RecordError):
+        owner = read_json(DirOwner, path / _OWNER)
+        return owner if owner.node == socket.gethostname() else None
     return None
 
 
 def write_segments(path: Path, segments: set[Segment], *, seen_by: SeenBy) -> None:
     """Write down the run's segments in /dev/shm, in place of the earlier list of the program `seen_by`."""
-    name = f"{_SHARED_MEMORY}-{seen_by}"
-    fresh = path / f"{name}.new"
+    listed = json.dumps(sorted([segment.name, segment.inode] for segment in segments))
     with contextlib.suppress(OSError):
-        fresh.write_text(json.dumps(sorted([segment.name, segment.inode] for segment in segments)))
-        fresh.rename(path / name)
+        write_private(path / f"{_SHARED_MEMORY}-{seen_by}", listed)
 
 
 def remove(path: Path, owner: DirOwner) -> None:

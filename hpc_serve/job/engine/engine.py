@@ -27,7 +27,7 @@ from hpc_serve.job.machine.process import ENGINE_MARK, Child, end_marked, marked
 from hpc_serve.job.progress.checkpoint import weight_sizes
 from hpc_serve.job.progress.reading import ReadSoFar, RunReading
 from hpc_serve.job.run.node import Node
-from hpc_serve.job.run.outcome import Outcome, PartFailedError, RunEnd, failure
+from hpc_serve.job.run.outcome import Outcome, PartFailedError, failure
 from hpc_serve.job.run.parts import PORT_CLASH_EXIT_CODE, Parts, StopOrder
 from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.job.run.restarts import Restart, Restarts
@@ -58,13 +58,12 @@ class Engine:
         keeper: RecordKeeper,
         endpoint: EngineEndpoint,
         parts: Parts,
-        run_end: RunEnd,
         *,
         read_by_workers: Callable[[], ReadSoFar],
         on_ready: Callable[[], Awaitable[None]],
     ) -> None:
         self._node, self._keeper, self._endpoint = node, keeper, endpoint
-        self._parts, self._run_end = parts, run_end
+        self._parts, self._run_end = parts, parts.run_end
         self._read_by_workers, self._on_ready = read_by_workers, on_ready
         self._reading = RunReading(node.run_mark)
         self._progress = StartProgress()

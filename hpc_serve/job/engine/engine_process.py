@@ -64,7 +64,6 @@ class EngineProcess:
         if held is not None and held.exit_code is None and self._held_environ.keys() <= full.keys():
             self._held = None
             held.tell(json.dumps(told))
-            held.tell_no_more()
             return held
         await self._end_held()
         return await self._parts.start_child(_NAME, argv, full, on_line=self._on_line, is_noise=self._is_noise)

@@ -12,7 +12,7 @@ import functools
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from hpc_serve.job.links.admission import Admission, greeting, is_proof, open_with_ticket, proof
 from hpc_serve.job.links.link import (
@@ -142,22 +142,20 @@ async def connect(
     deadline = time.monotonic() + deadline_s
     about: Message = {"rank": rank, "name": name, "cache": cache[:MAX_TEXT]}
     wrong_answers = 0
-    error: Exception | None = None
+    error: BaseException | None = None
     proving = asyncio.Lock()
-    tries: set[asyncio.Task[Link | Exception]] = set()
+    tries: set[asyncio.Task[Link]] = set()
     try:
         while True:
             if len(tries) < _MAX_TRIES_AT_ONCE:
-                one = _try_to_connect(head, token, about, own_address, proving)
-                tries.add(asyncio.ensure_future(_result_or_error(one)))
+                tries.add(asyncio.create_task(_try_to_connect(head, token, about, own_address, proving)))
             done, tries = await asyncio.wait(tries, timeout=_RETRY_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
-            for ended in done:
-                if isinstance(found := ended.result(), Link):
-                    return found
-                if not isinstance(found, OSError | ValueError | EOFError | asyncio.TimeoutError):
-                    raise found
-                error = found
-                wrong_answers += isinstance(found, ValueError)
+            for ended, error in [(one, one.exception()) for one in done]:
+                if error is None:
+                    return ended.result()
+                if not isinstance(error, OSError | ValueError | EOFError | asyncio.TimeoutError):
+                    raise error
+                wrong_answers += isinstance(error, ValueError)
             is_late = time.monotonic() > deadline
             if wrong_answers >= _MAX_WRONG_ANSWERS or (is_late and isinstance(error, ValueError | EOFError)):
                 raise PortsInUseError(
@@ -175,14 +173,7 @@ async def connect(
     finally:
         for pending in tries:
             pending.cancel()
-
-
-async def _result_or_error(one: Awaitable[Link]) -> Link | Exception:
-    """Return an error as a value: asyncio would print the errors of tries that are not awaited any more."""
-    try:
-        return await one
-    except Exception as error:
-        return error
+        await asyncio.gather(*tries, return_exceptions=True)  # asyncio prints errors that nobody has taken
 
 
 async def _try_to_connect(

@@ -10,10 +10,11 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from hpc_serve.job.links.link import Link, LinkLostError
 from hpc_serve.job.progress.reading import ReadSoFar
-from hpc_serve.job.run.outcome import Outcome, RunEnd
+from hpc_serve.job.run.outcome import Outcome
 from hpc_serve.job.run.parts import Parts, StopOrder
 
 _log = logging.getLogger(__name__)
@@ -23,8 +24,8 @@ _WORKER_GRACE_S = 10.0
 class WorkerLinks:
     """The connected workers of a job of `num_nodes` nodes. `on_join` is called with the link of each new one."""
 
-    def __init__(self, num_nodes: int, parts: Parts, run_end: RunEnd, on_join: Callable[[Link], None]) -> None:
-        self._num_nodes, self._parts, self._run_end, self._on_join = num_nodes, parts, run_end, on_join
+    def __init__(self, num_nodes: int, parts: Parts, on_join: Callable[[Link], None]) -> None:
+        self._num_nodes, self._parts, self._on_join = num_nodes, parts, on_join
         self._links: dict[int, Link] = {}
 
     def __len__(self) -> int:
@@ -61,23 +62,14 @@ class WorkerLinks:
         """Return whether every worker has the lock of this folder of caches on its own node."""
         return all(link.cache == path for link in self._links.values())
 
-    async def start_all(self, *, keeps_cache: bool, gcs: str = "", settings: str = "") -> None:
-        """Tell every worker to start its part.
-
-        `gcs` is the "address:port" of Ray's GCS. If there is no Ray, `settings` say at which ports of the head the
-        engine's processes meet. If `keeps_cache` is false, the engine uses no folder of caches that outlives the run.
-        """
+    async def tell_all(self, kind: str, **fields: Any) -> None:
+        """Send a message to every worker."""
         for link in self._links.values():
-            await link.send("go", gcs=gcs, settings=settings, keeps_cache=keeps_cache)
+            await link.send(kind, **fields)
 
     async def stage_all(self) -> None:
         """Have every worker copy the model to its own node. One that fails ends the run."""
         await asyncio.gather(*(link.ask("stage") for link in self._links.values()))
-
-    async def tell_ready(self) -> None:
-        """Tell every worker that the engine is ready."""
-        for link in self._links.values():
-            await link.send("ready")
 
     async def _fail_with(self, link: Link) -> None:
         """Wait until the worker reports a failure or is lost, and fail the run."""
@@ -92,7 +84,7 @@ class WorkerLinks:
             )
         except LinkLostError as error:
             outcome = Outcome(failed_part=f"node {link.name}", reason=str(error), exit_code=1)
-        await self._run_end.fail(outcome)
+        await self._parts.run_end.fail(outcome)
 
 
 async def _stop_worker(link: Link) -> None:

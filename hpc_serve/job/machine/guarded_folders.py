@@ -142,11 +142,7 @@ def others_file(path: Path, *, deep: bool = True) -> str | None:
 
 def walk(path: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Yield all that is below a folder, without following links. Entries that vanish or cannot be read are left out."""
-    folders = [str(path)]
-    while folders:
-        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    yield entry.path, entry.stat(follow_symlinks=False)
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
+    for folder, folders, files in os.walk(path):
+        for name in (*folders, *files):
+            with contextlib.suppress(OSError):
+                yield f"{folder}/{name}", os.lstat(f"{folder}/{name}")

@@ -93,15 +93,12 @@ class Child:
         assert self.exit_code is not None
         return self.exit_code
 
-    def tell(self, line: str) -> None:
-        """Write a line to its standard input, if it was started with one."""
+    def tell(self, line: str = "", *, is_last: bool = True) -> None:
+        """Write a line to its standard input, if it was started with one, and close that after the last."""
         if self._process.stdin is not None:
             self._process.stdin.write(f"{line}\n".encode())
-
-    def tell_no_more(self) -> None:
-        """Close its standard input."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+            if is_last:
+                self._process.stdin.close()
 
     def terminate(self) -> None:
         """Send SIGTERM."""

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from hpc_serve.rendezvous.fields import SignedInt
-
-Group = Literal["gpus", "memory", "folders", "limits", "weights", "software", "network"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,7 +91,7 @@ class StartStages:
         self._load.sizes = tuple(sizes)
 
     def note_copied(self, done: int, total: int) -> None:
-        """Note how many bytes of the model are staged, of all."""
+        """Note how many bytes of the model are staged, of all. Any thread may call it."""
         self._copied = (done, total)
         self._copy.note_read(done, self._clock(), total)
 

@@ -41,12 +41,11 @@ class HeldRay:
         """
         assert self._child is not None
         self._parts.require_command(self._name, argv[0], environ)
-        self._child.tell(json.dumps({"argv": list(argv), "environ": dict(environ), "watch": list(watch)}))
-        if not watch:
-            self._child.tell_no_more()
+        order = {"argv": list(argv), "environ": dict(environ), "watch": list(watch)}
+        self._child.tell(json.dumps(order), is_last=not watch)
         self._parts.end_with(self._child)
 
     def end_watch(self) -> None:
         """Have Ray's nodes be looked at no more."""
         if self._child is not None:
-            self._child.tell_no_more()
+            self._child.tell()

@@ -55,7 +55,7 @@ class Parts:
         is_starting: Callable[[], bool] = lambda: False,
         node_name: str = "this node",
     ) -> None:
-        self._run_mark, self._run_end, self._is_starting = run_mark, run_end, is_starting
+        self._run_mark, self.run_end, self._is_starting = run_mark, run_end, is_starting
         self._oom_watch = OomWatch(node_name)
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -152,7 +152,7 @@ class Parts:
         await end_marked(self._run_mark, grace_s=_LEFTOVERS_GRACE_S)
 
     async def _fail_at_end(self, child: Child) -> None:
-        await self._run_end.fail(await self.outcome_of(child))
+        await self.run_end.fail(await self.outcome_of(child))
 
     def _words_of_kernel(self, child: Child) -> str:
         """Explain a child's end by the kernel's OOM counters."""

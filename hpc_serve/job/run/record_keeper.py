@@ -176,10 +176,6 @@ class RecordKeeper:
             progress = Progress(done=done, total=total) if done is not None and total is not None else None
             self.update(stage=prefix + stage, progress=progress)
 
-    def note_copied(self, done: int, total: int) -> None:
-        """Note how many bytes of the model are copied to this node, of all. Any thread may call it."""
-        self.stages.note_copied(done, total)
-
     def add_figures(self, figures: Mapping[str, float]) -> None:
         """Add figures that the engine has logged."""
         if figures:

@@ -37,7 +37,14 @@ def copy_files(
 
     `on_copied` is told how many bytes are copied, of all. Raises OSError, CopyStoppedError once `stop` is set.
     """
-    counter = _Counter(sum(file.size_bytes for file in files), on_copied)
+    total, copied, counting = sum(file.size_bytes for file in files), 0, threading.Lock()
+
+    def count(size: int) -> None:
+        nonlocal copied
+        with counting:
+            copied += size
+            on_copied(copied, total)
+
     for file in files:
         path = target / file.path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -50,7 +57,7 @@ def copy_files(
     failed = threading.Event()
 
     def copy(file: RepositoryFile, at: int) -> None:
-        _copy_block(source / file.path, target / file.path, at, file.size_bytes, counter, stop, failed)
+        _copy_block(source / file.path, target / file.path, at, file.size_bytes, count, stop, failed)
 
     with ThreadPoolExecutor(_READERS) as readers:
         copies = [readers.submit(copy, file, at) for file, at in blocks]
@@ -60,18 +67,14 @@ def copy_files(
         one.result()
 
 
-class _Counter:
-    def __init__(self, total: int, on_copied: Callable[[int, int], None]) -> None:
-        self._lock, self._done, self._total, self._on_copied = threading.Lock(), 0, total, on_copied
-
-    def add(self, size: int) -> None:
-        with self._lock:
-            self._done += size
-            self._on_copied(self._done, self._total)
-
-
 def _copy_block(
-    source: Path, target: Path, at: int, size: int, counter: _Counter, stop: threading.Event, failed: threading.Event
+    source: Path,
+    target: Path,
+    at: int,
+    size: int,
+    count: Callable[[int], None],
+    stop: threading.Event,
+    failed: threading.Event,
 ) -> None:
     end = min(at + _BLOCK_BYTES, size)
     buffer = memoryview(bytearray(min(_PIECE_BYTES, end - at)))
@@ -90,4 +93,4 @@ def _copy_block(
             with contextlib.suppress(OSError):  # what was read is not needed again, the copy is
                 os.posix_fadvise(reader.fileno(), at, read, os.POSIX_FADV_DONTNEED)
             at += read
-            counter.add(read)
+            count(read)

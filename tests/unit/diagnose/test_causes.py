@@ -40,10 +40,7 @@ TIMEOUT = (
             "RuntimeError: Engine core initialization failed. See root cause above.",
         ),
         ("INFO errors: none", None),
-        (
-            "WARNING 11-21 22:40:11 [import_utils.py:9] Exception: no module named deep_gemm, using another kernel",
-            None,
-        ),
+        ("WARNING 11-21 22:40:11 [import_utils.py:9] Exception: no module named deep_gemm, using another kernel", None),
         ("(Worker pid=9) WARNING 11-21 22:40:11 [x.py:9] RuntimeError: the cache could not be read", None),
         ("2026-11-21 02:30:20,123\tWARNING utils.py:12 -- ConnectionError: will retry", None),
         ("WARNING:root:ValueError: ignored", None),

@@ -96,11 +96,7 @@ def in_scene(tmp_path: Path, test, *flags: str, kill_wait_s: float = 30.0) -> An
         made = make_run_certificate(store.home, tmp_path, run="123-r0", addresses=["127.0.0.1"])
         record = make_record(state="ready", certificate=made.certificate)
         gate_file = tmp_path / "drain"
-        environ = {
-            **os.environ,
-            "HPC_SERVE_API_KEY_FILE": str(key_file),
-            "HPC_SERVE_DRAIN_FILE": str(gate_file),
-        }
+        environ = {**os.environ, "HPC_SERVE_API_KEY_FILE": str(key_file), "HPC_SERVE_DRAIN_FILE": str(gate_file)}
         port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
         def on_line(line: str) -> None:

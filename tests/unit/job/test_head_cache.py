@@ -65,7 +65,7 @@ def test_nodes_agree_on_the_folder(tmp_path: Path, backend, others, is_kept):
         for worker in workers:
             head._workers.add_worker(cast(Link, worker))
         keeps_cache = head._agree_on_cache()
-        await head._workers.start_all(gcs="gcs", keeps_cache=keeps_cache)
+        await head._workers.tell_all("go", keeps_cache=keeps_cache)
         await head._keep_cache()
         used = head._node.child_environ(address="127.0.0.1")["VLLM_CACHE_ROOT"]
         assert keeper.record.cache == head._node.cache.words
@@ -75,7 +75,7 @@ def test_nodes_agree_on_the_folder(tmp_path: Path, backend, others, is_kept):
         keeps_cache, used, workers = asyncio.run(agree(cache))
     assert keeps_cache == is_kept
     assert used == str((cache.path if is_kept else tmp_path / "cache") / "vllm")
-    go = {"kind": "go", "gcs": "gcs", "settings": "", "keeps_cache": is_kept}
+    go = {"kind": "go", "keeps_cache": is_kept}
     for worker in workers:
         assert worker.told == [go, {"kind": "ready"}]
     with open_cache(KEY, tmp_path, environ, on_several_nodes=True) as again:

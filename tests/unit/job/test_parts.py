@@ -145,7 +145,7 @@ def test_a_rank_that_is_unknown_or_taken_is_refused():
     async def run():
         joined: list[Link] = []
         parts = Parts(MARK, RunEnd())
-        workers = WorkerLinks(3, parts, RunEnd(), joined.append)
+        workers = WorkerLinks(3, parts, joined.append)
         links = [FakeLink(rank) for rank in (1, 1, 0, 3)]
         for link in links:
             workers.add_worker(cast(Link, link))

@@ -13,12 +13,7 @@ import pytest
 from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.job.ray.ray_nodes import RayNodes, parse_line
 from hpc_serve.job.ray.ray_private import read_gcs_port
-from hpc_serve.job.run.ray_cluster import (
-    head_argv,
-    ray_environ,
-    start_argv,
-    worker_argv,
-)
+from hpc_serve.job.run.ray_cluster import head_argv, ray_environ, start_argv, worker_argv
 from hpc_serve.sizes import GIB
 from hpc_serve.trust.peers import PeerFiles
 from tests.support.nodes import ALLOCATION

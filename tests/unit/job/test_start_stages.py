@@ -14,10 +14,7 @@ from tests.unit.job.starts import Clock, gpu_start, play, recorded, tell
 # As threads show them: vLLM 0.6 (#11349), 0.8 (gateway-api-inference-extension#550), 0.19 (#39559), 0.20 (#38820).
 GENERATIONS = {
     "0.6": (
-        (
-            "INFO 12-19 22:58:10 model_runner.py:1094] Starting to load model m...",
-            "weights",
-        ),
+        ("INFO 12-19 22:58:10 model_runner.py:1094] Starting to load model m...", "weights"),
         ("INFO 12-19 22:58:14 model_runner.py:1099] Loading model weights took 2.3185 GB", "compile"),
         ("INFO 12-19 22:58:16 gpu_executor.py:76] # GPU blocks: 131014, # CPU blocks: 8192", "compile"),
         (
@@ -76,10 +73,7 @@ GENERATIONS = {
         ("(Worker pid=1) INFO 11-22 13:37:49 [cpu_model_runner.py:68] Starting to load model /model...", "weights"),
         ("(Worker pid=1) INFO 11-22 13:37:49 [default_loader.py:501] Loading weights took 0.01 seconds", "compile"),
         ("(EngineCore pid=1) INFO 11-22 13:37:50 [kv_cache_utils.py:2327] CPU KV cache size: 32,768 tokens", "compile"),
-        (
-            "INFO 11-22 13:37:50 [cpu_model_runner.py:87] Warming up model for the compilation...",
-            "compile",
-        ),
+        ("INFO 11-22 13:37:50 [cpu_model_runner.py:87] Warming up model for the compilation...", "compile"),
         ("INFO:     Application startup complete.", "server"),
     ),
 }

@@ -45,10 +45,7 @@ def test_the_one_before_drains_until_its_time_limit(store):
     store.write(record("1"))
     assert drain_predecessors(store, record("2"), now=now)
     assert asked(store, "1") == DrainRequest(
-        by="hpc-serve chain: job 2 has taken over",
-        cause="handover",
-        deadline_s=580.0,
-        requested_at=now(),
+        by="hpc-serve chain: job 2 has taken over", cause="handover", deadline_s=580.0, requested_at=now()
     )
     assert asked(store, "2") is None
 

@@ -1,6 +1,7 @@
 """Dataclasses from JSON by their type hints."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -63,6 +64,12 @@ def test_only_a_field_that_says_so_may_be_missing():
         ({"kind": "huge"}, "kind is 'huge', not one of small, large"),
         ({"count": -1}, "count is -1, not a whole number from 0 to 9223372036854775807"),
         ({"count": True}, "count is True, not a whole number"),
+        ({"count": 1.0}, "count is 1.0, not a whole number"),
+        ({"count": 10**30}, "not a whole number"),
+        ({"count": "x" * 10_000}, "..., not a whole number"),
+        ({"kind": ["small"]}, "kind is ['small'], not one of small, large"),
+        ({"parts": [{"name": None, "size": 1}]}, "parts[0].name is None, not a text"),
+        ({"parts": [{"name": "a", "size": 10**400}]}, "not a number"),
         ({"level": 4}, "level is 4, not a whole number from 1 to 3"),
         ({"offset": 0.5}, "offset is 0.5, not a whole number."),
         ({"offset": -(2**63)}, "offset is -9223372036854775808, not a whole number."),
@@ -81,6 +88,21 @@ def test_a_value_of_another_type_is_refused_by_the_path_of_its_field(changes, wo
         read(**changes)
     assert str(refusal.value).startswith("x.json")
     assert words in str(refusal.value)
+    assert len(str(refusal.value)) < 200
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '"x"', "NaN", "[" * 100_000, '{"kind": NaN}'])
+def test_what_is_no_object_of_json_is_refused(text):
+    with pytest.raises(RecordError, match=r"^x\.json"):
+        from_json_text(Thing, text, source="x.json")
+
+
+@pytest.mark.parametrize(("size", "written"), [(math.nan, "NaN"), (math.inf, "Infinity")])
+def test_what_json_cannot_say_is_neither_written_nor_read(size, written):
+    with pytest.raises(ValueError, match="JSON"):
+        to_json_text(Part(name="a", size=size))
+    with pytest.raises(RecordError, match="size"):
+        from_json_text(Part, f'{{"name": "a", "size": {written}}}', source="x.json")
 
 
 def test_a_type_that_json_does_not_have_is_an_error_of_ours():

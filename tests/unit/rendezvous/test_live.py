@@ -79,20 +79,6 @@ def test_words_in_a_record_do_not_end_it(store):
     assert "9" in jobs(store.live("405b").read_all())
 
 
-def test_files_that_are_not_to_be_trusted_are_told_as_the_store_tells_them(store):
-    folder = store.service_dir("405b")
-    (folder / "7-r0-0.json").write_text('{"service": "405b", "mo')
-    (folder / "8-r0-0.json").symlink_to(folder / "2-r0-0.json")
-    (folder / "2-r0-0.json").chmod(0o666)
-    store.write(make_record(job_id="10", state="stopped"))
-    (folder / "10-r0-0.json").chmod(0o666)
-    (folder / "11-r0-0.json").write_text((folder / "3-r0-0.json").read_text())
-    found = store.live("405b").read_all()
-    assert sorted(found.problems) == sorted(store.read("405b").problems)
-    assert len(found.problems) == 5
-    assert {name.partition("-")[0] for name in found.unreadable} == {"7", "8", "2", "10", "11"}
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of somebody else")
 def test_a_foreign_record_is_not_taken_for_an_ended_one(store):
     record = store.service_dir("405b") / "0-r0-0.json"
@@ -109,7 +95,3 @@ def test_submitted_jobs_are_those_without_a_record(store):
     found = store.live("405b").read_all()
     assert [job.job_id for job in found.submitted] == ["77"]
     assert found.without_record() == store.read("405b").without_record()
-
-
-def test_a_service_that_is_not_there_has_nothing(tmp_path):
-    assert not ServiceStore(tmp_path / "home").live("405b").read_all().exists

@@ -1,7 +1,6 @@
 """The record as JSON: what is written is read, what is not a record is refused by name of the field."""
 
 import json
-import math
 from dataclasses import fields, replace
 from typing import Any
 
@@ -126,72 +125,11 @@ def test_a_missing_field_is_named(name):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("service", 405),
-        ("service", None),
-        ("restart", True),
-        ("restart", -1),
-        ("restart", 1.0),
-        ("restart", 10**30),
-        ("port", 65536),
-        ("port", "18000"),
-        ("state", "sleeping"),
-        ("state", ["ready"]),
-        ("progress", 3),
-        ("exit_code", "1"),
-        ("hosts", "10.77.0.11"),
-        ("hosts", [1]),
-        ("nodes", {}),
-        ("nodes", ["n1"]),
-        ("lease_s", "30"),
-        ("lease_s", None),
-        ("lease_s", 10**400),
-        ("measured", []),
-        ("measured", {"a": "b"}),
-        ("measured", {"a": None}),
-        ("predicted", None),
-        ("last_log_lines", None),
-        ("certificate", 1),
-        ("certificate", ["PEM"]),
-        ("log_dir", 1),
-    ],
+    [("restart", -1), ("port", 65536), ("state", "sleeping"), ("nodes", ["n1"]), ("lease_s", None), ("measured", [])],
 )
 def test_a_field_of_another_kind_is_named(name, value):
     with pytest.raises(RecordError, match=rf"x\.json: {name}\S* is "):
         EndpointRecord.from_json(changed(**{name: value}), source="x.json")
-
-
-def test_a_field_within_a_field_is_named():
-    with pytest.raises(RecordError, match=r"nodes\[1\]\.address is 7, not a text"):
-        EndpointRecord.from_json(changed(nodes=[{"name": "n1", "address": "a"}, {"name": "n2", "address": 7}]))
-    with pytest.raises(RecordError, match=r"no field progress\.total"):
-        EndpointRecord.from_json(changed(progress={"done": 1}))
-
-
-@pytest.mark.parametrize("end", [0, 1, 50, -3])
-def test_a_half_written_record_is_refused(end):
-    with pytest.raises(RecordError, match=r"half-written"):
-        EndpointRecord.from_json(FULL.to_json()[:end])
-
-
-@pytest.mark.parametrize("text", ["[]", "null", "3", '"x"', "NaN", "[" * 100_000, '{"lease_s": NaN}'])
-def test_other_json_is_refused(text):
-    with pytest.raises(RecordError):
-        EndpointRecord.from_json(text)
-
-
-@pytest.mark.parametrize(("value", "written"), [(math.nan, "NaN"), (math.inf, "Infinity")])
-def test_a_record_never_holds_what_json_cannot(value, written):
-    with pytest.raises(ValueError, match="JSON"):
-        replace(FULL, lease_s=value).to_json()
-    with pytest.raises(RecordError, match="lease_s"):
-        EndpointRecord.from_json(FULL.to_json().replace("30.0", written))
-
-
-def test_a_long_value_is_shown_short():
-    with pytest.raises(RecordError) as refusal:
-        EndpointRecord.from_json(changed(port="x" * 10_000))
-    assert len(str(refusal.value)) < 200
 
 
 def test_the_error_is_one_of_the_rendezvous():

@@ -7,14 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.rendezvous.start_times import (
-    FILE,
-    MOST_STARTS,
-    PastStart,
-    last_start,
-    layout_of,
-    remember_start,
-)
+from hpc_serve.rendezvous.start_times import FILE, MOST_STARTS, PastStart, last_start, layout_of, remember_start
 from tests.support.stubs import make_record
 
 RECORD = make_record(service="8b", model="m", tensor_parallel_size=2, num_nodes=1, gpus_per_node=2)
@@ -82,16 +75,7 @@ def test_the_file_does_not_grow_without_end(home):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        '{"starts": 3}',
-        '{"starts": [{"service": "8b"}]}',
-        "[" * 100_000,
-        "\x00",
-    ],
+    "text", ["", "{", "[]", '{"starts": 3}', '{"starts": [{"service": "8b"}]}', "[" * 100_000, "\x00"]
 )
 def test_a_damaged_file_is_as_none_and_is_replaced(home, text):
     (home / FILE).write_text(text)

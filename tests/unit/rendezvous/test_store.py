@@ -171,6 +171,7 @@ def test_files_that_cannot_be_trusted_are_problems(store):
     (folder / "9-r0-0.json").write_text("x" * (files._MAX_FILE_BYTES + 1))
     found = store.read("405b")
     assert found.records == (good,)
+    assert found.unreadable == {f"{number}-r0-0.json" for number in range(2, 10)}
     for number, why in [
         *[(2, "half-written"), (3, "not text"), (4, "it was copied"), (5, "symbolic link")],
         *[(6, "not a regular file"), (7, "directory"), (8, "it was copied"), (9, "longer than")],

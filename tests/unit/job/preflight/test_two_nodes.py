@@ -64,7 +64,7 @@ def two_nodes(tmp_path, monkeypatch):
             preflight.ask(link)
             joined.set()
 
-        workers = WorkerLinks(2, parts, run_end, on_join)
+        workers = WorkerLinks(2, parts, on_join)
         ServiceStore(tmp_path / "home").ensure_service("8b")
         server = ControlServer(head.token, "n1", workers.add_worker, silence_s=60, num_nodes=2)
         await server.start(listener)

@@ -49,10 +49,7 @@ def gpu_start(
     *, engine_s: float = 60, weights_s: float = 600, compile_s: float = 70, capture_s: float = 60, shards: int = 30
 ) -> list[Line]:
     """A start on GPUs: lines as vLLM 0.32 prints them, at times that are made up."""
-    at, lines = (
-        engine_s,
-        [(0.4 * engine_s, "(APIServer pid=1) INFO 11-20 [model.py:733] Resolved architecture")],
-    )
+    at, lines = (engine_s, [(0.4 * engine_s, "(APIServer pid=1) INFO 11-20 [model.py:733] Resolved architecture")])
     lines += [(0.7 * engine_s, "(EngineCore pid=2) INFO 11-20 [core.py:133] Initializing a V1 LLM engine")]
     lines += [(at, "(Worker_TP0 pid=3) INFO 11-20 [gpu_model_runner.py:5060] Starting to load model m...")]
     for done in range(shards + 1):
@@ -79,10 +76,7 @@ def gpu_start(
     return [*lines, (at + 4, "m is ready at https://n1:8000")]
 
 
-def play(
-    lines: Sequence[Line],
-    past: PastStart | None = None,
-) -> tuple[PastStart, list[Said]]:
+def play(lines: Sequence[Line], past: PastStart | None = None) -> tuple[PastStart, list[Said]]:
     """A start, as it is remembered; and what was said of it each second while it lasted."""
     clock = Clock()
     stages = StartStages(past, first="engine", clock=clock)
