@@ -13,7 +13,14 @@ from pathlib import Path
 
 from hpc_serve.errors import StoreError
 from hpc_serve.rendezvous.entries import EntryFiles, JobEntry, ServiceRecords
-from hpc_serve.rendezvous.files import check_folder, list_folder, make_private_folder, remove_file, write_private
+from hpc_serve.rendezvous.files import (
+    check_folder,
+    list_folder,
+    list_newest_first,
+    make_private_folder,
+    remove_file,
+    write_private,
+)
 from hpc_serve.rendezvous.key_file import make_key, read_key
 from hpc_serve.rendezvous.names import forgotten_file_name, is_service_name, record_file_name, validate_service_name
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
@@ -175,20 +182,13 @@ class ServiceStore:
         removed += [
             parent / name
             for parent in (folder, folder / "submitted")
-            for name in list_folder(parent)
-            if (name.endswith(_BESIDE_RECORDS) or (name.startswith(".") and name.endswith(".tmp")))
-            and _modified_at(parent / name) < oldest
+            for name, (modified_ns, *_) in list_newest_first(parent)
+            if modified_ns < oldest * 1e9
+            and (name.endswith(_BESIDE_RECORDS) or (name.startswith(".") and name.endswith(".tmp")))
         ]
         for path in removed:
             remove_file(path)
         return len(removed)
-
-
-def _modified_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return time.time()
 
 
 def own_store() -> ServiceStore:

@@ -1,10 +1,22 @@
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 
 import pytest
 
 KEY = "k-0123456789abcdef"
+
+
+def in_a_loop(test):
+    """Run an asynchronous test in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args, **options):
+        return asyncio.run(test(*args, **options))
+
+    return run
 
 
 @pytest.fixture(autouse=True)

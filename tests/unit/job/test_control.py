@@ -18,6 +18,7 @@ from hpc_serve.job.links.control import ControlServer, connect
 from hpc_serve.job.links.link import Link, LinkLostError
 from hpc_serve.job.machine.network import PortsInUseError, choose_port, listen_on
 from hpc_serve.job.progress.reading import ReadSoFar
+from tests.unit.job.conftest import in_a_loop
 
 
 async def join(port: int, token: str = "secret", deadline_s: float = 60) -> Link:
@@ -147,23 +148,21 @@ def test_without_the_token_nobody_connects(late_after_a_try):
         over_a_connection(lambda head, node: None, client_token="wrong")
 
 
-def test_the_token_itself_never_travels():
-    async def run():
-        told = []
+@in_a_loop
+async def test_the_token_itself_never_travels():
+    told = []
 
-        async def impostor(reader, writer):
-            writer.write(json.dumps({"hpc_serve": 1, "nonce": "n"}).encode() + b"\n")
-            told.append(await reader.readline())
-            writer.write(json.dumps({"proof": "guessed", "name": "x"}).encode() + b"\n")
+    async def impostor(reader, writer):
+        writer.write(json.dumps({"hpc_serve": 1, "nonce": "n"}).encode() + b"\n")
+        told.append(await reader.readline())
+        writer.write(json.dumps({"proof": "guessed", "name": "x"}).encode() + b"\n")
 
-        server = await asyncio.start_server(impostor, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        with pytest.raises(PortsInUseError):
-            await join(port, "s3cret", 60)
-        server.close()
-        return told[0]
-
-    assert b"s3cret" not in asyncio.run(run())
+    server = await asyncio.start_server(impostor, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(PortsInUseError):
+        await join(port, "s3cret", 60)
+    server.close()
+    assert b"s3cret" not in told[0]
 
 
 def test_a_head_that_never_listens_ends_the_wait_with_advice():
@@ -342,15 +341,13 @@ def test_a_handshake_that_is_cut_off_is_tried_again(monkeypatch, cut_after):
     assert len(tries) == 6
 
 
-def test_what_cuts_off_every_handshake_until_the_deadline_is_another_program(late_after_a_try):
-    async def run():
-        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        with pytest.raises(PortsInUseError):
-            await join(port, "t", 60)
-        server.close()
-
-    asyncio.run(run())
+@in_a_loop
+async def test_what_cuts_off_every_handshake_until_the_deadline_is_another_program(late_after_a_try):
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(PortsInUseError):
+        await join(port, "t", 60)
+    server.close()
 
 
 @pytest.mark.parametrize("said", [TICKET, TICKET[:40]], ids=["ticket", "half of one"])

@@ -22,6 +22,7 @@ from hpc_serve.job.machine.own_script import is_own_script
 from hpc_serve.job.machine.process import marked_pids
 from hpc_serve.job.run.parts import Parts
 from tests.support.nodes import make_node
+from tests.unit.job.conftest import in_a_loop
 
 WITHIN_S = 120
 MARK = f"test-{os.getpid()}-engine-process"
@@ -88,90 +89,80 @@ ENDPOINT = cast(
 )
 
 
-def test_it_imports_at_once_and_is_the_command_itself_once_it_is_told(vllm, tmp_path):
+@in_a_loop
+async def test_it_imports_at_once_and_is_the_command_itself_once_it_is_told(vllm, tmp_path):
     lines: list[str] = []
 
-    async def run() -> int:
-        has_imported = asyncio.Event()
+    has_imported = asyncio.Event()
 
-        def read(line: str) -> None:
-            lines.append(line)
-            has_imported.set()
+    def read(line: str) -> None:
+        lines.append(line)
+        has_imported.set()
 
-        process, parts = engine(tmp_path, read)
-        await process.hold(ENDPOINT, environ_of(vllm, FIRST="1"))
-        await asyncio.wait_for(has_imported.wait(), WITHIN_S)
-        assert lines == ["imported with ['serve', 'm'] None"]
-        child = await process.start(ENDPOINT, environ_of(vllm, FIRST="1", RAY_ADDRESS="10.0.0.1:1"))
-        code = await asyncio.wait_for(child.wait(), WITHIN_S)
-        await parts.take_down()
-        return code
-
-    assert asyncio.run(run()) == 7
+    process, parts = engine(tmp_path, read)
+    await process.hold(ENDPOINT, environ_of(vllm, FIRST="1"))
+    await asyncio.wait_for(has_imported.wait(), WITHIN_S)
+    assert lines == ["imported with ['serve', 'm'] None"]
+    child = await process.start(ENDPOINT, environ_of(vllm, FIRST="1", RAY_ADDRESS="10.0.0.1:1"))
+    code = await asyncio.wait_for(child.wait(), WITHIN_S)
+    await parts.take_down()
+    assert code == 7
     said = json.loads(next(line for line in lines if line.startswith("{")))
     assert said["argv"][:3] == [str(vllm), "serve", "m"]
     assert said["told"] == {"RAY_ADDRESS": "10.0.0.1:1", "FIRST": "1", "SET_BY_AN_IMPORT": "1"}
     assert (said["path"], said["stdin"], said["spawned"]) == (str(vllm.parent), os.devnull, "__mp_main__")
 
 
-def test_a_child_that_has_ended_is_replaced_by_the_command(vllm, tmp_path):
+@in_a_loop
+async def test_a_child_that_has_ended_is_replaced_by_the_command(vllm, tmp_path):
     lines: list[str] = []
     module = tmp_path / "packages" / "vllm" / "entrypoints" / "cli" / "serve.py"
     module.write_text("import os\nif os.environ.get('FIRST'): os._exit(9)\n")
 
-    async def run() -> int:
-        process, parts = engine(tmp_path, lines.append)
-        await process.hold(ENDPOINT, environ_of(vllm, FIRST="1"))
-        held = process._held
-        assert held is not None
-        assert await asyncio.wait_for(held.wait(), WITHIN_S) == 9
-        child = await process.start(ENDPOINT, environ_of(vllm))
-        code = await asyncio.wait_for(child.wait(), WITHIN_S)
-        await parts.take_down()
-        return code
-
-    assert asyncio.run(run()) == 7
+    process, parts = engine(tmp_path, lines.append)
+    await process.hold(ENDPOINT, environ_of(vllm, FIRST="1"))
+    held = process._held
+    assert held is not None
+    assert await asyncio.wait_for(held.wait(), WITHIN_S) == 9
+    child = await process.start(ENDPOINT, environ_of(vllm))
+    code = await asyncio.wait_for(child.wait(), WITHIN_S)
+    await parts.take_down()
+    assert code == 7
     assert json.loads(next(line for line in lines if line.startswith("{")))["told"]["FIRST"] is None
 
 
-def test_one_that_would_have_a_variable_too_many_is_ended(vllm, tmp_path):
-    async def run() -> None:
-        process, parts = engine(tmp_path, print)
-        await process.hold(ENDPOINT, environ_of(vllm, FIRST="1"))
-        held = process._held
-        child = await process.start(ENDPOINT, environ_of(vllm))
-        assert held is not None
-        assert (held.exit_code is None, child is held) == (False, False)
-        await asyncio.wait_for(child.wait(), WITHIN_S)
-        await parts.take_down()
-
-    asyncio.run(run())
+@in_a_loop
+async def test_one_that_would_have_a_variable_too_many_is_ended(vllm, tmp_path):
+    process, parts = engine(tmp_path, print)
+    await process.hold(ENDPOINT, environ_of(vllm, FIRST="1"))
+    held = process._held
+    child = await process.start(ENDPOINT, environ_of(vllm))
+    assert held is not None
+    assert (held.exit_code is None, child is held) == (False, False)
+    await asyncio.wait_for(child.wait(), WITHIN_S)
+    await parts.take_down()
 
 
-def test_one_that_is_never_told_ends_with_the_run(vllm, tmp_path):
-    async def run() -> None:
-        process, parts = engine(tmp_path, print)
-        await process.hold(ENDPOINT, environ_of(vllm))
-        assert process._held is not None
-        await parts.take_down()
-        assert not list(marked_pids(MARK))
-
-    asyncio.run(run())
+@in_a_loop
+async def test_one_that_is_never_told_ends_with_the_run(vllm, tmp_path):
+    process, parts = engine(tmp_path, print)
+    await process.hold(ENDPOINT, environ_of(vllm))
+    assert process._held is not None
+    await parts.take_down()
+    assert not list(marked_pids(MARK))
 
 
 @pytest.mark.parametrize("device", ["GPU", "TPU"])
-def test_what_is_not_this_pythons_vllm_is_not_held_nor_anything_for_tpus(vllm, tmp_path, device):
+@in_a_loop
+async def test_what_is_not_this_pythons_vllm_is_not_held_nor_anything_for_tpus(vllm, tmp_path, device):
     if device == "GPU":
         vllm.write_text("#!/bin/sh\nexec true\n")
 
-    async def run() -> None:
-        node = make_node(tmp_path)
-        process, parts = engine(tmp_path, print, options=replace(node.options, device=device))
-        await process.hold(ENDPOINT, environ_of(vllm))
-        assert process._held is None
-        await parts.take_down()
-
-    asyncio.run(run())
+    node = make_node(tmp_path)
+    process, parts = engine(tmp_path, print, options=replace(node.options, device=device))
+    await process.hold(ENDPOINT, environ_of(vllm))
+    assert process._held is None
+    await parts.take_down()
 
 
 def start(vllm: Path, **variables: str) -> subprocess.Popen[str]:

@@ -6,33 +6,30 @@ import asyncio
 
 from hpc_serve.job.run import outcome as outcome_module
 from hpc_serve.job.run.outcome import Outcome, RunEnd
+from tests.unit.job.conftest import in_a_loop
 
 
 def failed(part: str) -> Outcome:
     return Outcome(failed_part=part, reason="r", exit_code=3)
 
 
-def test_the_first_failure_counts(monkeypatch):
+@in_a_loop
+async def test_the_first_failure_counts(monkeypatch):
     monkeypatch.setattr(outcome_module, "_SETTLE_S", 0.01)
 
-    async def run():
-        run_end = RunEnd()
-        await run_end.fail(failed("raylet"))
-        await run_end.fail(failed("engine"))
-        run_end.stop("SIGTERM")
-        return await run_end.wait()
-
-    assert asyncio.run(run()).failed_part == "raylet"
+    run_end = RunEnd()
+    await run_end.fail(failed("raylet"))
+    await run_end.fail(failed("engine"))
+    run_end.stop("SIGTERM")
+    assert (await run_end.wait()).failed_part == "raylet"
 
 
-def test_a_childs_end_seen_before_our_own_signal_is_a_stop():
-    async def run():
-        run_end = RunEnd()
-        failing = asyncio.create_task(run_end.fail(failed("engine")))
-        await asyncio.sleep(0)
-        run_end.stop("SIGTERM")
-        await failing
-        return await run_end.wait()
-
-    end = asyncio.run(run())
+@in_a_loop
+async def test_a_childs_end_seen_before_our_own_signal_is_a_stop():
+    run_end = RunEnd()
+    failing = asyncio.create_task(run_end.fail(failed("engine")))
+    await asyncio.sleep(0)
+    run_end.stop("SIGTERM")
+    await failing
+    end = await run_end.wait()
     assert (end.is_failure, end.exit_code, end.reason) == (False, 0, "SIGTERM")

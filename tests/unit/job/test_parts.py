@@ -17,6 +17,7 @@ from hpc_serve.job.progress.reading import ReadSoFar
 from hpc_serve.job.run.outcome import PartFailedError, RunEnd
 from hpc_serve.job.run.parts import Parts, StopOrder
 from tests.cluster import wait_for
+from tests.unit.job.conftest import in_a_loop
 
 MARK = f"test-{os.getpid()}-parts"
 ENVIRON = {**os.environ, **mark_environ(MARK), "PYTHONUNBUFFERED": "1"}
@@ -68,40 +69,36 @@ def test_a_command_that_is_not_there_is_named_with_advice():
     assert caught.value.outcome.exit_code == 127
 
 
-def test_the_engine_is_stopped_before_the_workers_and_they_before_ray():
+@in_a_loop
+async def test_the_engine_is_stopped_before_the_workers_and_they_before_ray():
     stopped = []
 
-    async def run():
-        parts = Parts(MARK, RunEnd())
-        for order in (StopOrder.RAY, StopOrder.ENGINE, StopOrder.WORKERS):
+    parts = Parts(MARK, RunEnd())
+    for order in (StopOrder.RAY, StopOrder.ENGINE, StopOrder.WORKERS):
 
-            async def stop(order=order):
-                await asyncio.sleep(0)
-                stopped.append(order)
+        async def stop(order=order):
+            await asyncio.sleep(0)
+            stopped.append(order)
 
-            parts.add(order, stop)
-        await parts.take_down()
-
-    asyncio.run(run())
+        parts.add(order, stop)
+    await parts.take_down()
     assert stopped == [StopOrder.ENGINE, StopOrder.WORKERS, StopOrder.RAY]
 
 
-def test_a_taken_down_run_leaves_no_process():
+@in_a_loop
+async def test_a_taken_down_run_leaves_no_process():
     code = (
         "import subprocess, time; subprocess.Popen(['sleep', '600'], start_new_session=True); print(1); time.sleep(600)"
     )
 
-    async def run():
-        started = asyncio.Event()
-        parts = Parts(MARK, RunEnd())
-        child = await parts.start_child("engine", python(code), ENVIRON, on_line=lambda line: started.set())
-        parts.add_child(StopOrder.ENGINE, child, grace_s=1)
-        await asyncio.wait_for(started.wait(), 60)
-        # While a program replaces another, /proc shows no environment for a moment.
-        await asyncio.to_thread(wait_for, lambda: len(list(marked_pids(MARK))) == 2, 60, what="both processes")
-        await parts.take_down()
-
-    asyncio.run(run())
+    started = asyncio.Event()
+    parts = Parts(MARK, RunEnd())
+    child = await parts.start_child("engine", python(code), ENVIRON, on_line=lambda line: started.set())
+    parts.add_child(StopOrder.ENGINE, child, grace_s=1)
+    await asyncio.wait_for(started.wait(), 60)
+    # While a program replaces another, /proc shows no environment for a moment.
+    await asyncio.to_thread(wait_for, lambda: len(list(marked_pids(MARK))) == 2, 60, what="both processes")
+    await parts.take_down()
     assert not list(marked_pids(MARK))
 
 
@@ -141,20 +138,18 @@ class FakeLink:
         self.is_closed = True
 
 
-def test_a_rank_that_is_unknown_or_taken_is_refused():
-    async def run():
-        joined: list[Link] = []
-        parts = Parts(MARK, RunEnd())
-        workers = WorkerLinks(3, parts, joined.append)
-        links = [FakeLink(rank) for rank in (1, 1, 0, 3)]
-        for link in links:
-            workers.add_worker(cast(Link, link))
-        await asyncio.sleep(0.01)
-        assert (len(workers), workers.absent_ranks, workers.read.total) == (1, [2], 5)
-        assert workers.names == {"10.0.0.1": "n1"}
-        assert [workers.have_cache(path) for path in ("/caches/1", "/caches/2", "")] == [True, False, False]
-        return joined, [link.is_closed for link in links], links
-
-    joined, closed, links = asyncio.run(run())
+@in_a_loop
+async def test_a_rank_that_is_unknown_or_taken_is_refused():
+    joined: list[Link] = []
+    parts = Parts(MARK, RunEnd())
+    workers = WorkerLinks(3, parts, joined.append)
+    links = [FakeLink(rank) for rank in (1, 1, 0, 3)]
+    for link in links:
+        workers.add_worker(cast(Link, link))
+    await asyncio.sleep(0.01)
+    assert (len(workers), workers.absent_ranks, workers.read.total) == (1, [2], 5)
+    assert workers.names == {"10.0.0.1": "n1"}
+    assert [workers.have_cache(path) for path in ("/caches/1", "/caches/2", "")] == [True, False, False]
+    joined, closed, links = joined, [link.is_closed for link in links], links
     assert joined == links[:1]
     assert closed == [False, True, True, True]

@@ -12,6 +12,7 @@ import pytest
 
 from hpc_serve.job.machine.process import Child, end_marked, mark_environ, marked_pids, start_child
 from tests.cluster import wait_for
+from tests.unit.job.conftest import in_a_loop
 
 
 def environ(mark: str = "none") -> dict[str, str]:
@@ -40,20 +41,18 @@ def test_lines_exit_code_and_last_lines_are_kept():
     assert lines == ["a", "b", "c"]
 
 
-def test_the_end_of_a_child_is_seen_though_a_process_that_it_started_keeps_its_pipe_open():
+@in_a_loop
+async def test_the_end_of_a_child_is_seen_though_a_process_that_it_started_keeps_its_pipe_open():
     """As an engine's core does, whose API server was killed."""
 
-    async def run():
-        started = asyncio.Event()
-        code = "import subprocess, time; subprocess.Popen(['sleep', '600']); print(1, flush=True); time.sleep(600)"
-        child = await start_child("x", python(code), environ(), lambda line: started.set())
-        await asyncio.wait_for(started.wait(), 60)
-        os.kill(child.pid, signal.SIGKILL)
-        exit_code = await asyncio.wait_for(child.wait(), 60)
-        await child.stop(0)
-        return exit_code
-
-    assert asyncio.run(run()) == 137
+    started = asyncio.Event()
+    code = "import subprocess, time; subprocess.Popen(['sleep', '600']); print(1, flush=True); time.sleep(600)"
+    child = await start_child("x", python(code), environ(), lambda line: started.set())
+    await asyncio.wait_for(started.wait(), 60)
+    os.kill(child.pid, signal.SIGKILL)
+    exit_code = await asyncio.wait_for(child.wait(), 60)
+    await child.stop(0)
+    assert exit_code == 137
 
 
 def test_a_line_that_is_not_understood_stops_nobody_from_reading_the_next(caplog):
@@ -109,30 +108,26 @@ def test_a_command_that_is_not_there_is_named():
         asyncio.run(start_child("x", ["no-such-engine"], environ(), lambda line: None))
 
 
-def test_a_child_that_ignores_sigterm_is_killed():
-    async def run():
-        ready = asyncio.Event()
-        code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready'); time.sleep(600)"
-        child = await start_child("x", python(code), environ(), lambda line: ready.set())
-        await asyncio.wait_for(ready.wait(), 60)
-        await child.stop(grace_s=0.1)
-        return child.exit_code
-
-    assert asyncio.run(run()) == 137
+@in_a_loop
+async def test_a_child_that_ignores_sigterm_is_killed():
+    ready = asyncio.Event()
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready'); time.sleep(600)"
+    child = await start_child("x", python(code), environ(), lambda line: ready.set())
+    await asyncio.wait_for(ready.wait(), 60)
+    await child.stop(grace_s=0.1)
+    assert child.exit_code == 137
 
 
-def test_a_descendant_that_left_the_session_is_found_and_ended():
+@in_a_loop
+async def test_a_descendant_that_left_the_session_is_found_and_ended():
     mark = f"test-{os.getpid()}-leaver"
     code = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=-3, stderr=-3)"
 
-    async def run():
-        child = await start_child("x", python(code), environ(mark), lambda line: None)
-        await child.wait()
-        # While a program replaces another, /proc shows no environment for a moment.
-        left = await asyncio.to_thread(wait_for, lambda: list(marked_pids(mark)), 60, what="what it has started")
-        return len(left), await end_marked(mark, grace_s=60)
-
-    left, ended = asyncio.run(run())
+    child = await start_child("x", python(code), environ(mark), lambda line: None)
+    await child.wait()
+    # While a program replaces another, /proc shows no environment for a moment.
+    left = await asyncio.to_thread(wait_for, lambda: list(marked_pids(mark)), 60, what="what it has started")
+    left, ended = len(left), await end_marked(mark, grace_s=60)
     assert left == ended == 1
     assert not list(marked_pids(mark))
 

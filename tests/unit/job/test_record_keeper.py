@@ -15,6 +15,7 @@ from hpc_serve.rendezvous.store import ServiceStore
 from tests.cluster import wait_for
 from tests.support.nodes import ALLOCATION
 from tests.support.stubs import make_record, make_submitted
+from tests.unit.job.conftest import in_a_loop
 
 
 class SlowStore(ServiceStore):
@@ -32,21 +33,19 @@ class SlowStore(ServiceStore):
         return super().write(record, **options)
 
 
-def test_a_renewal_that_is_slow_to_be_written_does_not_undo_the_end(tmp_path):
+@in_a_loop
+async def test_a_renewal_that_is_slow_to_be_written_does_not_undo_the_end(tmp_path):
     store = SlowStore(tmp_path)
 
-    async def run():
-        keeper = RecordKeeper(store, make_record(state="starting", stage="loading weights"))
-        store.is_slow = True
-        keeper.update(stage="compiling")
-        renewals = asyncio.create_task(keeper.renew())
-        await asyncio.to_thread(store.entered.wait, 60)
-        threading.Timer(0.05, store.go_on.set).start()
-        keeper.update(state="failed", reason="out of memory")
-        store.go_on.wait(60)
-        renewals.cancel()
-
-    asyncio.run(run())
+    keeper = RecordKeeper(store, make_record(state="starting", stage="loading weights"))
+    store.is_slow = True
+    keeper.update(stage="compiling")
+    renewals = asyncio.create_task(keeper.renew())
+    await asyncio.to_thread(store.entered.wait, 60)
+    threading.Timer(0.05, store.go_on.set).start()
+    keeper.update(state="failed", reason="out of memory")
+    store.go_on.wait(60)
+    renewals.cancel()
     (record,) = store.read("405b").records
     assert (record.state, record.reason, record.counter) == ("failed", "out of memory", 3)
 
@@ -89,7 +88,8 @@ def test_a_record_says_since_when_it_is_in_its_state(tmp_path):
     assert record.updated_at >= record.state_since > 5.0
 
 
-def test_the_last_record_is_tried_again_when_the_disk_was_full(tmp_path, monkeypatch):
+@in_a_loop
+async def test_the_last_record_is_tried_again_when_the_disk_was_full(tmp_path, monkeypatch):
     monkeypatch.setattr(record_keeper, "_WRITE_INTERVAL_S", 0.01)
     full = [True, True, True]
 
@@ -99,50 +99,43 @@ def test_the_last_record_is_tried_again_when_the_disk_was_full(tmp_path, monkeyp
                 raise OSError(28, "No space left on device")
             return super().write(record, **options)
 
-    async def run():
-        keeper = RecordKeeper(FullForAWhile(tmp_path), make_record())
-        keeper.update(state="stopped", reason="the time limit")
-        assert ServiceStore(tmp_path).read("405b").records[0].state == "ready"
-        await keeper.finish()
-        counter = ServiceStore(tmp_path).read("405b").records[0].counter
-        await keeper.finish()
-        assert ServiceStore(tmp_path).read("405b").records[0].counter == counter
-
-    asyncio.run(run())
+    keeper = RecordKeeper(FullForAWhile(tmp_path), make_record())
+    keeper.update(state="stopped", reason="the time limit")
+    assert ServiceStore(tmp_path).read("405b").records[0].state == "ready"
+    await keeper.finish()
+    counter = ServiceStore(tmp_path).read("405b").records[0].counter
+    await keeper.finish()
+    assert ServiceStore(tmp_path).read("405b").records[0].counter == counter
     (record,) = ServiceStore(tmp_path).read("405b").records
     assert (record.state, record.reason) == ("stopped", "the time limit")
 
 
-def test_a_disk_that_stays_full_does_not_keep_the_job(tmp_path, monkeypatch):
+@in_a_loop
+async def test_a_disk_that_stays_full_does_not_keep_the_job(tmp_path, monkeypatch):
     monkeypatch.setattr(record_keeper, "_WRITE_INTERVAL_S", 0.01)
 
     class FullStore(ServiceStore):
         def write(self, record, **options):
             raise OSError(28, "No space left on device")
 
-    async def run():
-        keeper = RecordKeeper(FullStore(tmp_path), make_record())
-        await asyncio.wait_for(keeper.finish(within_s=0.1), 60)
-
-    asyncio.run(run())
+    keeper = RecordKeeper(FullStore(tmp_path), make_record())
+    await asyncio.wait_for(keeper.finish(within_s=0.1), 60)
 
 
 def begin(store: ServiceStore, **fields) -> RecordKeeper:
     return RecordKeeper(store, make_record(state="starting", stage="starting", **fields))
 
 
-def test_a_record_says_how_far_the_start_is(tmp_path):
+@in_a_loop
+async def test_a_record_says_how_far_the_start_is(tmp_path):
     store = ServiceStore(tmp_path)
 
-    async def run():
-        keeper = begin(store)
-        keeper.set_stage("starting the engine")
-        keeper.set_stage("loading weights", 1, 4)
-        renewals = asyncio.create_task(keeper.renew())
-        await asyncio.to_thread(wait_for, lambda: store.read("405b").records[0].progress, 60, what="a renewal")
-        renewals.cancel()
-
-    asyncio.run(run())
+    keeper = begin(store)
+    keeper.set_stage("starting the engine")
+    keeper.set_stage("loading weights", 1, 4)
+    renewals = asyncio.create_task(keeper.renew())
+    await asyncio.to_thread(wait_for, lambda: store.read("405b").records[0].progress, 60, what="a renewal")
+    renewals.cancel()
     (record,) = store.read("405b").records
     assert record.start is not None
     assert (record.stage, record.stage_words, record.start.stage) == (

@@ -15,7 +15,7 @@ from hpc_serve.trust.connection import Identity
 from hpc_serve.vllm.metrics import requests_running_and_waiting
 from tests.cluster import wait_for
 from tests.support.stubs import StubService
-from tests.unit.job.conftest import KEY
+from tests.unit.job.conftest import KEY, in_a_loop
 
 BEARER = (b"authorization", f"Bearer {KEY}".encode())
 CANARY = (b"X-HPC-Serve", b"canary")
@@ -75,22 +75,20 @@ def test_a_request_without_the_key_does_not_count(gate):
     assert asyncio.run(counted(gate)).count == 0
 
 
-def test_one_that_is_not_answered_is_under_way(gate):
-    async def run() -> tuple[RequestCount, RequestCount]:
-        has_begun, goes_on = asyncio.Event(), asyncio.Event()
+@in_a_loop
+async def test_one_that_is_not_answered_is_under_way(gate):
+    has_begun, goes_on = asyncio.Event(), asyncio.Event()
 
-        async def receive():
-            has_begun.set()
-            await goes_on.wait()
+    async def receive():
+        has_begun.set()
+        await goes_on.wait()
 
-        task = asyncio.create_task(call(gate, scope_of("POST", "/waits"), receive))
-        await has_begun.wait()
-        meanwhile = await counted(gate)
-        goes_on.set()
-        await task
-        return meanwhile, await counted(gate)
-
-    meanwhile, after = asyncio.run(run())
+    task = asyncio.create_task(call(gate, scope_of("POST", "/waits"), receive))
+    await has_begun.wait()
+    meanwhile = await counted(gate)
+    goes_on.set()
+    await task
+    meanwhile, after = meanwhile, await counted(gate)
     assert (meanwhile.count, meanwhile.under_way) == (1, 1)
     assert (after.count, after.under_way) == (1, 0)
 

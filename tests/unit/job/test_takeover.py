@@ -14,6 +14,7 @@ from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file, r
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.stubs import make_record, make_submitted
+from tests.unit.job.conftest import in_a_loop
 
 NOW = 1_790_000_000.0
 LIMIT_S = 3600.0
@@ -93,29 +94,25 @@ def test_a_job_of_no_chain_asks_nobody(store):
     assert asked(store, "1") is None
 
 
-def test_only_one_that_is_ready_takes_over(store, monkeypatch):
+@in_a_loop
+async def test_only_one_that_is_ready_takes_over(store, monkeypatch):
     monkeypatch.setattr(takeover, "_POLL_S", 0.01)
     store.write(record("1"))
 
-    async def scenario() -> None:
-        keeper = RecordKeeper(store, record("2", state="starting"))
-        task = asyncio.create_task(take_over(store, keeper))
-        for _ in range(20):
-            await asyncio.sleep(0.01)
-        assert asked(store, "1") is None
-        keeper.update(state="ready")
-        deadline = time.monotonic() + 60
-        while asked(store, "1") is None:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.01)
-        assert not task.done()  # it looks again: Slurm may run the one before once more
-        task.cancel()
-
-    asyncio.run(scenario())
+    keeper = RecordKeeper(store, record("2", state="starting"))
+    task = asyncio.create_task(take_over(store, keeper))
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+    assert asked(store, "1") is None
+    keeper.update(state="ready")
+    deadline = time.monotonic() + 60
+    while asked(store, "1") is None:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    assert not task.done()  # it looks again: Slurm may run the one before once more
+    task.cancel()
 
 
-def test_one_of_no_chain_looks_once(store):
-    async def scenario() -> None:
-        await asyncio.wait_for(take_over(store, RecordKeeper(store, record("1"))), 60)
-
-    asyncio.run(scenario())
+@in_a_loop
+async def test_one_of_no_chain_looks_once(store):
+    await asyncio.wait_for(take_over(store, RecordKeeper(store, record("1"))), 60)
