@@ -117,9 +117,11 @@ def model_from_config(
     rows, width = builder.vocab_size, builder.hidden_size
     tower, images = Block(), None
     if "tower" in about and config.get("vision_config"):
+        from hpc_serve.plan.model.vision import vision_tower  # for models with images alone
+
         for key, default in about.get("tower_fields", {}).items():
             config["vision_config"].setdefault(key, config.get(key, default))
-        tower, images = function_named(about["tower"])(config["vision_config"], builder.hidden_size)
+        tower, images = vision_tower(about["tower"], config["vision_config"], builder.hidden_size)
     if "beside" in about:
         tower = Block(weights=(*tower.weights, *function_named(about["beside"])(builder).weights))
     final = builder.norms(*about.get("final_norms", ("norm",)))

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.accuracy import DATA, published_configs
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan import EngineConfig, ModelSpec, accelerator, model_from_config
-from hpc_serve.plan.catalog import architectures
+from hpc_serve.plan.catalog import architectures, load_data
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
 from hpc_serve.plan.model.architectures import function_named
@@ -328,10 +328,12 @@ def test_kimi_k3_keeps_states_in_three_of_four_layers() -> None:
 
 
 def test_every_function_that_a_table_names_is_there() -> None:
-    keys = ("layer", "tower", "beside", "fields")
+    keys = ("layer", "beside", "fields")
     named = {about[key] for about in architectures().values() for key in keys if key in about}
-    assert len(named) >= 60
+    assert len(named) >= 45
     assert all(callable(function_named(name)) for name in named)
+    towers = load_data("towers.json")["towers"]
+    assert set(towers) == {about["tower"] for about in architectures().values() if "tower" in about}
 
 
 def test_a_plan_loads_the_files_of_its_family_alone() -> None:
@@ -342,4 +344,4 @@ def test_a_plan_loads_the_files_of_its_family_alone() -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "ordinary" in loaded
-    assert not {"special", "latent", "hybrid", "kimi", "compressed", "towers"} & set(loaded)
+    assert not {"special", "latent", "hybrid", "kimi", "compressed", "vision"} & set(loaded)
