@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tests.faults import fault, service_faults, slurm_faults
+from tests.faults import batch_row, fault, service_faults, slurm_faults
 
+assert batch_row
 assert service_faults
 assert slurm_faults  # both enter their faults
 

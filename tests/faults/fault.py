@@ -6,11 +6,9 @@ anything, is called again and again meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
-
-Happens = Callable[[Any], Iterator[Callable[[], object] | None] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +25,13 @@ class Fault:
     MIN:MAX of them. `slots`: how many requests an engine works on at once. `filesystem`: what the home is on, where it
     is not a plain folder. `token_s`: the time that the engines take for a token. A request that takes `bound_s` longer
     than its tokens do twice is hung. `has_worker`: an engine ends with its worker, as one of several ranks. `gateways`:
-    how many the load's user starts. `load_node`: where the load runs, if not on the login host. Of the `replicas`,
+    how many the load's user starts. `load_node`: where the load runs, if not on the login host.
+    `is_batch`: the load is a batch, and the fault itself returns what became of its lines. Of the `replicas`,
     `ready_after` are to be ready again once the fault is over.
     """
 
     name: str
-    happens: Happens
+    happens: Callable[[Any], Any]
     is_short: bool = False
     is_apart: bool = False
     hides_records: bool = False
@@ -51,6 +50,7 @@ class Fault:
     gateways: int = 1
     load_node: str | None = None
     has_worker: bool = False
+    is_batch: bool = False
     replicas: int = 2
     ready_after: int = 2
 
@@ -62,10 +62,10 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(**values: Any) -> Callable[[Happens], Happens]:
+def fault(**values: Any) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Enter a function into FAULTS under its name, with further fields of `Fault`."""
 
-    def enter(happens: Happens) -> Happens:
+    def enter(happens: Callable[[Any], Any]) -> Callable[[Any], Any]:
         name = happens.__name__.replace("_", "-")
         FAULTS[name] = Fault(name=name, happens=happens, **values)
         return happens

@@ -41,8 +41,8 @@ class Outcome:
     matter of how many replicas there are. Time at an engine that its client left before a token is a gap, queue or not.
     `longer_s`: the most that an answer took in all beyond an unbroken one of its length; what a whole answer had spent
     when it began anew counts here, too, and the queue. `ready` of `ready_due` replicas were ready after the fault.
-    `unwell`: what was not as it should be after the run, and was repaired. `broken`: why the run itself could not be
-    made, so that nothing was measured.
+    `note`: what else is to be said of it. `unwell`: what was not as it should be after the run, and was repaired.
+    `broken`: why the run itself could not be made, so that nothing was measured.
     """
 
     fault: str
@@ -63,6 +63,7 @@ class Outcome:
     reasons: Mapping[str, int] = field(default_factory=dict)
     ready: int = 0
     ready_due: int = 0
+    note: str = ""
     unwell: str = ""
     broken: str = ""
 

@@ -28,6 +28,9 @@ def run_fault(fault: Fault, make: Callable[[], Service]) -> Outcome:
 
 def _measure(fault: Fault, service: Service) -> Outcome:
     service.start(fault.replicas)
+    if fault.is_batch:
+        outcome = fault.happens(service)
+        return replace(outcome, ready=service.count_ready(fault.ready_after), ready_due=fault.ready_after)
     service.start_load()
     fault_at = time.monotonic()
     let_happen(fault, service)

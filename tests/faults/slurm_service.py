@@ -96,7 +96,7 @@ class SlurmService(Service):
         small = ("--gpu", "h100-80gb", "--no-exclusive", "--cpus-per-task", "4", "--mem", "4G", "--time", "30")
         first = self.fault.first if place == 0 else ()
         if self.fault.bounds:
-            return (*small, "--replicas", self.fault.bounds)
+            return (*small, "--replicas", self.fault.bounds, *self.fault.each)
         where = () if "--nodelist" in first else ("--nodelist", self.node(place))
         return (*small, *where, *first, *self.fault.each)
 

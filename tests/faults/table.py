@@ -95,6 +95,8 @@ def remarks(outcomes: Sequence[Outcome]) -> str:
         if outcome.queued_s >= NOTABLE_QUEUE_S:
             lines.append(f"{outcome.fault}: up to {outcome.queued_s:.1f} s in the queue of a full engine, in no gap")
         lines += [f"    {number} x {reason}" for reason, number in outcome.reasons.items()]
+        if outcome.note:
+            lines.append(f"{outcome.fault}: {outcome.note}")
         if outcome.unwell:
             lines.append(f"    repaired after {outcome.fault}: {outcome.unwell}")
     return "\n".join(lines)

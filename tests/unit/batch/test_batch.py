@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -151,6 +152,28 @@ def test_the_requests_cannot_be_their_own_output(requests):
         run(asked, asked)
 
 
+def test_requests_in_a_pipe_are_refused(requests, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(InvalidRequestError, match="is no file: it is read twice"):
+        run(pipe, tmp_path / "out.jsonl")
+
+
+def test_an_output_that_is_no_file_is_refused_and_stays(requests):
+    with pytest.raises(InvalidRequestError, match="/dev/null is no file"):
+        run(requests(1), Path("/dev/null"))
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_request_that_cannot_be_sent_is_an_error_of_its_line(service, requests, tmp_path):
+    service.start()
+    lines = [request_line("half", "a\ud800"), request_line("none", body={"messages": [], "top_p": float("nan")})]
+    run(requests([*lines, request_line("whole")]), tmp_path / "out.jsonl")
+    assert ids(tmp_path / "out.jsonl") == ["whole"]
+    errors = [json.loads(line)["error"] for line in (tmp_path / "out.errors.jsonl").read_text().splitlines()]
+    assert [error["code"] for error in errors] == ["not_sent", "not_sent"]
+
+
 def test_a_folder_that_is_not_there_is_told(requests, tmp_path):
     with pytest.raises(StoreError, match="cannot be written"):
         run(requests(1), tmp_path / "missing" / "out.jsonl")
@@ -161,6 +184,37 @@ def test_two_batches_on_one_output_are_told_apart(requests, tmp_path):
     with pytest.raises(HpcServeError, match="Another batch is writing"):
         run(requests(1), tmp_path / "out.jsonl")
     first.close()
+
+
+def test_another_writer_is_noticed_where_the_filesystem_has_no_locks(tmp_path):
+    file = AnswerFile(tmp_path / "out.jsonl")
+    file.append(b"one\n")
+    with (tmp_path / "out.jsonl").open("ab") as other:
+        other.write(b"two\n")
+    with pytest.raises(HpcServeError, match="was changed by another program"):
+        file.append(b"three\n")
+    file.close()
+    assert (tmp_path / "out.jsonl").read_bytes() == b"one\ntwo\n"
+
+
+def test_an_id_that_is_answered_twice_is_told(service, requests, tmp_path):
+    service.start()
+    output, asked = tmp_path / "out.jsonl", requests(2)
+    run(asked, output)
+    output.write_bytes(output.read_bytes() + output.read_bytes().splitlines(keepends=True)[0])
+    with pytest.raises(InvalidRequestError, match=r"is answered in .*out\.jsonl and again in"):
+        run(asked, output)
+
+
+def test_a_job_that_runs_again_waits_for_the_lock_of_its_own_node_that_died(service, requests, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    service.start()
+    output = tmp_path / "out.jsonl"
+    first = AnswerFile(output)
+    end = threading.Timer(0.5, first.close)
+    end.start()
+    assert len(run(requests(2), output)) == 2
+    end.join()
 
 
 def test_what_a_full_disk_holds_is_whole(tmp_path):

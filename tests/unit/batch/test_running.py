@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpc_serve import batch
+from hpc_serve.batch.answer_files import AnswerFile
 from hpc_serve.cli.main import cli
 from hpc_serve.client import services
 from hpc_serve.client.openai_client import AsyncServiceClient
@@ -131,6 +134,19 @@ class TestCommand:
         assert "GPU-hours, 0 failed" in done.output
         assert "Nothing was left to ask." in call().output
 
+    def test_lines_that_failed_before_are_told_again(self, call, requests):
+        requests([request_line("good"), request_line("long", "long " * 30_000)])
+        assert call().exit_code == 1
+        again = call()
+        assert again.exit_code == 1
+        assert "Nothing was left to ask." in again.output
+        assert "1 failed: " in again.output
+
+    def test_options_of_sbatch_are_for_a_job_of_its_own(self, call):
+        refused = call("--partition", "cpu")
+        assert refused.exit_code == 2
+        assert "add --detach" in refused.output
+
     @pytest.mark.parametrize(("first", "step"), [(0, 1), (1, 1), (10, 5)])
     def test_a_task_of_a_job_array_takes_its_shard(self, call, tmp_path, first, step):
         for place in range(3):
@@ -204,6 +220,123 @@ class TestServiceOfItsOwn:
         (own,) = [one for one in services(home=world.store_home) if one.service == "70b"]
         assert own.ready
 
-    @pytest.mark.parametrize("options", ["--model 8b --shard 1/2", "--replicas 2"])
+    def test_a_service_is_stopped_on_request_also_where_nothing_was_left(self, world):
+        self.call(world, "--service 70b")
+        said = self.call(world, "--service 70b --stop").stdout
+        assert "Nothing was left to ask." in said
+        (own,) = [one for one in services(home=world.store_home) if one.service == "70b"]
+        assert all(one.is_over for one in own.replicas)
+
+    def test_a_batch_that_is_refused_stops_nothing(self, world):
+        first = AnswerFile(world.clone / "out.jsonl")
+        assert "Another batch is writing" in self.call(world, "--service 70b --stop").stdout
+        first.close()
+        (own,) = [one for one in services(home=world.store_home) if one.service == "70b"]
+        assert own.ready
+
+    @pytest.mark.parametrize(
+        "options", ["--model 8b --shard 1/2", "--replicas 2", "--stop", "--detach", "--service 70b --stop --shard 1/2"]
+    )
     def test_options_that_do_not_go_together_are_refused(self, world, options):
         assert self.call(world, options).returncode == 2
+
+
+class TestJobOfItsOwn:
+    """The script that `--detach` hands to sbatch, run by bash as Slurm would."""
+
+    @pytest.fixture
+    def world(self, tmp_path, requests):
+        with PageWorld(tmp_path) as world:
+            requests(6).rename(world.clone / "in.jsonl")
+            yield world
+
+    @staticmethod
+    def run(world, text, **further):
+        return subprocess.run(
+            ["bash", "-c", text],
+            cwd=world.clone,
+            env={**world.environ(), **further},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+
+    def submit(self, world, options="--service 70b"):
+        done = self.run(world, f"hpc-serve batch in.jsonl out.jsonl --detach {options}")
+        assert done.returncode == 0, done.stdout
+        return done.stdout, (world.store_home / "batch" / "scripts").glob("*.sh")
+
+    def test_it_answers_all_lines(self, world):
+        said, (script,) = self.submit(world, "--service 70b --partition cpu --time 30 --in-order --retries 7")
+        assert re.search(r"submitted as job 101\n  progress  tail -f .*/batch/logs/101\*\.log", said)
+        text = script.read_text()
+        for line in (
+            "--partition=cpu",
+            "--time=30",
+            "--requeue",
+            "--open-mode=append",
+            "--mem=4G",
+            "--signal=B:USR1@120",
+        ):
+            assert f"#SBATCH {line}\n" in text
+        assert "#SBATCH --signal=B:USR1@120\n" in text
+        assert "--gpus" not in text
+        ended = self.run(world, f"bash {script}", SLURM_JOB_ID="101")
+        assert ended.returncode == 0, ended.stdout
+        assert ids(world.clone / "out.jsonl") == [f"q{n}" for n in range(6)]
+        assert "6 answered" in ended.stdout
+
+    def test_before_its_time_limit_it_is_queued_again(self, world, requests):
+        requests(3000).rename(world.clone / "in.jsonl")
+        _, (script,) = self.submit(world)
+        scontrol = world.slurm.bin / "scontrol"
+        scontrol.write_text(f"#!/bin/bash\necho $* > {world.folder}/requeued\n")
+        job = subprocess.Popen(
+            ["bash", script],
+            cwd=world.clone,
+            env={**world.environ(), "SLURM_JOB_ID": "101"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        output = world.clone / "out.jsonl"
+        wait_until(lambda: job.poll() is not None or (output.exists() and output.stat().st_size))
+        job.send_signal(signal.SIGUSR1)
+        wait_until((world.folder / "requeued").exists)
+        assert (world.folder / "requeued").read_text() == "requeue 101\n"
+        assert job.poll() is None, "it goes on until Slurm ends it"
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+        before = len(output.read_bytes().splitlines())
+        ended = self.run(world, f"bash {script}", SLURM_JOB_ID="101", SLURM_RESTART_COUNT="1")
+        assert ended.returncode == 0, ended.stdout
+        assert sorted(ids(output)) == sorted(f"q{n}" for n in range(3000))
+        assert 0 < before < 3000
+
+    def test_its_service_is_started_before_and_stopped_by_it(self, world):
+        _, (script,) = self.submit(world, "--model 8b")
+        assert "--service 8b" in script.read_text()
+        ended = self.run(world, f"bash {script}", SLURM_JOB_ID="102")
+        assert ended.returncode == 0, ended.stdout
+        (own,) = [one for one in services(home=world.store_home) if one.service == "8b"]
+        assert own.replicas
+        assert all(one.is_over for one in own.replicas)
+
+    def test_a_bad_line_is_told_before_the_queue(self, world):
+        (world.clone / "in.jsonl").write_text("{}\n")
+        done = self.run(world, "hpc-serve batch in.jsonl out.jsonl --detach --model 8b")
+        assert "in.jsonl, line 1" in done.stdout
+        assert not (world.folder / "slurm" / "sbatch-words").exists()
+        assert not (world.clone / "out.jsonl").exists()
+
+    def test_a_job_array_takes_shards_and_has_a_log_for_each(self, world):
+        _, (script,) = self.submit(world, "--service 70b --sbatch=--array=1-3")
+        text = script.read_text()
+        assert "#SBATCH --array=1-3\n" in text
+        assert "/%A_%a.log\n" in text
+        for task in (1, 2, 3):
+            array = {"COUNT": "3", "MIN": "1", "MAX": "3", "ID": str(task)}
+            further = {f"SLURM_ARRAY_TASK_{name}": value for name, value in array.items()}
+            assert self.run(world, f"bash {script}", **further).returncode == 0
+        assert "6 answers" in self.run(world, "hpc-serve batch in.jsonl out.jsonl --merge").stdout
