@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tests.cluster import hosts, processes
 from tests.cluster.config import (
@@ -239,51 +239,21 @@ class SlurmCluster:
     # Commands
 
     def run(
-        self,
-        argv: Sequence[str | Path],
-        *,
-        user: str = "alice",
-        node: str | None = None,
-        env: Mapping[str, str] | None = None,
-        cwd: str | Path | None = None,
-        input: str = "",
-        timeout: float = 180.0,
+        self, argv: Sequence[str | Path], *, input: str = "", timeout: float = 180.0, **where: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command to its end as `user` on the login node, or on `node`, and returns its exit code and output."""
-        full, full_env = self._entering(argv, user=user, node=node, env=env, cwd=cwd)
-        return subprocess.run(
-            full,
-            env=full_env,
-            input=input,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        """Runs a command to its end, and returns its exit code and output; `where` is as `_entering` takes it."""
+        full, env = self._entering(argv, **where)
+        return subprocess.run(full, env=env, input=input, capture_output=True, text=True, timeout=timeout, check=False)
 
-    def popen(
-        self,
-        argv: Sequence[str | Path],
-        *,
-        user: str = "alice",
-        node: str | None = None,
-        env: Mapping[str, str] | None = None,
-        cwd: str | Path | None = None,
-    ) -> subprocess.Popen[str]:
+    def popen(self, argv: Sequence[str | Path], **where: Any) -> subprocess.Popen[str]:
         """Starts a command likewise, output and errors in one pipe; a signal sent to it reaches the command."""
-        full, full_env = self._entering(argv, user=user, node=node, env=env, cwd=cwd)
-        return subprocess.Popen(
-            full,
-            env=full_env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        full, env = self._entering(argv, **where)
+        no_input, output = subprocess.DEVNULL, subprocess.PIPE
+        return subprocess.Popen(full, env=env, stdin=no_input, stdout=output, stderr=subprocess.STDOUT, text=True)
 
     def shell(self, argv: Sequence[str | Path], *, user: str, node: str | None, cwd: str | None) -> None:
         """Becomes a command on the cluster, with this terminal."""
-        full, env = self._entering(argv, user=user, node=node, env={}, cwd=cwd, foreground=True)
+        full, env = self._entering(argv, user=user, node=node, cwd=cwd, foreground=True)
         if "TERM" in os.environ:
             env["TERM"] = os.environ["TERM"]
         os.execve(full[0], full, env)
@@ -292,12 +262,13 @@ class SlurmCluster:
         self,
         argv: Sequence[str | Path],
         *,
-        user: str,
-        node: str | None,
-        env: Mapping[str, str] | None,
-        cwd: str | Path | None,
+        user: str = "alice",
+        node: str | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
         foreground: bool = False,
     ) -> tuple[list[str], dict[str, str]]:
+        """The words and the environment of a command as `user` on the login node, or on `node`, in `cwd` or at home."""
         init = hosts.init_pid(self.config, node or LOGIN)
         if init is None:
             raise ClusterError(f"host {node or LOGIN} of cluster {self.config.name} is not up")

@@ -6,8 +6,9 @@ before the next fault, and the outcome says so.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,12 +27,12 @@ from tests.faults.slurm_service import SlurmService
 def run_long(*, only: Sequence[str] = (), at_once: int, on_outcome: Callable[[Outcome], None]) -> list[Outcome]:
     """Every fault, or those named, in the order of the catalogue. Raises ClusterError where the cluster cannot be."""
     faults = [FAULTS[name] for name in only] or [fault for fault in FAULTS.values() if not fault.is_apart]
-    waiting = _Waiting(faults)
+    waiting = deque(faults)
     outcomes: dict[str, Outcome] = {}
 
     def work(number: int) -> None:
         with SlurmCluster(ClusterConfig(name=f"f{number}-{os.getpid()}", visible=visible_folders())) as cluster:
-            for fault in waiting:
+            for fault in _taken(waiting):
                 outcomes[fault.name] = _run_on(cluster, fault)
                 on_outcome(outcomes[fault.name])
 
@@ -41,29 +42,16 @@ def run_long(*, only: Sequence[str] = (), at_once: int, on_outcome: Callable[[Ou
             for future in futures:
                 future.result()
         except BaseException:
-            waiting.forget()
+            waiting.clear()
             raise
     return [outcomes[fault.name] for fault in faults]
 
 
-class _Waiting:
-    """The faults that no cluster has taken yet."""
-
-    def __init__(self, faults: Sequence[Fault]) -> None:
-        self._faults = list(faults)
-        self._lock = threading.Lock()
-
-    def __iter__(self) -> Iterator[Fault]:
-        while (fault := self._next()) is not None:
-            yield fault
-
-    def _next(self) -> Fault | None:
-        with self._lock:
-            return self._faults.pop(0) if self._faults else None
-
-    def forget(self) -> None:
-        with self._lock:
-            self._faults.clear()
+def _taken(waiting: deque[Fault]) -> Iterator[Fault]:
+    """The faults that no cluster has taken yet, one by one."""
+    with contextlib.suppress(IndexError):
+        while True:
+            yield waiting.popleft()
 
 
 def _run_on(cluster: SlurmCluster, fault: Fault) -> Outcome:

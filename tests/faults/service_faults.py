@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,21 +96,13 @@ def stop_of_ranks(service: Service) -> None:
 @fault(is_short=True, hides_records=True, settle_s=3.0)
 def home_away(service: Service) -> Iterator[None]:
     """The shared home is not there for a while."""
-    with home_renamed(service):
-        yield
-
-
-@contextmanager
-def home_renamed(service: Service) -> Iterator[None]:
     mount = service.mount
     away = mount.with_name(mount.name + ".away")
     mount.rename(away)
-    try:
-        yield
-    finally:
-        if mount.exists():  # a launcher that runs as root has made it anew
-            mount.rename(mount.with_name(mount.name + ".meanwhile"))
-        away.rename(mount)
+    yield
+    if mount.exists():  # a launcher that runs as root has made it anew
+        mount.rename(mount.with_name(mount.name + ".meanwhile"))
+    away.rename(mount)
 
 
 @fault(is_short=True, hides_records=True, settle_s=3.0)

@@ -50,8 +50,9 @@ def gcs_killed(service: SlurmService) -> None:
 @fault(needs_slurm=True, hold_s=10.0, first=RAY)
 def replica_parted(service: SlurmService) -> Iterator[None]:
     """The two nodes of one replica do not see one another for a while; Slurm and clients see both."""
-    with parted(service, "n1", "n3"):
-        yield
+    service.cluster.part("n1", "n3")
+    yield
+    service.cluster.join("n1", "n3")
 
 
 @fault(needs_slurm=True, hold_s=5.0, first=RAY, ready_after=1)
@@ -163,17 +164,9 @@ def link_slow(service: SlurmService) -> Iterator[None]:
 @fault(needs_slurm=True, load_node="n3", settle_s=5.0)
 def network_parted(service: SlurmService) -> Iterator[None]:
     """The client's node no longer sees one replica's node; Slurm, and hosts without clients, see both."""
-    with parted(service, "n3", service.node(0)):
-        yield
-
-
-@contextmanager
-def parted(service: SlurmService, host: str, other: str) -> Iterator[None]:
-    service.cluster.part(host, other)
-    try:
-        yield
-    finally:
-        service.cluster.join(host, other)
+    service.cluster.part("n3", service.node(0))
+    yield
+    service.cluster.join("n3", service.node(0))
 
 
 # -- what Slurm does to a job

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,38 +48,33 @@ class Site:
         if not self.model.exists():
             make_demo_model(self.model, like="8b")
 
-    def submit(
-        self,
-        service: str,
-        *stub_args: str,
-        edit: Edit = str,
-        env: Mapping[str, str] | None = None,
-        options: Sequence[str] = (),
-        **layout: Any,
-    ) -> Job:
-        """A job of the stub engine on two nodes, the first two unless `options` of sbatch say otherwise."""
-        shape = {"num_nodes": 2, "pipeline_parallel_size": 2, **layout}
-        return self._sbatch(service, edit(stub_script(service, *stub_args, **shape)), env, options)
+    def submit(self, service: str, *stub_args: str, **given: Any) -> Job:
+        """A job of the stub engine on two nodes, the first two unless `options` of sbatch say otherwise.
 
-    def submit_engine(
-        self,
-        service: str,
-        *engine_args: str,
-        edit: Edit = str,
-        env: Mapping[str, str] | None = None,
-        options: Sequence[str] = (),
-        **layout: Any,
-    ) -> Job:
+        `given`: sizes of its layout, and what `_sbatch` takes.
+        """
+        shape = {"num_nodes": 2, "pipeline_parallel_size": 2}
+        return self._sbatch(service, partial(stub_script, service, *stub_args), **{**shape, **given})
+
+    def submit_engine(self, service: str, *engine_args: str, env: Mapping[str, str] | None = None, **given: Any) -> Job:
         """A job of real vLLM with a tiny model."""
         small = ("--kv-cache-memory-bytes", "67108864", "--max-model-len", "512")
-        text = layout_script(service, model="8b", engine_args=engine_args or small, **layout)
-        return self._sbatch(service, edit(text), {"HPC_SERVE_MODEL": str(self.model), **(env or {})}, options)
+        make = partial(layout_script, service, model="8b", engine_args=engine_args or small)
+        return self._sbatch(service, make, env={"HPC_SERVE_MODEL": str(self.model), **(env or {})}, **given)
 
-    def _sbatch(self, service: str, text: str, env: Mapping[str, str] | None, options: Sequence[str]) -> Job:
-        script = self.alice.write(f"{service}.sh", text)
+    def _sbatch(
+        self,
+        service: str,
+        make: Callable[..., str],
+        *,
+        edit: Edit = str,
+        env: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+        **layout: Any,
+    ) -> Job:
+        script = self.alice.write(f"{service}.sh", edit(make(**layout)))
         began_at = time.monotonic()
-        job_id = self.alice.sbatch(script, *options, env=env)
-        return Job(service, job_id, began_at)
+        return Job(service, self.alice.sbatch(script, *options, env=env), began_at)
 
     # -- what is told
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 COMMIT = "a" * 40
@@ -200,9 +199,3 @@ def model_files(*, shards: int = 3, shard_bytes: int = 3 << 20) -> dict[str, byt
         "pytorch_model.bin": b"again" * 1000,
         **weights,
     }
-
-
-def write_cache_file(path: Path, content: bytes) -> None:
-    """A file that lies in the cache."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)

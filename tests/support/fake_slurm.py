@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 
@@ -55,7 +54,7 @@ def _line(
     state: str,
     reason: str,
     *,
-    name: str,
+    name: str = "hpc-serve-x",
     nodes: str = "n1",
     run_time: str = "0:10",
     partition: str = "gpu",
@@ -82,18 +81,10 @@ class FakeSlurm:
         self.queue()
 
     def queue(
-        self,
-        *jobs: tuple[str, str, str],
-        name: str = "hpc-serve-x",
-        run_time: str = "0:10",
-        partition: str = "gpu",
-        time_left: Mapping[str, str] = MappingProxyType({}),
+        self, *jobs: tuple[str, str, str], time_left: Mapping[str, str] = MappingProxyType({}), **fields: str
     ) -> None:
         """What squeue lists of jobs that wait or run: (job id, state, reason); with another time left than an hour."""
-        lines = (
-            _line(*job, name=name, run_time=run_time, partition=partition, time_left=time_left.get(job[0], "1:00:00"))
-            for job in jobs
-        )
+        lines = (_line(*job, time_left=time_left.get(job[0], "1:00:00"), **fields) for job in jobs)
         (self._folder / "queue").write_text("".join(lines))
 
     def name_in_queue(self, job_id: str, name: str) -> None:
@@ -126,14 +117,6 @@ class FakeSlurm:
             listed = self._folder / (f"later-line-{job_id}" if after_cancel else f"ended-lines/{job_id}")
             listed.write_text(_line(job_id, state, "None", name=name, nodes=nodes))
 
-    def job_times(self, job_id: str, *, submitted_at: float, started_at: float, ends_at: float) -> None:
-        """What scontrol shows of a job that runs, with its times in seconds since the epoch."""
-        self.job(job_id, "RUNNING")
-        times = {"SubmitTime": submitted_at, "StartTime": started_at, "EndTime": ends_at}
-        words = (f"{name}={datetime.fromtimestamp(at).isoformat(timespec='seconds')}" for name, at in times.items())
-        shown = self._folder / f"job-{job_id}"
-        shown.write_text(f"{shown.read_text().strip()} {' '.join(words)}\n")
-
     def account(self, *lines: str) -> None:
         """What sacct has recorded; without it there is no accounting."""
         (self._folder / "accounts").write_text("".join(f"{line}\n" for line in lines))
@@ -150,10 +133,7 @@ class FakeSlurm:
         (self._folder / "held").touch() if held else (self._folder / "held").unlink()
 
     def be_silent(self, silent: bool = True) -> None:
-        if silent:
-            (self._folder / "silent").touch()
-        else:
-            (self._folder / "silent").unlink()
+        (self._folder / "silent").touch() if silent else (self._folder / "silent").unlink()
 
     @property
     def asked(self) -> dict[str, int]:
