@@ -63,28 +63,33 @@ def replica_rows(measured: Measured) -> list[list[str]]:
     """Return a heading, and a row for each replica. Medians are of the requests that were answered."""
     rows = [["replica", "requests", "failed", "tokens/s out", "TTFT ms", "TPOT ms"]]
     for name, figures in measured.of_replicas().items():
-        rows.append([name or "(none answered)", *_counts(figures), *_medians(figures)])
+        medians = (figures.times[kind].median for kind in ("ttft", "tpot"))
+        counts = [str(figures.completed), str(figures.failed)]
+        rows.append([name or "(none answered)", *counts, *map(_number, (figures.output_rate, *medians))])
     return rows
 
 
 def sweep_rows(runs: Sequence[Measured]) -> list[list[str]]:
     """Return a heading, and a row for each run. Medians are of the requests that were answered."""
-    has_goals = any(one.goals_ms for one in runs)
-    has_predictions = any(one.predicted_rate is not None for one in runs)
-    heading = ["service", "replicas", "workload", "pace", "requests", "failed", "req/s"]
-    heading += [*(["good/s"] if has_goals else []), "tokens/s out", *(["predicted"] if has_predictions else [])]
-    rows = [[*heading, "tokens/s all", "TTFT ms", "P99", "TPOT ms", "P99"]]
-    for one in runs:
-        run, figures = one.run, one.figures
-        row = [run.service, str(len(run.replicas)), run.workload, str(run.pace), str(figures.completed)]
-        row += [str(figures.failed), _number(figures.request_rate)]
-        row += [_number(figures.goodput)] if has_goals else []
-        row += [_number(figures.output_rate), *([_number(one.predicted_rate)] if has_predictions else [])]
-        row.append(_number(figures.total_rate))
-        for name in ("ttft", "tpot"):
-            row += [_number(figures.times[name].median), _number(figures.times[name].percentiles[99.0])]
-        rows.append(row)
-    return rows
+    figures = [one.figures for one in runs]
+    predicted, good = [one.predicted_rate for one in runs], [one.goodput for one in figures]
+    columns = [
+        ["service", *(one.run.service for one in runs)],
+        ["replicas", *(str(len(one.run.replicas)) for one in runs)],
+        ["workload", *(one.run.workload for one in runs)],
+        ["pace", *(str(one.run.pace) for one in runs)],
+        ["requests", *(str(one.completed) for one in figures)],
+        ["failed", *(str(one.failed) for one in figures)],
+        ["req/s", *(_number(one.request_rate) for one in figures)],
+        *([["good/s", *map(_number, good)]] if any(rate is not None for rate in good) else []),
+        ["tokens/s out", *(_number(one.output_rate) for one in figures)],
+        *([["predicted", *map(_number, predicted)]] if any(rate is not None for rate in predicted) else []),
+        ["tokens/s all", *(_number(one.total_rate) for one in figures)],
+    ]
+    for name in ("ttft", "tpot"):
+        columns.append([f"{name.upper()} ms", *(_number(one.times[name].median) for one in figures)])
+        columns.append(["P99", *(_number(one.times[name].percentiles[99.0]) for one in figures)])
+    return [list(row) for row in zip(*columns)]
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -94,14 +99,6 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     for row in rows:
         cells = [cell.ljust(width) if left else cell.rjust(width) for cell, width, left in zip(row, widths, is_text)]
         yield "  ".join(cells).rstrip()
-
-
-def _counts(figures: Figures) -> list[str]:
-    return [str(figures.completed), str(figures.failed), _number(figures.output_rate)]
-
-
-def _medians(figures: Figures) -> list[str]:
-    return [_number(figures.times[name].median) for name in ("ttft", "tpot")]
 
 
 def _line(name: str, value: float | int) -> str:

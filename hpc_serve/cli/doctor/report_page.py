@@ -5,7 +5,7 @@ Text of records and logs is made printable and escaped wherever it is put in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
     from hpc_serve.submit.diagnosis.diagnosis import Diagnosis
     from hpc_serve.submit.logs.log_history import Reports
+    from hpc_serve.vllm.report_line import EngineReport
 
 _STYLE = """
 body{max-width:900px} th{white-space:nowrap} td{overflow-wrap:anywhere} .scroll td{overflow-wrap:normal}
@@ -92,27 +93,21 @@ def _plan(found: ReplicaReport) -> Markup:
     job = status.job
     nodes = "a node" if job.num_nodes == 1 else f"{job.num_nodes} nodes"
     gpus = f" with {job.gpus_per_node} GPU{'s' if job.gpus_per_node > 1 else ''}" if job.gpus_per_node else ""
-    rows = {
-        "layout": f"{status.layout} on {nodes}{gpus}".strip(),
-        "options": " ".join(found.engine_args),
-    }
+    rows = {"layout": f"{status.layout} on {nodes}{gpus}".strip(), "options": " ".join(found.engine_args)}
     speeds, request = planned_speeds(status.predicted), planned_request(status.predicted)
     if not status.predicted:
-        note = "The plan was not written down: this job was not submitted by hpc-serve submit."
-        return Markup('{}<p class="note">{}</p>').format(_facts(rows), note)
+        return _facts(rows) + _note("The plan was not written down: this job was not submitted by hpc-serve submit.")
     if not speeds or request is None:
         return _facts(rows)
     cells = [(f"{count:,}", f"{speed:,.0f}") for count, speed in speeds]
     what = f"Expected of requests of {request[0]:,} tokens in and {request[1]:,} out:"
-    return Markup('{}<p class="note">{}</p>{}').format(
-        _facts(rows), what, table(("in flight", "generated tokens/s"), cells, numbers_from=0)
-    )
+    return _facts(rows) + _note(what) + table(("in flight", "generated tokens/s"), cells, numbers_from=0)
 
 
 def _start(status: ReplicaStatus) -> Markup:
     stages = {_text(name): seconds for name, seconds in stage_seconds(status).items()}
     if not stages:
-        return Markup('<p class="note">{}</p>').format("Its record tells no stage of it.")
+        return _note("Its record tells no stage of it.")
     total = sum(stages.values())
     cells = [
         (
@@ -126,17 +121,14 @@ def _start(status: ReplicaStatus) -> Markup:
     end = "until it was ready" if is_ready else "until it ended" if status.is_over else "so far"
     caches = f" Caches: {_text(status.record.cache)}." if status.record and status.record.cache else ""
     note = f"{duration(total)} {end}.{caches}"
-    return Markup('{}<p class="note">{}</p>{}').format(
-        stage_bar(list(stages.items())), note, table(("stage", "took", "share"), cells, numbers_from=1)
-    )
+    bar = stage_bar(list(stages.items()))
+    return bar + _note(note) + table(("stage", "took", "share"), cells, numbers_from=1)
 
 
 def _figures(status: ReplicaStatus) -> Markup:
     if not status.predicted_and_measured:
-        return Markup('<p class="note">{}</p>').format(
-            "No figure is both predicted and measured: "
-            + ("the plan was not written down." if not status.predicted else "the engine has logged none so far.")
-        )
+        why = "the engine has logged none so far" if status.predicted else "the plan was not written down"
+        return _note(f"No figure is both predicted and measured: {why}.")
     cells = []
     for name, (predicted, measured) in status.predicted_and_measured.items():
         ratio = f"{round(100 * (measured / predicted - 1), 1) + 0.0:+.1f} %" if predicted else ""
@@ -145,42 +137,35 @@ def _figures(status: ReplicaStatus) -> Markup:
 
 
 def _over_time(found: ReplicaReport) -> Markup:
-    reports = found.reports
+    reports, predicted = found.reports, found.status.predicted
     if not reports:
-        return Markup('<p class="note">{}</p>').format(_WITHOUT_HISTORY)
-    generated = [Curve(name="generated", points=[(at, one.generation_tokens_per_s) for at, one in reports])]
-    planned = [
-        (at, speed)
-        for at, one in reports
-        if (speed := planned_tokens_per_s(found.status.predicted, one.running + one.waiting)) is not None
-    ]
-    if planned:
-        generated.append(Curve(name="planned, for as many requests as there were at that moment", points=planned))
+        return _note(_WITHOUT_HISTORY)
+
+    def curve(name: str, value: Callable[[EngineReport], float | None]) -> Curve:
+        points = [(at, float(seen)) for at, one in reports if (seen := value(one)) is not None]
+        return Curve(name=name, points=points)
+
+    planned = curve(
+        "planned, for as many requests as there were at that moment",
+        lambda one: planned_tokens_per_s(predicted, one.running + one.waiting),
+    )
+    generated = [curve("generated", lambda one: one.generation_tokens_per_s), *([planned] if planned.points else [])]
+    requests = [curve("running", lambda one: one.running), curve("waiting", lambda one: one.waiting)]
     pictures = [
         over_time("Generated", generated, unit="tokens/s"),
-        over_time(
-            "Prompts",
-            [Curve(name="of prompts", points=[(at, one.prompt_tokens_per_s) for at, one in reports])],
-            unit="tokens/s",
-        ),
-        over_time(
-            "Requests",
-            [
-                Curve(name="running", points=[(at, float(one.running)) for at, one in reports]),
-                Curve(name="waiting", points=[(at, float(one.waiting)) for at, one in reports]),
-            ],
-        ),
-        over_time(
-            "KV cache in use",
-            [Curve(name="in use", points=[(at, one.cache_use) for at, one in reports if one.cache_use is not None])],
-            percent=True,
-        ),
+        over_time("Prompts", [curve("of prompts", lambda one: one.prompt_tokens_per_s)], unit="tokens/s"),
+        over_time("Requests", requests),
+        over_time("KV cache in use", [curve("in use", lambda one: one.cache_use)], percent=True),
     ]
     note = (
         f"{len(reports):,} reports that vLLM wrote to the head's log, every ten seconds while it had work. "
         "A gap in a curve is a time without work."
     )
-    return Markup('<p class="note">{}</p>{}').format(note, Markup("\n").join(pictures))
+    return _note(note) + Markup("\n").join(pictures)
+
+
+def _note(text: str) -> Markup:
+    return Markup('<p class="note">{}</p>').format(text)
 
 
 def _facts(rows: Mapping[str, str]) -> Markup:
