@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -165,7 +166,8 @@ def open_cache(
         return
     try:
         root = _root(environ)
-        limit_bytes = limit_bytes or _default_limit_bytes(root)
+        size = shutil.disk_usage(root).total or _LIMIT_BYTES * _PART_OF_FILESYSTEM
+        limit_bytes = limit_bytes or min(_LIMIT_BYTES, size // _PART_OF_FILESYSTEM)
         cache = _lock_cache(root, key, first, is_ready_until_it_fails=not on_several_nodes)
         if archives_bytes != 0:
             archive = CacheArchive.of(
@@ -274,9 +276,3 @@ def _limit_bytes(environ: Mapping[str, str], variable: str) -> int | None:
         return parse_size(text)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{variable}: {error} 0 keeps nothing.") from None
-
-
-def _default_limit_bytes(root: Path) -> int:
-    status = os.statvfs(root)
-    size = status.f_blocks * status.f_frsize
-    return min(_LIMIT_BYTES, size // _PART_OF_FILESYSTEM) if size else _LIMIT_BYTES

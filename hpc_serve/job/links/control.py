@@ -148,10 +148,12 @@ async def connect(
     try:
         while True:
             if len(tries) < _MAX_TRIES_AT_ONCE:
-                tries.add(asyncio.create_task(_try_to_connect(head, token, about, own_address, proving)))
+                one = asyncio.create_task(_try_to_connect(head, token, about, own_address, proving))
+                one.add_done_callback(_take_error)
+                tries.add(one)
             done, tries = await asyncio.wait(tries, timeout=_RETRY_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
-            for ended, error in [(one, one.exception()) for one in done]:
-                if error is None:
+            for ended in done:
+                if (error := ended.exception()) is None:
                     return ended.result()
                 if not isinstance(error, OSError | ValueError | EOFError | asyncio.TimeoutError):
                     raise error
@@ -173,7 +175,12 @@ async def connect(
     finally:
         for pending in tries:
             pending.cancel()
-        await asyncio.gather(*tries, return_exceptions=True)  # asyncio prints errors that nobody has taken
+
+
+def _take_error(ended: asyncio.Task[Link]) -> None:
+    """Take the error of a try that nobody awaits any more: asyncio would print it."""
+    if not ended.cancelled():
+        ended.exception()
 
 
 async def _try_to_connect(

@@ -102,15 +102,17 @@ class Child:
 
     def terminate(self) -> None:
         """Send SIGTERM."""
-        self._signal(signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            self._process.terminate()
 
     async def stop(self, grace_s: float) -> None:
         """Send SIGTERM, wait up to `grace_s` seconds, then send SIGKILL to the whole session."""
         if self._process.returncode is None:
-            self._signal(signal.SIGTERM)
+            self.terminate()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wait_for_exit(), timeout=grace_s)
-        self._signal(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         await self._wait_for_exit()
         await asyncio.wait({self._reading}, timeout=_PIPE_CLOSES_S)
         self._reading.cancel()
@@ -119,13 +121,6 @@ class Child:
         # In several versions of Python, wait() of asyncio's process returns once its pipe is closed, and not before.
         while self._process.returncode is None:  # noqa: ASYNC110
             await asyncio.sleep(_EXIT_INTERVAL_S)
-
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if number == signal.SIGTERM:
-                self._process.send_signal(number)
-            else:
-                os.killpg(self._process.pid, number)
 
     async def _read_lines(self) -> None:
         assert self._process.stdout is not None

@@ -68,7 +68,7 @@ def test_a_line_that_is_not_understood_stops_nobody_from_reading_the_next(caplog
     assert ended(code, understand).exit_code == 0
     assert lines[0] == "bad"
     assert len(lines) == 5002
-    assert "a line of x was not understood" in caplog.text
+    assert "a line of engine was not understood" in caplog.text
 
 
 def test_noise_is_neither_told_nor_kept():
