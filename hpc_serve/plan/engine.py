@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.accelerator import AcceleratorKind, AcceleratorSpec
@@ -21,35 +21,28 @@ LONGEST_THAT_FITS = -1
 """The context for `--max-model-len auto`, as vLLM writes it: the model's, or as long as the machines hold."""
 Arrivals = Literal["steady", "burst"]
 """How requests come: always so many in flight, or all at once and then no more."""
-_POSITIVE = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "decode_context_parallel_size",
-    "kv_cache_memory_bytes",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "max_loras",
-    "max_lora_rank",
-)
-_OBJECTS = (
-    *("limit_mm_per_prompt", "speculative_config", "kv_transfer_config"),
-    *("compilation_config", "eplb_config", "hf_overrides"),
-)
 _MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
-_IN_OBJECTS: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
-    ("speculative_config", "method", lambda value: isinstance(value, str), "a text"),
-    ("speculative_config", "model", lambda value: isinstance(value, str), "a text"),
-    ("speculative_config", "num_speculative_tokens", lambda one: _is_count(one, 1), "a whole number from 1 to 1000"),
-    ("eplb_config", "num_redundant_experts", lambda value: _is_count(value, 0), "a whole number from 0 to 1000"),
-    ("compilation_config", "mode", lambda value: type(value) in (int, str), "a number from 0 to 3, or its name"),
-    ("compilation_config", "cudagraph_mode", lambda value: str(value).upper() in _MODES, ", ".join(_MODES)),
-    ("compilation_config", "cudagraph_capture_sizes", lambda value: _are_sizes(value), "a list of sizes"),
-    ("compilation_config", "max_cudagraph_capture_size", lambda value: _are_sizes([value]), "a size"),
-)
-_SIZES_GIB = ("cpu_offload_gb", "kv_offloading_size")
 _LARGEST_GIB = 1_000_000
+_Rule: TypeAlias = tuple[Callable[[Any], bool], str]
+_BY_TYPE: dict[str, _Rule] = {
+    "int | None": (lambda value: value >= 1, "at least 1"),
+    "Mapping[str, Any] | None": (lambda value: isinstance(value, Mapping), "a JSON object, as {...}"),
+}
+_BY_NAME: dict[str, _Rule] = {
+    "speculative_config's method": (lambda value: isinstance(value, str), "a text"),
+    "speculative_config's model": (lambda value: isinstance(value, str), "a text"),
+    "speculative_config's num_speculative_tokens": (lambda one: _is_count(one, 1), "a whole number from 1 to 1000"),
+    "eplb_config's num_redundant_experts": (lambda value: _is_count(value, 0), "a whole number from 0 to 1000"),
+    "compilation_config's mode": (lambda value: type(value) in (int, str), "a number from 0 to 3, or its name"),
+    "compilation_config's cudagraph_mode": (lambda value: str(value).upper() in _MODES, ", ".join(_MODES)),
+    "compilation_config's cudagraph_capture_sizes": (lambda value: _are_sizes(value), "a list of sizes"),
+    "compilation_config's max_cudagraph_capture_size": (lambda value: _are_sizes([value]), "a size"),
+    "optimization_level": (lambda value: value in ("0", "1", "2", "3"), "from 0 to 3"),
+    "cpu_offload_gb": (lambda value: 0 <= value <= _LARGEST_GIB, f"from 0 to {_LARGEST_GIB:,} GiB"),
+    "kv_offloading_size": (lambda value: 0 <= value <= _LARGEST_GIB, f"from 0 to {_LARGEST_GIB:,} GiB"),
+    "gpu_memory_utilization": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
+}
+"""What the values of options and of keys within them must be: by the option's type, and by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,27 +93,12 @@ class EngineConfig:
     uncounted: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidRequestError(f"{name} is {value}: it must be at least 1.")
-        for name in _OBJECTS:
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, Mapping):
-                raise InvalidRequestError(f"{name} is {str(value)[:40]}: it must be a JSON object, as {{...}}.")
-        for within, name, is_right, wanted in _IN_OBJECTS:
-            value = (getattr(self, within) or {}).get(name)
+        for name, (is_right, wanted) in _RULES.items():
+            option, _, key = name.partition("'s ")
+            value = getattr(self, option)
+            value = (value or {}).get(key) if key else value
             if value is not None and not is_right(value):
-                raise InvalidRequestError(f"{within}'s {name} is {str(value)[:40]}: it must be {wanted}.")
-        if self.optimization_level not in (None, "0", "1", "2", "3"):
-            raise InvalidRequestError(f"optimization_level is {self.optimization_level[:40]}: it must be from 0 to 3.")
-        for name in _SIZES_GIB:
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= _LARGEST_GIB:
-                raise InvalidRequestError(f"{name} is {value}: it must be from 0 to {_LARGEST_GIB:,} GiB.")
-        utilization = self.gpu_memory_utilization
-        if utilization is not None and not 0 < utilization <= 1:
-            raise InvalidRequestError(f"gpu_memory_utilization is {utilization}: it must be above 0 and at most 1.")
+                raise InvalidRequestError(f"{name} is {str(value)[:40]}: it must be {wanted}.")
         if not re.match(r"\d+\.\d+", self.vllm_version):
             raise InvalidRequestError(f"vllm_version is {self.vllm_version!r}: write it as {PINNED_VERSION}.")
         if self.version > _version(PINNED_VERSION):
@@ -224,6 +202,9 @@ class EngineConfig:
     def redundant_experts(self) -> int:
         """Copies of experts in each layer beside the model's own, for --enable-eplb."""
         return int((self.eplb_config or {}).get("num_redundant_experts") or 0)
+
+
+_RULES = {one.name: _BY_TYPE[str(one.type)] for one in fields(EngineConfig) if one.type in _BY_TYPE} | _BY_NAME
 
 
 def _is_count(value: object, least: int) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.plan import catalog
 from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.choice.contexts import LayoutContexts, contexts_by_layout, contexts_of
 from hpc_serve.plan.choice.minimum import minimum_gpus
@@ -17,8 +16,9 @@ from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan, plan
 from hpc_serve.plan.engine import LONGEST_THAT_FITS, Arrivals, EngineConfig, Workload
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU, ClusterSpec
-from hpc_serve.plan.memory.loaded import loaded_model, option_notes
+from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.model.spec import ModelSpec
+from hpc_serve.plan.report.notes import plan_notes
 from hpc_serve.plan.report.speed import estimates_by_concurrency
 from hpc_serve.plan.speed.estimate import SpeedEstimate
 from hpc_serve.plan.speed.step import Roofline
@@ -162,9 +162,7 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
         return PlanResult(inputs=inputs, plan=None, error=error, note=found.note, traffic=traffic)
     if is_auto:
         contexts = _all_contexts(inputs.for_one_replica(), contexts, chosen)
-    notes = option_notes(found.model, asked.engine)
-    own = (found.warning, _left_out(found.model), _needs_newer(found.model, asked.engine))
-    warnings = [warning for warning in (*own, *notes) if warning]
+    warnings = [*filter(None, [found.warning]), *plan_notes(found.model, asked.engine)]
     return PlanResult(
         inputs=inputs,
         plan=replace(
@@ -225,27 +223,6 @@ def _context_reasons(inputs: PlanInputs, contexts: list[LayoutContexts]) -> list
         f"--max-model-len {inputs.max_model_len}: of the model's {inputs.model.max_model_len:,} tokens, as many as "
         "these machines hold for one request."
     ]
-
-
-def _needs_newer(model: ModelSpec, engine: EngineConfig) -> str | None:
-    """Return the note on a vLLM that is too old for a model of the catalogue; None without one."""
-    entry = catalog.find(model.name)
-    if entry is None or entry.min_vllm is None or engine.is_at_least(entry.min_vllm):
-        return None
-    return (
-        f"Note: {model.name} needs vLLM {entry.min_vllm} by vLLM's recipe, and this plan is for {engine.vllm_version}: "
-        "use a newer vLLM."
-    )
-
-
-def _left_out(model: ModelSpec) -> str | None:
-    """Return the note on fields of a config that were left out at the person's own risk; None without such fields."""
-    if not model.unknown_keys:
-        return None
-    return (
-        f"Note: the config has {', '.join(model.unknown_keys)}, which this planner does not know. It is left out, "
-        "at your own risk: the model may be of another size."
-    )
 
 
 def _traffic(asked: PlanRequest, max_model_len: int) -> Traffic:

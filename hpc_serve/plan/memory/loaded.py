@@ -1,7 +1,7 @@
 """Adds to a model, or removes from it, what the engine's options load: LoRA slots, prediction layers, a vision tower.
 
-The result is a model like any other, so that stages, cache and speed count it. Options that cannot be counted are named
-in a sentence.
+The result is a model like any other, so that stages, cache and speed count it. report/notes.py names the options that
+cannot be counted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
 from hpc_serve.plan.model.weights import Block, Linear, Part, Vector, Weight
 
-_WITHOUT_DRAFT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 _STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _READS_VIDEO = ("Qwen",)
 """Architectures whose tower reads videos too begin so."""
@@ -38,9 +37,9 @@ def loaded_model(model: ModelSpec, engine: EngineConfig, draft: ModelSpec | None
             f"{model.name} has no experts, so --data-parallel-size {engine.data_parallel_size} is as many engines that "
             "share nothing: leave it out, and ask for --replicas, which start, stop and fail one by one."
         )
-    if model.images and _is_text_only(model, engine):
+    if model.images and is_text_only(model, engine):
         model = replace(model, everywhere=Block(), images=None)
-    elif model.images and _is_left_out("video", engine):
+    elif model.images and is_left_out("video", engine):
         model = replace(model, images=replace(model.images, frame_pairs=0, kept_tokens_0_11=0))
     if engine.is_pooling:
         model = replace(model, head=None)
@@ -55,79 +54,16 @@ def loaded_model(model: ModelSpec, engine: EngineConfig, draft: ModelSpec | None
     return _with_lora_slots(model, engine) if engine.enable_lora else model
 
 
-def option_notes(model: ModelSpec, engine: EngineConfig) -> Iterator[str]:
-    """Yield a sentence for each option that a figure leaves out, or counts only in part."""
-    method, draft = engine.speculative_method, (engine.speculative_config or {}).get("model")
-    if engine.speculates_with_own_layers:
-        yield (
-            f"--speculative-config: {model.draft_layers} prediction layers with their cache are counted. The speed is "
-            "that of steps that run them; how many drafts are accepted is not known, so none is counted."
-        )
-    elif engine.draft_model and model.draft_layers:
-        yield (
-            f"--speculative-config: weights and cache of the draft model {draft} are counted ({model.draft_layers} "
-            "layers, on the last stage). The speed is that of steps that run them once; how many drafts are accepted "
-            "is not known, so none is counted."
-        )
-    elif method in _WITHOUT_DRAFT_WEIGHTS:
-        yield f"--speculative-config: {method} loads no weights. The speed is that without speculation."
-    elif method is not None:
-        named = f" {draft}" if draft else ""
-        yield (
-            f"Not counted: weights and cache of the draft model{named} (--speculative-config). Plan the draft "
-            "model separately and leave its room with --gpu-memory-utilization. The speed is that without speculation."
-        )
-    if (engine.data_parallel_size or 1) > 1 and not engine.enable_expert_parallel:
-        yield (
-            "Without --enable-expert-parallel each data-parallel rank has a slice of every expert. vLLM's recipes for "
-            "data parallelism have whole experts."
-        )
-    if engine.enable_lora:
-        slots = f"{engine.lora_slots} slot{'s' if engine.lora_slots > 1 else ''} of rank {engine.lora_rank}"
-        yield f"LoRA: {slots} counted in the weights, and CUDA graphs twice. The speed is that without adapters."
-    if engine.cpu_offload_gb:
-        yield (
-            f"--cpu-offload-gb {engine.cpu_offload_gb:g}: so many GiB of weights of each GPU stay in the node's "
-            "memory, and each step reads them over PCIe (4.0 x16 is assumed). `submit` asks Slurm for that memory."
-        )
-    if engine.is_pooling:
-        yield (
-            "--runner pooling: neither an output head nor sampling is counted. The speed is that of a model that "
-            "generates; of it the time to the first token counts."
-        )
-    if model.images and model.images.frame_pairs and not _is_left_out("video", engine):
-        yield (
-            "vLLM profiles this tower with a video as long as the context. If no videos come, "
-            "-- --limit-mm-per-prompt '{\"video\": 0}' leaves that memory to the cache."
-        )
-    if engine.limit_mm_per_prompt and model.images and not _is_text_only(model, engine):
-        yield (
-            "--limit-mm-per-prompt: a step holds as many images as its tokens allow, whatever the limit. The tower is "
-            "left out only where all its kinds of input are 0."
-        )
-    for option, asked in (
-        ("--kv-transfer-config", engine.kv_transfer_config),
-        ("--kv-offloading-size", engine.kv_offloading_size),
-    ):
-        if asked:
-            yield f"Not counted: buffers and copies of {option}, in GPU memory and in speed."
-    if engine.uncounted:
-        yield (
-            f"Not counted: {', '.join(engine.uncounted)}. vLLM may need other memory with it, or be faster or slower; "
-            "the figures are those without."
-        )
-
-
-def _is_text_only(model: ModelSpec, engine: EngineConfig) -> bool:
+def is_text_only(model: ModelSpec, engine: EngineConfig) -> bool:
     """Return whether vLLM leaves the tower out: `_mark_tower_model` in its model_executor/models/interfaces.py.
 
     It does so where the limit of each kind of input that the tower reads is 0, as with --language-model-only.
     """
     kinds = ("image", "video") if model.architecture.startswith(_READS_VIDEO) else ("image",)
-    return engine.language_model_only or all(_is_left_out(kind, engine) for kind in kinds)
+    return engine.language_model_only or all(is_left_out(kind, engine) for kind in kinds)
 
 
-def _is_left_out(kind: str, engine: EngineConfig) -> bool:
+def is_left_out(kind: str, engine: EngineConfig) -> bool:
     """Return whether the limit of a kind of input, which is a number or {"count": …} with sizes, is 0."""
     limit = (engine.limit_mm_per_prompt or {}).get(kind)
     return (limit.get("count") if isinstance(limit, dict) else limit) == 0

@@ -28,8 +28,8 @@ Family: TypeAlias = Callable[[LayerBuilder, int], DecoderLayer]
 """What describes one layer."""
 
 _BY_LAYER = (
-    *("layer_types", "block_configs", "hybrid_override_pattern", "no_rope_layers", "mlp_layer_types", "indexer_types"),
-    *("hybrid_layer_pattern", "num_attention_heads_per_layer", "index_topk_pattern", "compress_ratios"),
+    *("hybrid_layer_pattern", "layer_types", "block_configs", "hybrid_override_pattern", "no_rope_layers"),
+    *("mlp_layer_types", "indexer_types", "num_attention_heads_per_layer", "index_topk_pattern", "compress_ratios"),
 )
 """Fields that have a value for each layer, and maybe more for layers that predict further tokens."""
 _MAY_BE_EMPTY = ("no_rope_layers",)

@@ -118,7 +118,7 @@ def lfm2_moe(builder: LayerBuilder, index: int) -> DecoderLayer:
     """Build a layer of LFM2 with experts after the first layers."""
     prefix = f"model.layers.{index}.feed_forward"
     mixer, cache = _lfm2_mixer(builder, index)
-    correction = ("use_expert_bias", True)
+    correction = ("use_expert_bias", True, True)
     half = experts_or_dense(
         builder, index, prefix, count="num_experts", dense_before="num_dense_layers", correction=correction
     )

@@ -5,6 +5,9 @@ Routers are never quantised, as in vLLM.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.layers import LayerBuilder
 from hpc_serve.plan.model.scheme import FP32
@@ -21,9 +24,10 @@ def experts_or_dense(
     size_alias: str | None = None,
     dense_before: str | None = None,
     dense_by_layer: bool = False,
-    correction: bool | tuple[str, bool] = False,
-    wide_router: bool | tuple[str, str] = False,
+    correction: bool | Sequence[Any] = False,
+    wide_router: bool | Sequence[Any] = False,
     bias: bool = False,
+    mlp_bias: bool = False,
     shared_count: str | None = None,
     shared_size: str | None = None,
     shared_width: str | None = None,
@@ -35,26 +39,33 @@ def experts_or_dense(
     `shared_size` gives the features of the shared experts; otherwise they are those of `shared_count` routed ones, or
     each has the features of the field `shared_width`.
     Layers before the field `dense_before` are dense. With `dense_by_layer`, `has_experts` decides which layers are.
-    `correction` (or its field) gives the router a bias; `wide_router` (or a field's value) has the router in 32 bit.
+    `correction` gives the router a bias, and `wide_router` has the router in 32 bit: always, or where a field has a
+    value (field, value, default). `mlp_bias`: the dense MLP and the shared experts have biases.
     """
     is_dense = (
         index < builder.get(dense_before, 0) if dense_before else dense_by_layer and not has_experts(builder, index)
     )
     if is_dense:
-        return builder.mlp(prefix, builder.intermediate_size)
+        return builder.mlp(prefix, builder.intermediate_size, bias=mlp_bias)
     number, features = builder.require(count), builder.intermediate_size
     if size != "intermediate_size":
         features = (builder.either(size, size_alias, 0) if size_alias else 0) or builder.require(size)
-    corrected = correction if isinstance(correction, bool) else bool(builder.get(*correction))
-    is_wide = wide_router if isinstance(wide_router, bool) else builder.get(wide_router[0]) == wide_router[1]
+    corrected, is_wide = _holds(builder, correction), _holds(builder, wide_router)
     weights = builder.router(prefix, number, bias=bias, correction=corrected, scheme=FP32 if is_wide else None)
     weights += builder.experts(prefix, number, features, bias=bias)
     shared_field = shared_size or shared_count
     shared = builder.get(shared_field, 0) if shared_field else 0
     if shared:
         each = builder.get(shared_width, features) if shared_width else features
-        weights += builder.mlp(f"{prefix}.{shared_name}", shared if shared_size else each * shared)
+        weights += builder.mlp(f"{prefix}.{shared_name}", shared if shared_size else each * shared, bias=mlp_bias)
     return weights
+
+
+def _holds(builder: LayerBuilder, spec: bool | Sequence[Any]) -> bool:
+    if isinstance(spec, bool):
+        return spec
+    field, value, default = spec
+    return bool(builder.get(field, default) == value)
 
 
 def qwen_moe_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
@@ -77,7 +88,7 @@ def deepseek_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight
     count = builder.either("n_routed_experts", "num_experts", 0)
     if not count:
         return builder.mlp(prefix, builder.intermediate_size)
-    correction = builder.get("topk_method") == "noaux_tc"
+    correction = ("topk_method", "noaux_tc", None)
     named = "n_routed_experts" if builder.config.peek("n_routed_experts") is not None else "num_experts"
     shared = "n_shared_experts"
     return experts_or_dense(

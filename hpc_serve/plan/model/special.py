@@ -1,19 +1,18 @@
 """Families that need code: one function for one layer of each. ordinary.py has the others.
 
-Falcon runs attention and MLP in parallel. Nemotron's layers lack parts, Llama 4 attends within chunks. Laguna, MiMo-V2
-and Step 3.5 have layers with other heads, and ERNIE 4.5 says in its own fields which layers have experts.
+Falcon runs attention and MLP in parallel. Nemotron's layers lack parts, Llama 4 attends within chunks. Of families that
+have an ordinary layer and say so in fields of their own, it has the functions that write the usual fields.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config_check import CheckedConfig
-from hpc_serve.plan.model.layers import HeadSizes, LayerBuilder, block
-from hpc_serve.plan.model.moe import experts_or_dense
-from hpc_serve.plan.model.ordinary import window_cache
-from hpc_serve.plan.model.scheme import FP32
+from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.spec import DecoderLayer
-from hpc_serve.plan.model.weights import Block, Part, Vocabulary, Weight
+from hpc_serve.plan.model.weights import Block, Vocabulary
 
 _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 _SWA_HEADS_FACTOR = 2
@@ -87,15 +86,13 @@ def llama4(builder: LayerBuilder, index: int) -> DecoderLayer:
             f"The config's moe_layers and interleave_moe_layer_step do not agree about layer {index}."
         )
     if has_experts:
-        count = builder.require("num_local_experts")
-        half = builder.router(f"{prefix}.feed_forward", count)
-        half += builder.experts(f"{prefix}.feed_forward", count, builder.intermediate_size)
-        half += builder.mlp(f"{prefix}.feed_forward.shared_expert", builder.intermediate_size)
+        count, size = builder.require("num_local_experts"), builder.intermediate_size
+        half = builder.router(f"{prefix}.feed_forward", count) + builder.experts(f"{prefix}.feed_forward", count, size)
+        half += builder.mlp(f"{prefix}.feed_forward.shared_expert", size)
     else:
         half = builder.mlp(f"{prefix}.feed_forward", builder.require("intermediate_size_mlp"))
-    weights = block(
-        builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias), half, builder.norms(*_TWO_NORMS)
-    )
+    attention = builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias)
+    weights = block(attention, half, builder.norms(*_TWO_NORMS))
     chunk, without_rope = builder.get("attention_chunk_size", 0), builder.get("no_rope_layers")
     interval, kinds = builder.get("no_rope_layer_interval", 4), builder.get("layer_types")
     has_chunks = bool(chunk) and bool(without_rope[index] if without_rope else (index + 1) % interval)
@@ -104,147 +101,54 @@ def llama4(builder: LayerBuilder, index: int) -> DecoderLayer:
     return DecoderLayer(block=weights, cache=builder.cache(chunk, "chunked") if has_chunks else builder.cache())
 
 
-def laguna(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Build a layer of Laguna: as many heads as the config says for it, and a gate per head or per element."""
-    prefix = f"model.layers.{index}"
-    each, gating = builder.get("num_attention_heads_per_layer"), builder.get("gating", True)
-    sizes = builder.head_sizes(heads=each[index] if each else None)
-    bias = bool(builder.get("attention_bias", False))
-    gate: list[Weight] = []
-    if gating:
-        width = 1 if gating is True or gating == "per-head" else sizes.head_dim
-        gate.append(
-            builder.linear(f"{prefix}.self_attn.g_proj", builder.hidden_size, [Part(sizes.heads, width)], "column")
-        )
-    weights = block(
-        builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias, sizes=sizes),
-        gate,
-        builder.query_key_norms(f"{prefix}.self_attn"),
-        experts_or_dense(
-            builder,
-            index,
-            f"{prefix}.mlp",
-            count="num_experts",
-            dense_by_layer=True,
-            correction=True,
-            shared_size="shared_expert_intermediate_size",
-            shared_name="shared_expert",
-        ),
-        builder.norms(*_TWO_NORMS),
-    )
-    return DecoderLayer(block=weights, cache=window_cache(builder, index))
-
-
-def mimo_v2(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Build a layer of MiMo-V2: values are narrower than keys.
-
-    Layers with a window have other heads and a sink for each head.
-    """
-    prefix = f"model.layers.{index}"
-    pattern, kinds = builder.get("hybrid_layer_pattern"), builder.get("layer_types")
-    slides = bool(pattern[index]) if pattern else bool(kinds) and kinds[index] == "sliding_attention"
-    sizes = builder.head_sizes(value_dim=builder.get("v_head_dim"))
-    if slides:
-        sizes = HeadSizes(
-            heads=builder.get("swa_num_attention_heads", sizes.heads),
-            kv_heads=builder.get("swa_num_key_value_heads", _SWA_HEADS_FACTOR * sizes.kv_heads),
-            head_dim=builder.get("swa_head_dim", sizes.head_dim),
-            value_dim=builder.get("swa_v_head_dim", sizes.value_dim),
-        )
-    has_sinks = bool(builder.get("add_swa_attention_sink_bias" if slides else "add_full_attention_sink_bias", slides))
-    weights = block(
-        builder.attention(f"{prefix}.self_attn", bias=bool(builder.get("attention_bias", False)), sizes=sizes),
-        [builder.vector(f"{prefix}.self_attn.sinks", sizes.heads, split=True)] if has_sinks else [],
-        experts_or_dense(
-            builder,
-            index,
-            f"{prefix}.mlp",
-            count="n_routed_experts",
-            dense_by_layer=True,
-            correction=builder.get("topk_method", "noaux_tc") == "noaux_tc",
-            wide_router=True,
-        ),
-        builder.norms(*_TWO_NORMS),
-    )
-    window = builder.require("sliding_window") if slides else 0
-    return DecoderLayer(block=weights, cache=builder.cache(window, "sliding" if slides else "full", sizes))
-
-
-def step3p5(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Build a layer of Step 3.5 and 3.7: layers with a window have other heads, and each head has a gate."""
-    prefix = f"model.layers.{index}"
-    kinds = builder.get("layer_types")
-    slides = bool(kinds) and kinds[index] == "sliding_attention"
-    other = builder.get("attention_other_setting")
-    sizes = builder.head_sizes()
-    if slides and other:
-        sizes = builder.head_sizes(
-            heads=other["num_attention_heads"], kv_heads=other["num_attention_groups"], head_dim=other["head_dim"]
-        )
-    elif slides:
-        sizes = builder.head_sizes(heads=builder.get("num_sliding_attention_heads"))
-    bias = bool(builder.get("attention_bias", False))
-    gate = builder.linear(f"{prefix}.self_attn.g_proj", builder.hidden_size, [sizes.heads], "column")
-    builder.require("share_expert_dim")
-    weights = block(
-        builder.attention(f"{prefix}.self_attn", bias=bias, sizes=sizes),
-        builder.query_key_norms(f"{prefix}.self_attn"),
-        [gate] if builder.get("use_head_wise_attn_gate", True) else [],
-        experts_or_dense(
-            builder,
-            index,
-            f"{prefix}.mlp",
-            count="n_routed_experts",
-            dense_by_layer=True,
-            correction=True,
-            wide_router=True,
-            shared_size="share_expert_dim",
-            shared_name="shared_expert",
-        ),
-        builder.norms(*_TWO_NORMS),
-    )
-    window = builder.require("sliding_window") if slides else 0
-    return DecoderLayer(block=weights, cache=builder.cache(window, "sliding" if slides else "full", sizes))
+def mimo_v2_fields(config: CheckedConfig) -> None:
+    """Write MiMo-V2's layers with a window as all families have them, and the KV heads of these layers."""
+    if pattern := config.get("hybrid_layer_pattern"):
+        config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    config.setdefault("swa_num_key_value_heads", _SWA_HEADS_FACTOR * heads)
+    _require_window(config)
 
 
 def step3p5_fields(config: CheckedConfig) -> None:
-    """Write Step 3.5's own names as those of others: of KV heads, of experts, and of the layers that have them."""
-    for own, name in (("num_attention_groups", "num_key_value_heads"), ("moe_num_experts", "n_routed_experts")):
-        value = config.get(own)
+    """Write Step 3.5's own names as those of others: of heads, of experts, and of the layers that have them."""
+    other, groups = config.get("attention_other_setting"), config.get("num_attention_groups")
+    heads = config.get("num_sliding_attention_heads")
+    renamed = {"num_key_value_heads": groups, "n_routed_experts": config.get("moe_num_experts")}
+    if other:
+        heads = other["num_attention_heads"]
+        renamed |= {"swa_num_key_value_heads": other["num_attention_groups"], "swa_head_dim": other["head_dim"]}
+    renamed["swa_num_attention_heads"] = heads
+    for name, value in renamed.items():
         if value is not None:
             config.setdefault(name, value)
     named = config.get("moe_layers_enum")
-    if named is not None and config.peek("mlp_layer_types") is None:
+    if named is not None:
         sparse = {int(one) for one in named.split(",")}
-        layers = range(config["num_hidden_layers"])
-        config["mlp_layer_types"] = ["sparse" if index in sparse else "dense" for index in layers]
+        _write_sparse(config, sparse.__contains__)
+    config["share_expert_dim"]  # without it the shared expert's size is unknown
+    _require_window(config)
 
 
-def ernie4_5_moe(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Build a layer of ERNIE 4.5 with experts, from a first layer to a last one, every so many layers."""
-    prefix = f"model.layers.{index}"
-    bias = bool(builder.get("use_bias", False))
-    count, size = builder.require("moe_num_experts"), builder.require("moe_intermediate_size")
-    first = _lowest(builder.get("moe_layer_start_index", 0))
-    last = builder.get("moe_layer_end_index", -1)
-    last = builder.num_layers - 1 if last == -1 else last
-    kinds = builder.get("mlp_layer_types")
-    is_sparse = first <= index <= last and (index + 1) % builder.get("moe_layer_interval", 1) == 0
-    if kinds[index] == "sparse" if kinds else is_sparse:
-        half = builder.router(f"{prefix}.mlp", count, correction=True, scheme=FP32)
-        half += builder.experts(f"{prefix}.mlp", count, size)
-        shared = builder.get("moe_num_shared_experts", 0)
-        half += builder.mlp(f"{prefix}.mlp.shared_experts", size * shared, bias=bias) if shared else []
-    else:
-        half = builder.mlp(f"{prefix}.mlp", builder.intermediate_size, bias=bias)
-    weights = block(
-        builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias), half, builder.norms(*_TWO_NORMS)
-    )
-    return DecoderLayer(block=weights, cache=builder.cache())
+def _require_window(config: CheckedConfig) -> None:
+    """Raise InvalidRequestError where a layer has a window and no field says how long it is."""
+    if "sliding_attention" in config.setdefault("layer_types", ["full_attention"] * config["num_hidden_layers"]):
+        config["sliding_window"]  # without it the cache is unknown
 
 
-def _lowest(value: int | list[int]) -> int:
-    return min(value) if isinstance(value, list) else value
+def ernie4_5_moe_fields(config: CheckedConfig) -> None:
+    """Write which layers of ERNIE 4.5 have experts: from a first layer to a last one, every so many layers."""
+    first, last = config.get("moe_layer_start_index", 0), config.get("moe_layer_end_index", -1)
+    first = min(first) if isinstance(first, list) else first
+    last = config["num_hidden_layers"] if last == -1 else last
+    interval = config.get("moe_layer_interval", 1)
+    _write_sparse(config, lambda index: first <= index <= last and (index + 1) % interval == 0)
+
+
+def _write_sparse(config: CheckedConfig, is_sparse: Callable[[int], bool]) -> None:
+    """Write the kind of each layer's second half, unless the config has it."""
+    layers = range(config["num_hidden_layers"])
+    config.setdefault("mlp_layer_types", ["sparse" if is_sparse(index) else "dense" for index in layers])
 
 
 def head_bias(builder: LayerBuilder) -> Block:

@@ -20,8 +20,9 @@ from hpc_serve.plan import (
     model_from_config,
     resolve,
 )
-from hpc_serve.plan.memory.loaded import loaded_model, option_notes
+from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.model.architectures import draft_from_config
+from hpc_serve.plan.report.notes import plan_notes
 from hpc_serve.sizes import GIB
 
 
@@ -267,7 +268,7 @@ def test_without_prefix_caching_hybrids_hold_one_state_a_request() -> None:
     ],
 )
 def test_what_is_counted_in_part_or_not_at_all_is_said(options: dict[str, Any], says: str) -> None:
-    (note,) = option_notes(spec("8b"), EngineConfig(**options))
+    (note,) = plan_notes(spec("8b"), EngineConfig(**options))
     assert re.search(says, note)
 
 

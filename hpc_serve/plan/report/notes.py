@@ -1,0 +1,86 @@
+"""The sentences of a plan on what its figures leave out, or count only in part. memory/loaded.py counts the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpc_serve.plan import catalog
+from hpc_serve.plan.engine import EngineConfig
+from hpc_serve.plan.memory.loaded import is_left_out, is_text_only
+from hpc_serve.plan.model.spec import ModelSpec
+
+_WITHOUT_DRAFT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+
+
+def plan_notes(model: ModelSpec, engine: EngineConfig) -> Iterator[str]:
+    """Yield a sentence for each field and each option that a figure leaves out, or counts only in part."""
+    if model.unknown_keys:
+        yield (
+            f"Note: the config has {', '.join(model.unknown_keys)}, which this planner does not know. It is left out, "
+            "at your own risk: the model may be of another size."
+        )
+    entry = catalog.find(model.name)
+    if entry is not None and entry.min_vllm is not None and not engine.is_at_least(entry.min_vllm):
+        yield (
+            f"Note: {model.name} needs vLLM {entry.min_vllm} by vLLM's recipe, and this plan is for "
+            f"{engine.vllm_version}: use a newer vLLM."
+        )
+    method, draft = engine.speculative_method, (engine.speculative_config or {}).get("model")
+    if engine.speculates_with_own_layers:
+        yield (
+            f"--speculative-config: {model.draft_layers} prediction layers with their cache are counted. The speed is "
+            "that of steps that run them; how many drafts are accepted is not known, so none is counted."
+        )
+    elif engine.draft_model and model.draft_layers:
+        yield (
+            f"--speculative-config: weights and cache of the draft model {draft} are counted ({model.draft_layers} "
+            "layers, on the last stage). The speed is that of steps that run them once; how many drafts are accepted "
+            "is not known, so none is counted."
+        )
+    elif method in _WITHOUT_DRAFT_WEIGHTS:
+        yield f"--speculative-config: {method} loads no weights. The speed is that without speculation."
+    elif method is not None:
+        named = f" {draft}" if draft else ""
+        yield (
+            f"Not counted: weights and cache of the draft model{named} (--speculative-config). Plan the draft "
+            "model separately and leave its room with --gpu-memory-utilization. The speed is that without speculation."
+        )
+    if (engine.data_parallel_size or 1) > 1 and not engine.enable_expert_parallel:
+        yield (
+            "Without --enable-expert-parallel each data-parallel rank has a slice of every expert. vLLM's recipes for "
+            "data parallelism have whole experts."
+        )
+    if engine.enable_lora:
+        slots = f"{engine.lora_slots} slot{'s' if engine.lora_slots > 1 else ''} of rank {engine.lora_rank}"
+        yield f"LoRA: {slots} counted in the weights, and CUDA graphs twice. The speed is that without adapters."
+    if engine.cpu_offload_gb:
+        yield (
+            f"--cpu-offload-gb {engine.cpu_offload_gb:g}: so many GiB of weights of each GPU stay in the node's "
+            "memory, and each step reads them over PCIe (4.0 x16 is assumed). `submit` asks Slurm for that memory."
+        )
+    if engine.is_pooling:
+        yield (
+            "--runner pooling: neither an output head nor sampling is counted. The speed is that of a model that "
+            "generates; of it the time to the first token counts."
+        )
+    if model.images and model.images.frame_pairs and not is_left_out("video", engine):
+        yield (
+            "vLLM profiles this tower with a video as long as the context. If no videos come, "
+            "-- --limit-mm-per-prompt '{\"video\": 0}' leaves that memory to the cache."
+        )
+    if engine.limit_mm_per_prompt and model.images and not is_text_only(model, engine):
+        yield (
+            "--limit-mm-per-prompt: a step holds as many images as its tokens allow, whatever the limit. The tower is "
+            "left out only where all its kinds of input are 0."
+        )
+    for option, asked in (
+        ("--kv-transfer-config", engine.kv_transfer_config),
+        ("--kv-offloading-size", engine.kv_offloading_size),
+    ):
+        if asked:
+            yield f"Not counted: buffers and copies of {option}, in GPU memory and in speed."
+    if engine.uncounted:
+        yield (
+            f"Not counted: {', '.join(engine.uncounted)}. vLLM may need other memory with it, or be faster or slower; "
+            "the figures are those without."
+        )
