@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from hpc_serve.plan.engine import EngineConfig, max_num_seqs
 from hpc_serve.plan.memory.overhead import ProfileRun
-from hpc_serve.plan.model.spec import DecoderLayer
-from hpc_serve.plan.model.weights import Linear
 from hpc_serve.sizes import MIB
 
 GRAPH_BYTES_PER_DENSE_LAYER = MIB * 26 // 100
@@ -89,11 +87,7 @@ def _sizes(run: ProfileRun, sequences: int) -> list[int]:
 def cuda_graph_bytes(run: ProfileRun) -> int:
     """Return the memory of all CUDA graphs."""
     per_graph = sum(
-        count * (GRAPH_BYTES_PER_EXPERT_LAYER if _has_experts(layer) else GRAPH_BYTES_PER_DENSE_LAYER)
+        count * (GRAPH_BYTES_PER_EXPERT_LAYER if layer.block.experts else GRAPH_BYTES_PER_DENSE_LAYER)
         for layer, count in run.distinct_layers
     )
     return graph_count(run) * per_graph
-
-
-def _has_experts(layer: DecoderLayer) -> bool:
-    return any(isinstance(weight, Linear) and weight.is_expert for weight in layer.block.weights)

@@ -23,17 +23,10 @@ _PACKED_LATENT_BYTES = 656
 _LATENT_HYBRID_TOKENS = 128
 """The multiple that vLLM's blocks of a latent cache beside states are: `_align_hybrid_block_size` in platforms/."""
 _ELEMENT_BYTES = {
-    "bfloat16": 2.0,
-    "float16": 2.0,
-    "half": 2.0,
+    **dict.fromkeys(("bfloat16", "float16", "half"), 2.0),
     "float32": 4.0,
-    "fp8": 1.0,
-    "fp8_e4m3": 1.0,
-    "fp8_e5m2": 1.0,
-    "fp8_inc": 1.0,
-    "int8": 1.0,
-    "fp8_per_token_head": 1.0,
-    "int8_per_token_head": 1.0,
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "int8"), 1.0),
+    **dict.fromkeys(("fp8_per_token_head", "int8_per_token_head"), 1.0),
     "int4_per_token_head": 0.5,
     "nvfp4": 0.5 + 1 / 16,
 }

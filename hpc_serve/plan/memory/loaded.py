@@ -6,11 +6,12 @@ cannot be counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.engine import EngineConfig
+from hpc_serve.plan.model.scheme import BF16
 from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
 from hpc_serve.plan.model.weights import Block, Linear, Part, Vector, Weight
 
@@ -74,13 +75,14 @@ def _with_state_type(model: ModelSpec, element_bytes: int) -> ModelSpec:
 
     The first tensor of a state is the convolution's, and stays.
     """
-    known: dict[int, DecoderLayer] = {}
-    for layer in model.layers:
-        cache = layer.cache
-        if cache is not None and id(layer) not in known:
-            state = cache.state[:1] + tuple((elements, element_bytes) for elements, _ in cache.state[1:])
-            known[id(layer)] = replace(layer, cache=replace(cache, state=state))
-    return replace(model, layers=tuple(known.get(id(layer), layer) for layer in model.layers))
+
+    def changed(layer: DecoderLayer) -> DecoderLayer:
+        if layer.cache is None:
+            return layer
+        state = layer.cache.state[:1] + tuple((elements, element_bytes) for elements, _ in layer.cache.state[1:])
+        return replace(layer, cache=replace(layer.cache, state=state))
+
+    return model.with_layers(changed)
 
 
 def _with_redundant_experts(model: ModelSpec, engine: EngineConfig) -> ModelSpec:
@@ -104,14 +106,13 @@ def _with_redundant_experts(model: ModelSpec, engine: EngineConfig) -> ModelSpec
 
     model = model.with_weights(lambda weights: tuple(map(grown, weights)))
     layers = list(model.layers)
-    last = max(index for index, layer in enumerate(layers) if any(map(_is_expert, layer.block.weights)))
-    buffer = filter(_is_expert, layers[last].block.weights)
-    layers[last] = replace(layers[last], derived=Block(weights=(*layers[last].derived.weights, *buffer)))
+    last = max(index for index, layer in enumerate(layers) if layer.block.experts)
+    layers[last] = _with_derived(layers[last], layers[last].block.experts)
     return replace(model, layers=tuple(layers))
 
 
-def _is_expert(weight: Weight) -> bool:
-    return isinstance(weight, Linear) and weight.is_expert
+def _with_derived(layer: DecoderLayer, more: Iterable[Weight]) -> DecoderLayer:
+    return replace(layer, derived=Block(weights=(*layer.derived.weights, *more)))
 
 
 def _with_prediction_layers(model: ModelSpec) -> ModelSpec:
@@ -161,16 +162,14 @@ def _with_draft(model: ModelSpec, draft: ModelSpec) -> ModelSpec:
 
 def _with_lora_slots(model: ModelSpec, engine: EngineConfig) -> ModelSpec:
     """Return the model with the tensors that vLLM allocates for adapters beside each matrix of the decoder."""
-    changed: dict[int, DecoderLayer] = {}
-    for layer in model.layers:
-        if id(layer) not in changed:
-            slots = (part for weight in layer.block.weights for part in _lora_slots(weight, model, engine))
-            changed[id(layer)] = replace(layer, derived=Block(weights=(*layer.derived.weights, *slots)))
-    layers = [changed[id(layer)] for layer in model.layers]
+
+    def with_slots(layer: DecoderLayer) -> DecoderLayer:
+        return _with_derived(layer, (slot for weight in layer.block.weights for slot in _lora_slots(weight, engine)))
+
+    layers = list(model.with_layers(with_slots).layers)
     if model.architecture.startswith(_ADAPTS_VOCABULARY):
         for place, name in ((0, "embed_tokens"), (-1, "lm_head")):
-            derived = (*layers[place].derived.weights, *_vocabulary_slots(name, model, engine))
-            layers[place] = replace(layers[place], derived=Block(weights=derived))
+            layers[place] = _with_derived(layers[place], _vocabulary_slots(name, model, engine))
     return replace(model, layers=tuple(layers))
 
 
@@ -185,7 +184,7 @@ def _vocabulary_slots(name: str, model: ModelSpec, engine: EngineConfig) -> Iter
             yield Linear(name=f"{name}.lora_{side}", inputs=rank, outputs=(Part(size),))
 
 
-def _lora_slots(weight: Weight, model: ModelSpec, engine: EngineConfig) -> Iterator[Linear]:
+def _lora_slots(weight: Weight, engine: EngineConfig) -> Iterator[Linear]:
     """Yield the matrices A and B of all slots beside one matrix, in the model's 16-bit type.
 
     A column-parallel matrix has a whole A for each of its fused parts and divides B. A row-parallel one divides A and
@@ -195,25 +194,12 @@ def _lora_slots(weight: Weight, model: ModelSpec, engine: EngineConfig) -> Itera
     if not isinstance(weight, Linear) or not _is_target(weight.name, engine.lora_target_modules):
         return
     rank, sharded = engine.lora_rank * engine.lora_slots, engine.fully_sharded_loras and weight.split != "none"
-    copies, parts = weight.copies, len(weight.outputs)
     a_split = "row" if weight.split == "row" else "column" if sharded else "none"
     b_split = "column" if weight.split == "column" or sharded else "none"
-    yield Linear(
-        name=f"{weight.name}.lora_a",
-        inputs=weight.inputs,
-        outputs=(Part(rank * parts),),
-        split=a_split,  # type: ignore[arg-type]
-        copies=copies,
-        is_expert=weight.is_expert,
-    )
-    yield Linear(
-        name=f"{weight.name}.lora_b",
-        inputs=Part(rank),
-        outputs=weight.outputs,
-        split=b_split,  # type: ignore[arg-type]
-        copies=copies,
-        is_expert=weight.is_expert,
-    )
+    plain = replace(weight, bias=False, scheme=BF16)
+    a_outputs = (Part(rank * len(weight.outputs)),)
+    yield replace(plain, name=f"{weight.name}.lora_a", outputs=a_outputs, split=a_split)
+    yield replace(plain, name=f"{weight.name}.lora_b", inputs=Part(rank), split=b_split)
 
 
 def _is_target(name: str, targets: tuple[str, ...] | None) -> bool:

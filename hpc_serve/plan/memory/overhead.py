@@ -13,7 +13,7 @@ from hpc_serve.plan.engine import EngineConfig, max_num_batched_tokens, max_num_
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.memory.rocm import RCCL_BYTES, ROCM_CONTEXT_BYTES, is_rocm
 from hpc_serve.plan.model.scheme import MXFP4
-from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
+from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec, distinct_layers
 from hpc_serve.plan.model.weights import Linear
 from hpc_serve.sizes import GIB, MIB
 
@@ -87,12 +87,7 @@ class ProfileRun:
     @cached_property
     def distinct_layers(self) -> list[tuple[DecoderLayer, int]]:
         """Each different layer once, and how often the stage has it."""
-        counts: dict[int, int] = {}
-        layers: dict[int, DecoderLayer] = {}
-        for layer in self.layers:
-            layers[id(layer)] = layer
-            counts[id(layer)] = counts.get(id(layer), 0) + 1
-        return [(layers[key], count) for key, count in counts.items()]
+        return distinct_layers(self.layers)
 
 
 def activation_bytes(run: ProfileRun) -> int:
@@ -186,10 +181,7 @@ def _kept_workspace_bytes(run: ProfileRun) -> int:
     if not run.engine.keeps_expert_workspaces or run.model.quantization.experts is MXFP4:
         return 0
     experts = (
-        _expert_elements_per_token(weight, run)
-        for layer, _ in run.distinct_layers
-        for weight in layer.block.weights
-        if isinstance(weight, Linear) and weight.is_expert
+        _expert_elements_per_token(weight, run) for layer, _ in run.distinct_layers for weight in layer.block.experts
     )
     return run.tokens * max(experts, default=0) * run.model.dtype_bytes
 

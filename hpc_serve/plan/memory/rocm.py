@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
-from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec, distinct_blocks
+from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec, distinct_layers
 from hpc_serve.plan.model.weights import Block, Linear
 from hpc_serve.sizes import GIB
 
@@ -40,7 +40,9 @@ def row_padding_bytes(
     """Return the bytes between rows of weights on one rank of a stage. 0 where vLLM does not run on ROCm."""
     if not is_rocm(accelerator):
         return 0
-    return sum(count * _block_padding(block, model, ranks, expert_ranks) for block, count in distinct_blocks(layers))
+    return sum(
+        count * _block_padding(layer.block, model, ranks, expert_ranks) for layer, count in distinct_layers(layers)
+    )
 
 
 def _block_padding(block: Block, model: ModelSpec, ranks: int, expert_ranks: int) -> int:

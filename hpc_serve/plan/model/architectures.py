@@ -21,8 +21,8 @@ from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.ordinary import ordinary_layer
 from hpc_serve.plan.model.quantization import quantization_from_config
 from hpc_serve.plan.model.scheme import plain_scheme
-from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
-from hpc_serve.plan.model.weights import Block, Linear, Vocabulary
+from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec, distinct_layers
+from hpc_serve.plan.model.weights import Block, Vocabulary
 
 Family: TypeAlias = Callable[[LayerBuilder, int], DecoderLayer]
 """What describes one layer."""
@@ -223,9 +223,9 @@ def _experts(layers: tuple[DecoderLayer, ...]) -> tuple[int, int]:
     inner = "experts.down_proj"
     found = [
         (weight.copies, weight.inputs.size)
-        for layer in {id(layer): layer for layer in layers}.values()
-        for weight in layer.block.weights
-        if isinstance(weight, Linear) and weight.is_expert and weight.name.endswith(inner)
+        for layer, _ in distinct_layers(layers)
+        for weight in layer.block.experts
+        if weight.name.endswith(inner)
     ]
     return max(found, default=(0, 0))
 

@@ -11,8 +11,7 @@ from typing import Any
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config_check import CheckedConfig
 from hpc_serve.plan.model.layers import LayerBuilder, block
-from hpc_serve.plan.model.moe import has_experts
-from hpc_serve.plan.model.scheme import FP32
+from hpc_serve.plan.model.moe import experts_or_dense, has_experts
 from hpc_serve.plan.model.spec import CacheTensor, DecoderLayer, LayerCache
 from hpc_serve.plan.model.weights import Block, Part, Weight
 
@@ -92,16 +91,19 @@ def _halves(ratio: int) -> int:
 
 def _v4_experts(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
     """Return the experts. In the first layers a table of tokens chooses them."""
-    count, size = builder.require("n_routed_experts"), builder.require("moe_intermediate_size")
     by_table = index < builder.require("num_hash_layers")
-    corrected = builder.get("topk_method") == "noaux_tc" and not by_table
-    weights = builder.router(prefix, count, correction=corrected)
+    weights = experts_or_dense(
+        builder,
+        index,
+        prefix,
+        count="n_routed_experts",
+        correction=False if by_table else ("topk_method", "noaux_tc", None),
+        shared_count="n_shared_experts",
+    )
     if by_table:
         chosen = builder.require("num_experts_per_tok")
         weights.append(builder.vector(f"{prefix}.gate.tid2eid", builder.vocab_size * chosen, element_bytes=4))
-    weights += builder.experts(prefix, count, size)
-    shared = builder.get("n_shared_experts", 0)
-    return weights + (builder.mlp(f"{prefix}.shared_experts", size * shared) if shared else [])
+    return weights
 
 
 def _v4_cache(builder: LayerBuilder, ratio: int) -> LayerCache:
@@ -223,9 +225,14 @@ def _says(config: Mapping[str, Any], key: str, index: int) -> bool:
 def _m3_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
     if not has_experts(builder, index):
         return builder.mlp(f"{prefix}.mlp", builder.require("dense_intermediate_size"))
-    name, count = f"{prefix}.block_sparse_moe", builder.require("num_local_experts")
-    size = builder.either("intermediate_size", "moe_intermediate_size", 0)
-    weights = builder.router(name, count, correction=bool(builder.get("use_routing_bias", False)), scheme=FP32)
-    weights += builder.experts(name, count, size)
-    shared = builder.get("n_shared_experts", 0)
-    return weights + (builder.mlp(f"{name}.shared_experts", size * shared) if shared else [])
+    return experts_or_dense(
+        builder,
+        index,
+        f"{prefix}.block_sparse_moe",
+        count="num_local_experts",
+        size="intermediate_size",
+        size_alias="moe_intermediate_size",
+        correction=("use_routing_bias", True, False),
+        wide_router=True,
+        shared_count="n_shared_experts",
+    )

@@ -83,15 +83,25 @@ class LayerBuilder:
         *,
         bias: bool = False,
         plain: bool = False,
+        scheme: Scheme | None = None,
+        experts: int = 0,
     ) -> Linear:
-        """Return a linear module in the scheme that the checkpoint has for it. `plain`: it is never quantised."""
+        """Return a linear module in `scheme`, else in the scheme that the checkpoint has for it.
+
+        `plain`: it is never quantised. `experts`: it is one tensor with the matrices of so many experts.
+        """
+        if scheme is None:
+            fused = len(outputs) > 1
+            scheme = self.quantization.plain if plain else self.quantization.scheme_of(name, is_fused=fused)
         return Linear(
             name=_within_layer(name),
             inputs=inputs if isinstance(inputs, Part) else Part(inputs),
             outputs=tuple(part if isinstance(part, Part) else Part(part) for part in outputs),
             split=split,
             bias=bias,
-            scheme=self.quantization.plain if plain else self.quantization.scheme_of(name, is_fused=len(outputs) > 1),
+            copies=experts or 1,
+            is_expert=experts > 0,
+            scheme=scheme,
         )
 
     def vector(
@@ -177,43 +187,17 @@ class LayerBuilder:
         first = (part, part) if gated else (part,)
         up, down = f"{prefix}.experts.up_proj", f"{prefix}.experts.down_proj"
         return [
-            self._expert(up, hidden, first, "column", count, bias=bias, scheme=scheme),
-            self._expert(down, part, (hidden,), "row", count, bias=bias, scheme=scheme),
+            self.linear(up, hidden, first, "column", bias=bias, scheme=scheme, experts=count),
+            self.linear(down, part, [hidden], "row", bias=bias, scheme=scheme, experts=count),
         ]
-
-    def _expert(
-        self,
-        name: str,
-        inputs: Part,
-        outputs: tuple[Part, ...],
-        split: Literal["column", "row"],
-        count: int,
-        *,
-        bias: bool,
-        scheme: Scheme,
-    ) -> Linear:
-        return Linear(
-            name=_within_layer(name),
-            inputs=inputs,
-            outputs=outputs,
-            split=split,
-            bias=bias,
-            copies=count,
-            is_expert=True,
-            scheme=scheme,
-        )
 
     def router(
         self, prefix: str, count: int, *, bias: bool = False, correction: bool = False, scheme: Scheme | None = None
     ) -> list[Weight]:
         """Return the router, which chooses experts: in `scheme` or unquantised, and with a 32-bit bias where
         `correction`."""
-        gate = Linear(
-            name=_within_layer(f"{prefix}.gate"),
-            inputs=Part(self.hidden_size),
-            outputs=(Part(count),),
-            bias=bias,
-            scheme=scheme or self.quantization.plain,
+        gate = self.linear(
+            f"{prefix}.gate", self.hidden_size, [count], bias=bias, scheme=scheme or self.quantization.plain
         )
         if not correction:
             return [gate]

@@ -47,9 +47,9 @@ def experts_or_dense(
     )
     if is_dense:
         return builder.mlp(prefix, builder.intermediate_size, bias=mlp_bias)
-    number, features = builder.require(count), builder.intermediate_size
-    if size != "intermediate_size":
-        features = (builder.either(size, size_alias, 0) if size_alias else 0) or builder.require(size)
+    number, features = builder.require(count), builder.either(size, size_alias, 0) if size_alias else 0
+    if not features:
+        features = builder.intermediate_size if size == "intermediate_size" else builder.require(size)
     corrected, is_wide = _holds(builder, correction), _holds(builder, wide_router)
     weights = builder.router(prefix, number, bias=bias, correction=corrected, scheme=FP32 if is_wide else None)
     weights += builder.experts(prefix, number, features, bias=bias)

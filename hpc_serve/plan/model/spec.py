@@ -13,7 +13,7 @@ from typing import Literal
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.model.quantization import Quantization
-from hpc_serve.plan.model.weights import Block, Linear, Part, Vocabulary, Weight
+from hpc_serve.plan.model.weights import Block, Part, Vocabulary, Weight
 
 CacheKind = Literal["full", "sliding", "chunked", "mla", "state", "compressed"]
 
@@ -87,11 +87,10 @@ class DecoderLayer:
     derived: Block = field(default_factory=Block)
 
 
-def distinct_blocks(layers: Sequence[DecoderLayer]) -> list[tuple[Block, int]]:
-    """Return each block of the layers once, with the number of layers that share it: layers alike share one object."""
-    counts = Counter(id(layer.block) for layer in layers)
-    blocks = {id(layer.block): layer.block for layer in layers}
-    return [(block, counts[key]) for key, block in blocks.items()]
+def distinct_layers(layers: Sequence[DecoderLayer]) -> list[tuple[DecoderLayer, int]]:
+    """Return each layer once, with the number of layers like it: layers alike are one object."""
+    counts = Counter(map(id, layers))
+    return [(layer, counts[key]) for key, layer in {id(layer): layer for layer in layers}.items()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,16 +175,14 @@ class ModelSpec:
     stored_wide: bool = False
     unknown_keys: tuple[str, ...] = ()
 
-    def with_weights(self, change: Callable[[tuple[Weight, ...]], tuple[Weight, ...]]) -> ModelSpec:
-        """Return the same model with the weights of each decoder layer changed.
-
-        Layers that are one object stay one object.
-        """
-        changed: dict[int, DecoderLayer] = {}
-        for layer in self.layers:
-            if id(layer) not in changed:
-                changed[id(layer)] = replace(layer, block=Block(weights=change(layer.block.weights)))
+    def with_layers(self, change: Callable[[DecoderLayer], DecoderLayer]) -> ModelSpec:
+        """Return the same model with each decoder layer changed. Layers that are one object stay one object."""
+        changed = {id(layer): change(layer) for layer, _ in distinct_layers(self.layers)}
         return replace(self, layers=tuple(changed[id(layer)] for layer in self.layers))
+
+    def with_weights(self, change: Callable[[tuple[Weight, ...]], tuple[Weight, ...]]) -> ModelSpec:
+        """Return the same model with the weights of each decoder layer changed."""
+        return self.with_layers(lambda layer: replace(layer, block=Block(weights=change(layer.block.weights))))
 
     @property
     def num_hidden_layers(self) -> int:
@@ -217,12 +214,11 @@ class ModelSpec:
         """Elements that one token uses. Of the routed experts, only the chosen ones count."""
         if not self.num_experts:
             return self.parameters
-        idle = 0
-        for layer in self.layers:
-            for weight in layer.block.weights:
-                if isinstance(weight, Linear) and weight.is_expert:
-                    idle += weight.parameters - weight.parameters * self.num_experts_per_tok // weight.copies
-        return self.parameters - idle
+        return self.parameters - sum(
+            count * (weight.parameters - weight.parameters * self.num_experts_per_tok // weight.copies)
+            for layer, count in distinct_layers(self.layers)
+            for weight in layer.block.experts
+        )
 
     @cached_property
     def weight_bytes(self) -> int:

@@ -149,6 +149,11 @@ class Block:
     weights: tuple[Weight, ...] = ()
 
     @property
+    def experts(self) -> tuple[Linear, ...]:
+        """Those that are matrices of routed experts."""
+        return tuple(weight for weight in self.weights if isinstance(weight, Linear) and weight.is_expert)
+
+    @property
     def parameters(self) -> int:
         """Elements in the checkpoint."""
         return sum(weight.parameters for weight in self.weights)

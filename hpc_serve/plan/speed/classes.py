@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from hpc_serve.plan.memory.cuda_graphs import graph_mode
-from hpc_serve.plan.model.spec import ModelSpec, distinct_blocks
+from hpc_serve.plan.model.spec import ModelSpec, distinct_layers
 from hpc_serve.plan.model.weights import Linear
 from hpc_serve.plan.speed.step import Roofline
 
@@ -21,8 +21,8 @@ _FORMATS = {"bfloat16": "16 bit", "float16": "16 bit", "fp8": "fp8 (per tensor)"
 def weights_format(model: ModelSpec) -> str:
     """Return the format of most of a model's weights; of fp8 its kind too, because kernels differ by it."""
     counts: Counter[str] = Counter()
-    for block, layers in distinct_blocks(model.layers):
-        for weight in block.weights:
+    for layer, layers in distinct_layers(model.layers):
+        for weight in layer.block.weights:
             if isinstance(weight, Linear):
                 counts[weight.scheme.name] += weight.parameters * layers
     name = counts.most_common(1)[0][0] if counts else model.dtype
