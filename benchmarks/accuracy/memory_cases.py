@@ -61,6 +61,7 @@ class Asked:
     engine: EngineConfig
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    data_parallel_size: int
     max_model_len: int
 
     def estimate(self) -> MemoryEstimate:
@@ -71,6 +72,7 @@ class Asked:
             self.engine,
             tensor_parallel_size=self.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
+            data_parallel_size=self.data_parallel_size,
             max_model_len=self.max_model_len,
         )
 
@@ -123,6 +125,8 @@ def asked(case: dict[str, Any], about: dict[str, Any]) -> Asked:
     draft = about.get("draft")
     if draft is not None:
         model = loaded_model(model, engine, draft_from_config(draft["config"], name="draft", method=draft["method"]))
+    elif engine.enable_eplb:
+        model = loaded_model(model, engine)
     model = replace(model, max_model_len=max(max_model_len, model.max_model_len))
     gib = about.get("gpu_mem_gib") or case.get("gpu_mem_gib")
     return Asked(
@@ -132,6 +136,7 @@ def asked(case: dict[str, Any], about: dict[str, Any]) -> Asked:
         engine=engine,
         tensor_parallel_size=case.get("tp", 1),
         pipeline_parallel_size=about.get("pp") or case.get("pp", 1),
+        data_parallel_size=case.get("dp", 1),
         max_model_len=max_model_len,
     )
 
@@ -156,6 +161,8 @@ def _engine(case: dict[str, Any], about: dict[str, Any]) -> EngineConfig:
         max_num_batched_tokens=about.get("max_num_batched_tokens") or case.get("max_num_batched_tokens"),
         enforce_eager=bool(case.get("enforce_eager")),
         enable_expert_parallel=bool(about.get("enable_expert_parallel")),
+        enable_eplb="eplb_config" in about,
+        eplb_config=about.get("eplb_config"),
     )
 
 

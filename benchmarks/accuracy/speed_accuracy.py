@@ -7,6 +7,7 @@ source that the factors are fitted on counts with the factors fitted on all othe
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -50,7 +51,7 @@ def arrivals_of(case: Case) -> str:
 
 
 def accuracy(rows: Sequence[tuple[Case, Factors]]) -> dict[str, dict[str, Any]]:
-    """By arrivals and kind of accelerator: how many rows there are, how many are near, and quartiles of TTFT."""
+    """By arrivals and kind of accelerator: rows, sources, errors of a source, and quartiles of TTFT."""
     found: dict[str, dict[str, Any]] = {}
     for arrivals in get_args(Arrivals):
         for kind in ("gpu", "tpu", "cpu"):
@@ -61,11 +62,15 @@ def accuracy(rows: Sequence[tuple[Case, Factors]]) -> dict[str, dict[str, Any]]:
 
 
 def _figures(rows: Sequence[tuple[Case, Factors]]) -> dict[str, Any]:
-    errors = [error(case, factors) for case, factors in rows]
+    sources: dict[str, list[float]] = {}
+    for case, factors in rows:
+        sources.setdefault(case.source, []).append(abs(error(case, factors)))
+    medians = sorted(statistics.median(errors) for errors in sources.values())
     figures: dict[str, Any] = {
         "rows": len(rows),
-        "within_a_quarter": sum(abs(value) <= WITHIN_PER_CENT for value in errors),
-        "median_error_per_cent": round(statistics.median(abs(value) for value in errors), 1),
+        "sources": len(medians),
+        "median_error_per_cent": round(statistics.median(medians), 1),
+        "eight_of_ten_within_per_cent": round(medians[math.ceil(0.8 * len(medians)) - 1], 1),
     }
     ratios = _ttft_ratios(rows)
     if len(ratios) >= LEAST_TTFT_ROWS:

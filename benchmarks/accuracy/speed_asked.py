@@ -61,6 +61,7 @@ def _plan(case: Case) -> PlanResult:
         roofline.engine,
         tensor_parallel_size=layout.tensor_parallel_size,
         pipeline_parallel_size=layout.pipeline_parallel_size,
+        data_parallel_size=layout.data_parallel_size,
     )
     asked = PlanRequest(
         model=roofline.model.name,

@@ -93,22 +93,25 @@ def _prepared(text: str) -> tuple[Roofline, MemoryEstimate]:
         vllm_version=version,
         use_v1=row.get("use_v1"),
         enable_expert_parallel=row.get("expert_parallel", False),
+        all2all_backend=row.get("all2all_backend", "allgather_reducescatter"),
         kv_cache_dtype=row.get("kv_cache_dtype", "auto"),
         max_num_batched_tokens=row.get("max_num_batched_tokens"),
         max_num_seqs=row.get("max_num_seqs"),
         gpu_memory_utilization=row.get("gpu_memory_utilization"),
         async_scheduling=row.get("async_scheduling"),
+        decode_context_parallel_size=row.get("dcp"),
     )
     if "max_model_len" in row and engine.max_num_batched_tokens is None:
         tokens = max_num_batched_tokens(engine, device, length)
         engine = replace(engine, max_num_batched_tokens=tokens)
-    tensor, stages = row["tp"], row.get("pp", 1)
+    tensor, stages, data = row["tp"], row.get("pp", 1), row.get("dp", 1)
     nodes = row.get("num_nodes", 1)
     layout = Layout(
         tensor_parallel_size=tensor,
         pipeline_parallel_size=stages,
         num_nodes=nodes,
-        gpus_per_node=tensor * stages // nodes,
+        gpus_per_node=tensor * stages * data // nodes,
+        data_parallel_size=data,
     )
     memory = estimate_memory(
         model,
@@ -116,6 +119,7 @@ def _prepared(text: str) -> tuple[Roofline, MemoryEstimate]:
         engine,
         tensor_parallel_size=tensor,
         pipeline_parallel_size=stages,
+        data_parallel_size=data,
         max_model_len=length,
     )
     return Roofline(model, device, engine, layout), memory

@@ -67,6 +67,7 @@ class EngineConfig:
     block_size: int | None = None
     enforce_eager: bool = False
     enable_expert_parallel: bool = False
+    all2all_backend: str = "allgather_reducescatter"
     async_scheduling: bool | None = None
     enable_lora: bool = False
     max_loras: int | None = None

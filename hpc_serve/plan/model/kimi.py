@@ -33,7 +33,7 @@ def kimi_linear(builder: LayerBuilder, index: int) -> DecoderLayer:
     else:
         gated = bool(builder.get("mla_use_output_gate"))
         mixer = latent_attention(builder, f"{prefix}.self_attn", gated=gated)
-        cache, derived = latent_cache(builder), latent_derived(builder)
+        cache, derived = latent_cache(builder), latent_derived(builder, mixer)
     return DecoderLayer(block=block(mixer, _kimi_half(builder, index, prefix), norms), cache=cache, derived=derived)
 
 

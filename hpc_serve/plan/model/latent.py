@@ -5,6 +5,7 @@ Sources: vLLM's model_executor/models/deepseek_v2.py and models/deepseek_v32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hpc_serve.errors import InvalidRequestError
@@ -103,7 +104,7 @@ def _latent_layer(builder: LayerBuilder, index: int, indexer: list[Weight], *, c
         builder.norms(*_TWO_NORMS),
     )
     cache = replace(latent_cache(builder), chosen_tokens=chosen_tokens)
-    return DecoderLayer(block=weights, cache=cache, derived=latent_derived(builder))
+    return DecoderLayer(block=weights, cache=cache, derived=latent_derived(builder, weights.weights))
 
 
 def latent_cache(builder: LayerBuilder) -> LayerCache:
@@ -113,8 +114,11 @@ def latent_cache(builder: LayerBuilder) -> LayerCache:
     )
 
 
-def latent_derived(builder: LayerBuilder) -> Block:
-    """Return the weights that vLLM derives from the expanding matrix when it loads it."""
+def latent_derived(builder: LayerBuilder, weights: Sequence[Weight]) -> Block:
+    """Return the weights that vLLM derives from the expanding matrix when it loads it: none from one in 16 bit, whose
+    parts it uses where they are (`split_kv_b_proj` in layers/attention/mla_attention.py)."""
+    if any(one.name.endswith("kv_b_proj") and one.scheme.weight_bits == 16 for one in weights):
+        return Block()
     per_head = Part(builder.heads, builder.require("qk_nope_head_dim") + builder.require("v_head_dim"))
     return block(
         [builder.linear("absorbed_kv_b_proj", builder.require("kv_lora_rank"), [per_head], "column", plain=True)]

@@ -85,8 +85,9 @@ def accuracy_text(traffic: Traffic, kind: AcceleratorKind) -> str:
         return f"no published measurement is of {arrivals} on such accelerators"
     where = " on TPUs" if kind == "tpu" else ""
     text = (
-        f"of {found['rows']} published measurements of {arrivals}{where}, tokens/s of {found['within_a_quarter']} "
-        "are within a quarter"
+        f"tokens/s of {found['sources']} published sources of {arrivals}{where}, each left out of the fit, are off by "
+        f"{found['median_error_per_cent']:.0f} % in the median, {found['eight_of_ten_within_per_cent']:.0f} % in eight "
+        "of ten"
     )
     if "ttft_rows" in found:
         low, high = found["measured_by_printed_ttft_quartiles"]

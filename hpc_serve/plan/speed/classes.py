@@ -49,14 +49,16 @@ def wide_classes(roofline: Roofline) -> tuple[str, ...]:
     """Return classes of several accelerators, each for a reason that work.py's counts do not have.
 
     A GPU without 4-bit arithmetic unpacks MXFP4 in its kernels (Marlin or Triton, by its generation), and how fast they
-    are differs by both. Many experts are narrow grouped products with tiles that are partly empty. An engine without
-    CUDA graphs starts each kernel from the host.
+    are differs by both. Many experts are narrow grouped products with tiles that are partly empty. Data-parallel ranks
+    wait for the one whose experts or requests are most. An engine without CUDA graphs starts each kernel from the host.
     """
     model, accelerator, found = roofline.model, roofline.accelerator, []
     if accelerator.kind == "gpu" and weights_format(model) == "mxfp4" and "fp4" not in accelerator.dense_flops:
         found.append("mxfp4 on GPUs without 4-bit arithmetic")
     if accelerator.kind == "gpu" and model.num_experts >= MANY_EXPERTS:
         found.append(f"mixtures of {MANY_EXPERTS} experts and more on GPUs")
+    if roofline.layout.data_parallel_size > 1:
+        found.append("data-parallel ranks that share experts")
     if _is_eager(roofline):
         found.append("GPUs without CUDA graphs")
     return tuple(found)

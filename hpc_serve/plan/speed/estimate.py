@@ -8,10 +8,12 @@ decides how many run at once.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.memory.kv_cache import cache_layout
+from hpc_serve.plan.speed.burst import burst_speed
 from hpc_serve.plan.speed.decode import decode_speed
 from hpc_serve.plan.speed.steady import steady_speed
 from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Factors, Roofline
@@ -73,24 +75,15 @@ def estimate_speed(
     `memory` is that of the layout. Requests that the cache or vLLM's max_num_seqs cannot hold wait. The requests in
     flight are divided among the data-parallel ranks. Ranks step together, so a step is that of the fullest one.
     """
-    ranks = roofline.layout.data_parallel_size
-    each = replace(traffic, concurrency=-(-traffic.concurrency // ranks))
-    share = traffic.concurrency / each.concurrency
-    capacity = requests_held(roofline, each, memory)
-    batch = running_requests(roofline, each, capacity)
-
-    def of_all(factors: Factors) -> Speed:
-        speed = speed_column(roofline, each, batch, factors)
-        rates = share * speed.requests_per_s, share * speed.output_tokens_per_s
-        return replace(speed, requests_per_s=rates[0], output_tokens_per_s=rates[1])
-
+    capacity = requests_held(roofline, traffic, memory)
+    batch = running_requests(roofline, traffic, capacity)
     return SpeedEstimate(
         traffic=traffic,
         num_gpus=roofline.layout.num_gpus,
-        batch=share * batch,
-        capacity=ranks * capacity,
-        ideal=of_all(IDEAL),
-        expected=of_all(factors),
+        batch=batch,
+        capacity=roofline.layout.data_parallel_size * capacity,
+        ideal=speed_column(roofline, traffic, batch, IDEAL),
+        expected=speed_column(roofline, traffic, batch, factors),
         factors=factors,
         usd_per_gpu_hour=usd_per_gpu_hour,
         is_ideal=is_ideal,
@@ -114,16 +107,29 @@ def held_at_once(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -
 
 
 def running_requests(roofline: Roofline, traffic: Traffic, capacity: float) -> float:
-    """Return how many of the requests in flight run at once: as many as the cache holds and max_num_seqs allows."""
-    return max(1.0, min(traffic.concurrency, capacity, roofline.max_num_seqs))
+    """Return how many of the requests in flight run at once: as many as the ranks' caches hold and max_num_seqs allows.
+
+    `capacity` is that of one data-parallel rank.
+    """
+    of_rank = max(1.0, min(capacity, roofline.max_num_seqs))
+    return min(float(traffic.concurrency), roofline.layout.data_parallel_size * of_rank)
 
 
 def speed_column(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
-    """Return one column of an estimate, by the formula for the arrival of requests. `batch` of them can run."""
-    if traffic.decode_only:
-        return decode_speed(roofline, traffic, batch, factors)
-    if traffic.arrivals == "burst":
-        from hpc_serve.plan.speed.burst import burst_speed
+    """Return one column of an estimate, by the formula for the arrival of requests. `batch` of them can run.
 
-        return burst_speed(roofline, traffic, batch, factors)
-    return steady_speed(roofline, traffic, batch, factors)
+    The requests are divided among the data-parallel ranks. Ranks step together, so a step is that of the fullest one.
+    """
+    ranks = roofline.layout.data_parallel_size
+    each = replace(traffic, concurrency=-(-traffic.concurrency // ranks))
+    fullest = float(each.concurrency) if batch >= traffic.concurrency else batch / ranks
+    speed = _arrival_formula(traffic)(roofline, each, fullest, factors)
+    share = batch / fullest
+    rates = share * speed.requests_per_s, share * speed.output_tokens_per_s
+    return replace(speed, requests_per_s=rates[0], output_tokens_per_s=rates[1])
+
+
+def _arrival_formula(traffic: Traffic) -> Callable[[Roofline, Traffic, float, Factors], Speed]:
+    if traffic.decode_only:
+        return decode_speed
+    return burst_speed if traffic.arrivals == "burst" else steady_speed

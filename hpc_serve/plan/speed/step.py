@@ -23,6 +23,7 @@ ASSUMED_LINK_BYTES_PER_S = 32e9
 """PCIe 4.0 x16: assumed where no source confirms a rate between the GPUs of a node."""
 ASSUMED_NETWORK_BYTES_PER_S = 12.5e9
 """100 Gb/s for each GPU: assumed where no source confirms a network."""
+_GATHERING = ("allgather_reducescatter", "naive")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,26 +142,36 @@ class Roofline:
         return self.step(batch, batch, context, factors)
 
     def step(
-        self, tokens: float, sequences: float, context: float, factors: Factors, prompt_tokens: float = 0
+        self,
+        tokens: float,
+        sequences: float,
+        context: float,
+        factors: Factors,
+        prompt_tokens: float = 0,
+        reading: float = 1,
     ) -> StepTime:
         """Return a step of `tokens`: one for each of `sequences`, the others of prompts with `prompt_tokens` each.
 
-        The batch is divided among the pipeline stages, which work one after the other.
+        The batch is divided among the pipeline stages, which work one after the other. A share of `reading` of the
+        data-parallel ranks has prompts in the step, and the others wait with their own tokens: experts get the tokens
+        of all ranks.
         """
         stages = len(self.work.stages)
         tokens, share = tokens / stages, sequences / stages
-        prompts, routed = max(0.0, tokens - share), tokens * self.layout.data_parallel_size
+        prompts, context_ranks = max(0.0, tokens - share), self.engine.decode_context_parallel_size or 1
+        mean = tokens - (1 - reading) * prompts
+        routed = mean * self.layout.data_parallel_size
         flops = weights = cache = communication = 0.0
         for stage in self.work.stages:
             attention = prompts / prompt_tokens * stage.prompt_attention_flops(prompt_tokens) if prompt_tokens else 0.0
-            flops += self._flops_s(stage, tokens, share, attention, factors)
+            flops += self._flops_s(stage, (tokens, mean, share), attention, factors)
             away = stage.offloaded_bytes
             weights += max(0.0, stage.weight_bytes(routed) - away) / (self.bandwidth * factors.bandwidth)
             weights += away / (ASSUMED_LINK_BYTES_PER_S * factors.bandwidth)
-            read = share * stage.cache_bytes(context) / (self.bandwidth * factors.bandwidth)
+            read = share * stage.cache_bytes(context) / context_ranks / (self.bandwidth * factors.bandwidth)
             attended = share * stage.attention_flops(context) / (self._plain_rate * factors.attention_flops)
             cache += max(read, attended)
-            communication += self._all_reduce_s(stage, tokens, factors) + self._gather_s(stage, tokens, factors)
+            communication += self._all_reduce_s(stage, tokens, factors) + self._gather_s(stage, mean, factors)
         if stages > 1:
             # A rank sends its share of the activations and of the residual.
             sent = 2 * tokens * self.work.hidden_bytes / self.layout.tensor_parallel_size
@@ -183,10 +194,14 @@ class Roofline:
         rates = self.accelerator.dense_flops
         return rates.get("bf16") or rates["fp16"]
 
-    def _flops_s(self, stage: StageWork, tokens: float, sequences: float, attention: float, factors: Factors) -> float:
+    def _flops_s(
+        self, stage: StageWork, batch: tuple[float, float, float], attention: float, factors: Factors
+    ) -> float:
+        """Return the time to compute `batch`: (tokens of the rank, tokens of the mean rank, sequences)."""
+        tokens, mean, sequences = batch
         rates = self.accelerator.dense_flops
         dense = sum(tokens * count / rates[type_] for type_, count in stage.dense_flops.items())
-        experts = sum(tokens * count / rates[type_] for type_, count in stage.expert_flops.items())
+        experts = sum(mean * count / rates[type_] for type_, count in stage.expert_flops.items())
         head = max(1.0, sequences) * stage.head_flops / self._plain_rate
         attending = attention / self._plain_rate
         return (dense + head) / factors.flops + experts / factors.expert_flops + attending / factors.attention_flops
@@ -201,21 +216,28 @@ class Roofline:
         return size / (self.link_bytes_per_s * factors.link) + count * factors.collective_s
 
     def _gather_s(self, stage: StageWork, tokens: float, factors: Factors) -> float:
-        """Return the time to gather the tokens of all data-parallel ranks for the experts, and to scatter the sums.
+        """Return the time to send tokens to their experts on other data-parallel ranks, and to bring the sums back.
 
-        These are the two collectives of vLLM's default `--all2all-backend allgather_reducescatter`
-        (fused_moe/prepare_finalize/naive_dp_ep.py). NCCL's rings take each token once into each other node, over the
-        networks of all its GPUs, and from there from GPU to GPU.
+        With expert parallelism the tensor-parallel ranks of a data-parallel rank each send a part of its tokens
+        (`use_sequence_parallel_moe` in vLLM's config/parallel.py). A token goes once into each other node, over the
+        network, and from there from GPU to GPU.
         """
         layout, size = self.layout, 2 * stage.expert_layers * tokens * self.work.hidden_bytes
-        ranks, nodes = layout.data_parallel_size, layout.num_nodes
-        if ranks == 1:
+        if layout.data_parallel_size == 1:
             return 0.0
-        link_s = (
-            (ranks - 1) * size / link_rate(self.accelerator, replace(layout, tensor_parallel_size=layout.gpus_per_node))
-        )
-        network_s = ranks * (nodes - 1) / nodes * size / (layout.gpus_per_node * network_rate(self.accelerator))
+        tensor = layout.tensor_parallel_size if self.engine.enable_expert_parallel else 1
+        link = link_rate(self.accelerator, replace(layout, tensor_parallel_size=layout.gpus_per_node))
+        link_s = self._copies(stage, tensor * layout.data_parallel_size) * size / tensor / link
+        network = layout.tensor_parallel_size * network_rate(self.accelerator)
+        network_s = self._copies(stage, layout.num_nodes) * size / network
         return (link_s + network_s) / factors.link + 2 * stage.expert_layers * factors.collective_s
+
+    def _copies(self, stage: StageWork, places: int) -> float:
+        """Return to how many of the other ranks, or nodes, a token goes: all of them by vLLM's default backend, which
+        gathers and reduces (fused_moe/prepare_finalize/naive_dp_ep.py), and those with its experts by others."""
+        if not self.engine.enable_expert_parallel or self.engine.all2all_backend in _GATHERING:
+            return places - 1
+        return (places - 1) * (1 - (1 - 1 / places) ** stage.experts_per_token)
 
 
 def link_rate(accelerator: AcceleratorSpec, layout: Layout) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def test_every_case_left_out_says_why(scores: list[Score]) -> None:
 
 def test_versions_since_0_19() -> None:
     scores = [score(case, about) for case, about in load_later_cases()]
-    assert len(scores) == 24
+    assert len(scores) == 31
     assert [one.id for one in scores if one.fits == one.refused] == []
     assert median_error(scores, "weights") <= 0.1
     assert median_error(scores, "kv") <= 1
@@ -65,3 +66,17 @@ def test_versions_since_0_19() -> None:
         pairs = [one.figures[name] for one in scores if name in one.figures]
         assert len(pairs) >= 10
         assert all(abs(predicted - measured) <= most for predicted, measured in pairs), name
+
+
+def test_engines_with_experts_over_ranks() -> None:
+    """Data-parallel ranks on one node, with redundant experts and without, and expert parallelism alone."""
+    cases = load_later_cases()
+    scores = [score(*one) for one in cases if one[0].get("dp", 1) > 1 or "enable_expert_parallel" in one[1]]
+    assert len(scores) == 7
+    weights, caches = (
+        [abs(error) for one in scores if (error := one.error(name)) is not None] for name in ("weights", "kv")
+    )
+    assert max(weights) <= 1
+    assert statistics.median(caches) <= 5
+    told = f"off by {statistics.median(weights):.1f} % in the median and at most {max(weights):.1f} %"
+    assert f"{told}, the cache by {statistics.median(caches):.1f} %." in PAGE

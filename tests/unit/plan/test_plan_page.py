@@ -55,7 +55,7 @@ def test_it_says_what_was_asked_and_all_formulas_are_there(tmp_path: Path) -> No
     assert (data["formula"], data["ideal"], data["batch"], data["usd"]) == ("decode", True, 4, 2.0)
     assert [one["key"] for one in data["formulas"]] == ["steady", "burst", "decode"]
     assert "decoding alone: prompts are read elsewhere" in data["formulas"][2]["says"]
-    assert "published measurements of bursts" in data["formulas"][1]["accuracy"]
+    assert "published sources of bursts" in data["formulas"][1]["accuracy"]
     assert 290 < data["subjects"][0]["critical"] < 300
 
 
