@@ -52,7 +52,7 @@ charliecloud: packages venv ## services in an image (Debian 13), by Charliecloud
 
 .PHONY: real-replicas
 real-replicas: REAL_REPLICAS = 1
-real-replicas: packages venv ## several real vLLM engines in one job, and data-parallel ranks: ten minutes, 7 GB of memory
+real-replicas: packages venv ## several real vLLM engines in one job, and data-parallel ranks: half an hour, 7 GB of memory
 	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster tests/e2e/test_real_replicas_per_job.py \
 		tests/e2e/test_real_data_parallel.py $(ARGS)
 

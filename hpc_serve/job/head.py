@@ -10,26 +10,29 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_serve.errors import StoreError
 from hpc_serve.exit_codes import PREFLIGHT_EXIT_CODE
 from hpc_serve.job.cleanup.run_dir import write_control_port
-from hpc_serve.job.engine.drain import Drain, follow_drain_requests
+from hpc_serve.job.engine.drain import drain_engine, follow_drain_requests
 from hpc_serve.job.engine.endpoint import EngineEndpoint, make_endpoint
 from hpc_serve.job.engine.engine import Engine
 from hpc_serve.job.links.control import ControlServer
-from hpc_serve.job.links.link import Link
+from hpc_serve.job.links.link import Link, Message
 from hpc_serve.job.links.worker_links import WorkerLinks
 from hpc_serve.job.machine.network import choose_port, listen_on
 from hpc_serve.job.preflight.head_side import HeadPreflight, log_report, write_report
 from hpc_serve.job.ray.head_ray import HeadRay
 from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.outcome import Outcome, RunEnd, failure
-from hpc_serve.job.run.parts import Parts
+from hpc_serve.job.run.parts import Parts, StopOrder
 from hpc_serve.job.run.record_keeper import RecordKeeper, end_of, first_record
 from hpc_serve.job.run.takeover import take_over
 from hpc_serve.rendezvous.claims import claim
+from hpc_serve.rendezvous.drain import drain_file_of
 from hpc_serve.rendezvous.files import remove_file
 from hpc_serve.rendezvous.record import NodeRecord
 from hpc_serve.rendezvous.store import ServiceStore, default_home
@@ -48,7 +51,7 @@ async def run_head(node: Node) -> int:
     store = ServiceStore(default_home(node.environ))
     service = node.options.service
     claim(store, service, node.command.model)
-    endpoint = make_endpoint(node, first_record(node), store)
+    endpoint = make_endpoint(node, first_record(node, node.head), store)
     return await Head(node, RecordKeeper(store, endpoint.record), endpoint).run(listener)
 
 
@@ -65,7 +68,14 @@ class Head:
             node_name=node.allocation.node_name,
         )
         self._preflight: HeadPreflight | None = None
-        self._workers = WorkerLinks(node.allocation.num_nodes, self._parts, self._publish_worker)
+        self._workers = WorkerLinks(
+            node.allocation.num_nodes,
+            self._parts,
+            self._publish_worker,
+            self._take_fault,
+            # A server that loses the ranks of another node has failed: all are told at once.
+            stop_order=StopOrder.ENGINE if node.command.serves_on_each_node else StopOrder.WORKERS,
+        )
         self._engine = Engine(
             node,
             keeper,
@@ -92,8 +102,9 @@ class Head:
         self._parts.run_in_background(self._keeper.renew())
         self._parts.run_in_background(self._parts.watch_memory())
         self._parts.run_in_background(self._run_end.fail_on_error(self._start(control)))
-        drain_request = Path(node.environ["HPC_SERVE_DRAIN_REQUEST"])
-        self._parts.run_in_background(follow_drain_requests(drain_request, self._run_end))
+        drain_requests = self._drain_requests()
+        for path in drain_requests:
+            self._parts.run_in_background(follow_drain_requests(path, self._run_end))
         self._parts.run_in_background(take_over(self._keeper.store, self._keeper))
         outcome = await self._run_end.wait()
         if not outcome.is_failure and outcome.drain_s > 0:
@@ -102,23 +113,33 @@ class Head:
         await self._parts.take_down(most_grace_s=self._run_end.grace_s)
         control.close()
         with contextlib.suppress(StoreError):
-            remove_file(drain_request)
+            for path in drain_requests:
+                remove_file(path)
         if not outcome.is_failure:
             self._keeper.update(state="stopped", stage="stopped", progress=None, reason=outcome.reason, exit_code=0)
         await self._keeper.finish()
         return outcome.exit_code
 
+    def _drain_requests(self) -> list[Path]:
+        """Return the files that ask this run to drain: its own, and that of each other node's server."""
+        own, record = Path(self._node.environ["HPC_SERVE_DRAIN_REQUEST"]), self._keeper.record
+        others = range(1, record.num_nodes) if self._node.command.serves_on_each_node else ()
+        return [own, *(drain_file_of(self._keeper.store, replace(record, replica=rank)) for rank in others)]
+
     async def _drain(self, stop: Outcome) -> Outcome:
-        """Finish the requests under way, if the engine has begun to serve and answers; returns how the run ended."""
-        if self._engine.child is None or self._keeper.record.state != "ready":
-            return stop
-        return await Drain(
-            engine=self._engine.child,
-            address=self._engine.address,
-            gate_file=Path(self._node.environ["HPC_SERVE_DRAIN_FILE"]),
-            keeper=self._keeper,
-            run_end=self._run_end,
-        ).run(stop)
+        """Finish the requests under way at all servers of this run; returns how it ended."""
+        others: asyncio.Task[None] | None = None
+        if self._node.command.serves_on_each_node:
+            asked = {"reason": stop.reason, "drain_s": stop.drain_s, "cause": stop.drain_cause}
+            others = asyncio.create_task(self._workers.ask_all("drain", **asked))
+        began = time.monotonic()
+        outcome = await drain_engine(self._engine, self._node, self._keeper, self._run_end, stop)
+        if others is not None and not outcome.is_failure:
+            interrupted = asyncio.create_task(self._run_end.wait_for_interruption())
+            left_s = max(0.0, stop.drain_s - (time.monotonic() - began))
+            await asyncio.wait({others, interrupted}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            interrupted.cancel()
+        return outcome
 
     # -- the start
 
@@ -164,7 +185,8 @@ class Head:
             from hpc_serve.job.weights.staging import stage
 
             self._keeper.set_stage("staging the model")
-            await asyncio.gather(self._workers.stage_all(), stage(self._node.staging, self._keeper.stages.note_copied))
+            others = self._workers.ask_all("stage")
+            await asyncio.gather(others, stage(self._node.staging, self._keeper.stages.note_copied))
 
     def _agree_on_cache(self) -> bool:
         """Return whether the engine's caches outlive the run. vLLM gives its workers over Ray the head's path of them,
@@ -223,6 +245,19 @@ class Head:
         if self._preflight is not None:
             self._preflight.ask(link)
         self._parts.note_change()
+
+    def _take_fault(self, link: Link, message: Message) -> None:
+        """Take what a worker has found of the engine's processes on its node."""
+        if message.get("kind") == "ended":
+            told = f"its process {message['process']} on {link.name} had ended"
+            self._engine.ended_elsewhere = self._engine.ended_elsewhere or told
+        elif message.get("kind") == "stopped":
+            reason = f"its process {message['process']} on {link.name} was stopped for {self._node.silence_s:g} s"
+            if self._engine.watch is not None:
+                self._engine.watch.fault = reason
+            else:  # it never was ready
+                outcome = Outcome(failed_part=f"engine on {link.name}", reason=reason, exit_code=1)
+                self._parts.run_in_background(self._run_end.fail(outcome))
 
     def _publish_end(self, outcome: Outcome) -> None:
         if outcome.is_failure:

@@ -5,28 +5,47 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.cleanup.run_dir import read_control_port
 from hpc_serve.job.links.control import connect
 from hpc_serve.job.links.link import Link, LinkLostError, Message
 from hpc_serve.job.machine.network import node_address, reachable_addresses
-from hpc_serve.job.machine.process import stopped_processes
+from hpc_serve.job.machine.process import run_processes
 from hpc_serve.job.preflight.node_side import WorkerPreflight
 from hpc_serve.job.progress.reading import RunReading
 from hpc_serve.job.ray.held_ray import HeldRay
 from hpc_serve.job.run.node import Node
-from hpc_serve.job.run.outcome import Outcome, RunEnd, failure
+from hpc_serve.job.run.outcome import Outcome, RunEnd
 from hpc_serve.job.run.parts import Parts, StopOrder
 from hpc_serve.job.run.ray_cluster import worker_argv
 from hpc_serve.vllm.command import headless_argv
+
+if TYPE_CHECKING:
+    from hpc_serve.job.worker_server import WorkerServer
 
 _log = logging.getLogger(__name__)
 _REPORT_TIMEOUT_S = 30.0
 _GRACE_S = 5.0
 _POLL_INTERVAL_S = 0.2
-_LOOKS_PER_SILENCE = 10
+_LEAST_LOOKS = 10
+# As vLLM and Ray name the processes of ranks.
+_RANKS = ("VLLM::", "ray::RayWorker", "ray::DPMoEEngineCoreActor", "ray::EngineCoreActor")
+
+
+@dataclass(kw_only=True)
+class _Here:
+    """This launcher's part of the run, with its Ray or its server. `end_of_run` is how the head says the run ends."""
+
+    node: Node
+    link: Link
+    parts: Parts
+    ray: asyncio.Future[HeldRay] | None = None
+    server: WorkerServer | None = None
+    end_of_run: Outcome | None = None
 
 
 async def run_worker(node: Node) -> int:
@@ -53,19 +72,23 @@ async def run_worker(node: Node) -> int:
     parts = Parts(node.run_mark, run_end, node_name=node.allocation.node_name)
     parts.run_in_background(parts.watch_memory())
     parts.run_in_background(link.send_heartbeats(RunReading(node.run_mark).look))
+    here = _Here(node=node, link=link, parts=parts)
     try:
-        ray: asyncio.Future[HeldRay] | None = None
         if node.backend == "ray":
-            ray = asyncio.get_running_loop().create_future()
-            parts.run_in_background(run_end.fail_on_error(_hold_ray(node, parts, ray)))
-        parts.run_in_background(_follow_head(node, link, parts, run_end, ray))
+            here.ray = asyncio.get_running_loop().create_future()
+            parts.run_in_background(run_end.fail_on_error(_hold_ray(node, parts, here.ray)))
+        parts.run_in_background(_follow_head(here))
         outcome = await run_end.wait()
+        if here.server is not None:
+            here.server.publish_end(here.end_of_run or outcome)
         if outcome.is_failure:
             await _report_failure(link, run_end, outcome)
         else:
             _log.info("stopping: %s", outcome.reason)
     finally:
         await parts.take_down()
+        if here.server is not None:
+            await here.server.finish()
         await link.close()
     return outcome.exit_code
 
@@ -91,12 +114,12 @@ async def _hold_ray(node: Node, parts: Parts, ready: asyncio.Future[HeldRay]) ->
     ready.set_result(held)
 
 
-async def _follow_head(
-    node: Node, link: Link, parts: Parts, run_end: RunEnd, ray: asyncio.Future[HeldRay] | None
-) -> None:
+async def _follow_head(here: _Here) -> None:
     """Do as the head says: answer "preflight" and "peers", copy the model at "stage", start this node's part at
-    "go", and keep the engine's caches at "ready". Any other message, and the loss of the head, end the run here.
+    "go", keep the engine's caches at "ready", and finish requests at "drain". Any other message, and the loss of the
+    head, end the run here.
     """
+    node, link, parts, run_end = here.node, here.link, here.parts, here.parts.run_end
     preflight = WorkerPreflight(node)
     try:
         while (message := await link.receive())["kind"] in ("preflight", "peers", "stage"):
@@ -104,15 +127,24 @@ async def _follow_head(
         preflight.close()
         if message["kind"] == "go":
             if not message.get("keeps_cache"):
-                node = node.without_kept_cache("the head says so")
-            parts.run_in_background(run_end.fail_on_error(_start_part(node, parts, ray, message)))
+                here.node = node = node.without_kept_cache("the head says so")
+            parts.run_in_background(run_end.fail_on_error(_start_part(here, message)))
             message = await link.receive()
-        while message["kind"] == "ready":
-            await asyncio.to_thread(node.cache.note_ready)
-            parts.run_in_background(asyncio.to_thread(node.cache.write_archive))
+        while message["kind"] in ("ready", "drain"):
+            if message["kind"] == "drain":
+                parts.run_in_background(_drain(here, message))
+            else:
+                await asyncio.to_thread(node.cache.note_ready)
+                parts.run_in_background(asyncio.to_thread(node.cache.write_archive))
             message = await link.receive()
+        here.end_of_run = Outcome(
+            reason=str(message.get("reason")),
+            failed_part=message.get("failed_part"),
+            exit_code=int(message.get("exit_code") or 0),
+        )
         run_end.stop("the head ended the run")
     except LinkLostError as error:
+        here.end_of_run = Outcome(failed_part="the head's node", reason=str(error), exit_code=1)
         run_end.stop(str(error))
 
 
@@ -129,6 +161,15 @@ async def _answer(node: Node, link: Link, run_end: RunEnd, preflight: WorkerPref
     await link.answer(question, **fields)
 
 
+async def _drain(here: _Here, question: Message) -> None:
+    """Finish the requests under way, and answer the head."""
+    if here.server is not None:
+        cause, drain_s = question["cause"], float(question["drain_s"])
+        stop = Outcome(reason=str(question["reason"]), exit_code=0, drain_s=drain_s, drain_cause=cause)
+        await here.server.drain(stop)
+    await here.link.answer(question)
+
+
 async def _stage_model(node: Node, link: Link, question: Message) -> None:
     if node.staging is not None:
         from hpc_serve.job.weights.staging import stage
@@ -137,37 +178,49 @@ async def _stage_model(node: Node, link: Link, question: Message) -> None:
     await link.answer(question)
 
 
-async def _start_part(node: Node, parts: Parts, holding: asyncio.Future[HeldRay] | None, go: Message) -> None:
+async def _start_part(here: _Here, go: Message) -> None:
     """Start this node's share of Ray, or of the engine where there is no Ray, as the message `go` says."""
+    node, parts = here.node, here.parts
     node.check_gpus()
-    if holding is not None:
-        held, address = await holding, _own_address(node)
+    parts.run_in_background(_watch_processes(here))
+    address = _own_address(node)
+    if here.ray is not None:
+        held = await here.ray
         argv = worker_argv(node.ray_start_argv(address=address), head=str(go.get("gcs")))
         await held.release(argv, node.ray_environ(address=address))
+        return
+    environ = node.child_environ(address=address)
+    node.write_settings(str(go.get("settings", "")))
+    if node.has_server:
+        from hpc_serve.job.worker_server import WorkerServer
+
+        here.server = WorkerServer(node, address, parts)
+        await here.server.serve(environ)
     else:
-        argv = [*headless_argv(node.command), "--distributed-executor-backend", "mp", *node.multi_node_args()]
-        environ = node.child_environ(address=_own_address(node))
-        node.write_settings(str(go.get("settings", "")))
-        engine = await parts.start_child("engine", argv, environ)
+        engine = await parts.start_child("engine", [*headless_argv(node.command), *node.rank_args()], environ)
         parts.add_child(StopOrder.ENGINE, engine, grace_s=_GRACE_S)
         parts.end_with(engine)
-        await _watch_for_stopped(node)
 
 
-async def _watch_for_stopped(node: Node) -> None:
-    """Raise PartFailedError once a process of the engine here is stopped for as long as a silent node may be silent.
+async def _watch_processes(here: _Here) -> None:
+    """Tell the head of each rank here that has ended, and of each process that is stopped for as long as a silent node
+    may be silent.
 
     The ranks of the other nodes wait for it, and the head's gate sees the processes of its own node alone. Looks are
     counted, and not seconds: if Slurm suspends the job, this launcher stands still as well.
     """
+    most_looks = max(_LEAST_LOOKS, round(here.node.silence_s))
     looks: dict[int, int] = {}
+    ranks: dict[int, str] = {}
     while True:
-        await asyncio.sleep(node.silence_s / _LOOKS_PER_SILENCE)
-        stopped = await asyncio.to_thread(stopped_processes, node.run_mark)
-        looks = {pid: looks.get(pid, 0) + 1 for pid in stopped}
-        for pid, count in looks.items():
-            if count >= _LOOKS_PER_SILENCE:
-                raise failure("engine", f"its process {stopped[pid]} ({pid}) was stopped for {node.silence_s:g} s")
+        await asyncio.sleep(here.node.silence_s / most_looks)
+        found = await asyncio.to_thread(run_processes, here.node.run_mark)
+        for pid in ranks.keys() - found.keys():
+            await here.link.send("ended", process=f"{ranks[pid]} ({pid})")
+        ranks = {pid: name for pid, (name, _) in found.items() if name.startswith(_RANKS)}
+        looks = {pid: looks.get(pid, 0) + 1 for pid, (_, is_stopped) in found.items() if is_stopped}
+        for pid in [pid for pid, count in looks.items() if count == most_looks]:
+            await here.link.send("stopped", process=f"{found[pid][0]} ({pid})")
 
 
 def _own_address(node: Node) -> str:

@@ -21,6 +21,7 @@ _READ_BY_LAUNCHER = (
     "--tensor-parallel-size",
     "--pipeline-parallel-size",
     "--data-parallel-size",
+    "--data-parallel-hybrid-lb",
     "--served-model-name",
     "--port",
     "--api-server-count",

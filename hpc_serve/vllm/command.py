@@ -48,12 +48,17 @@ class ServeCommand:
     port: int | None
     executor: str | None
     api_servers: int = 1
+    serves_on_each_node: bool = False
     scheduling_policy: str | None = None
     stand_in: str | None = None
 
     @property
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    def cuts_ranks(self, num_nodes: int) -> bool:
+        """Return whether each data-parallel rank is on several of so many nodes."""
+        return 1 < self.data_parallel_size < num_nodes
 
 
 def read_command(words: Sequence[str], *, stand_in: StandIn | None = None) -> ServeCommand:
@@ -88,13 +93,17 @@ def read_command(words: Sequence[str], *, stand_in: StandIn | None = None) -> Se
         port=value_of(given, "--port") or None,
         executor=value_of(given, "--distributed-executor-backend"),
         api_servers=value_of(given, "--api-server-count") or 1,
+        serves_on_each_node=bool(value_of(given, "--data-parallel-hybrid-lb")),
         scheduling_policy=value_of(given, "--scheduling-policy"),
         stand_in=stand_in.folder if stand_in else None,
     )
 
 
 def choose_backend(backend: str, command: ServeCommand, num_nodes: int) -> str:
-    """Return `ray` or `mp`. Several nodes use Ray unless told otherwise; one node and data parallelism need no Ray."""
+    """Return `ray` or `mp`, vLLM's own start.
+
+    Unless told otherwise, several nodes use Ray; one node and data-parallel ranks do not.
+    """
     if backend != "auto":
         return backend
     if command.executor in ("ray", "mp"):
@@ -114,10 +123,10 @@ def check_layout(command: ServeCommand, *, num_nodes: int, device: Device, per_n
         )
     if num_nodes > 1 and device == "TPU" and backend != "ray":
         raise DoesNotFitError("vLLM joins the hosts of a TPU slice with Ray alone: use --backend ray, or auto.")
-    if data > 1 and backend != "mp":
+    if command.serves_on_each_node and (backend != "mp" or data < num_nodes or num_nodes == 1):
         raise DoesNotFitError(
-            f"The engine wants {layout}, and hpc-serve starts data-parallel ranks over vLLM's own start alone: use "
-            "--backend mp, or auto."
+            "--data-parallel-hybrid-lb has a server on each node. That needs several nodes, whole data-parallel ranks "
+            f"on each, and --backend mp: the engine wants {layout}, the job has {have} and uses {backend}."
         )
     if per_node and command.world_size > num_nodes * per_node:
         raise DoesNotFitError(
@@ -130,22 +139,17 @@ def check_layout(command: ServeCommand, *, num_nodes: int, device: Device, per_n
     if num_nodes > 1 and command.world_size % num_nodes:
         raise DoesNotFitError(f"The engine wants {layout}, which {num_nodes} nodes cannot share evenly.")
     share, rank = command.world_size // num_nodes, command.world_size // data
-    if share % rank and rank % share:
+    # vLLM's Ray start counts the devices of a node, not those that the ranks take of it.
+    wastes_ray_devices = backend == "ray" and command.cuts_ranks(num_nodes) and share < per_node
+    if (share % rank and rank % share) or wastes_ray_devices:
         raise DoesNotFitError(
-            f"The engine wants {layout}, and {num_nodes} nodes x {share} cut a data-parallel rank of "
-            f"{rank}: a node takes whole ranks, or a rank whole nodes."
+            f"The engine wants {layout}, and {num_nodes} nodes x {share} of {per_node} {device}s cut a data-parallel "
+            f"rank of {rank}: a node takes whole ranks, or a rank whole nodes."
         )
 
 
-def head_args(
-    command: ServeCommand,
-    *,
-    device: Device,
-    backend: str,
-    tls_files: tuple[str, str],
-    shutdown_timeout_s: int = 0,
-) -> list[str]:
-    """Return the arguments of the head's engine beside its visible command. On TPUs vLLM chooses its executor.
+def server_args(command: ServeCommand, *, tls_files: tuple[str, str], shutdown_timeout_s: int = 0) -> list[str]:
+    """Return the arguments of a server beside its visible command.
 
     vLLM binds a port at once and listens much later. It gets any port, and serves on the launcher's socket (`job`).
     `tls_files` are the files of the run's key and certificate.
@@ -160,23 +164,50 @@ def head_args(
         added += ["--shutdown-timeout", str(shutdown_timeout_s)]
     if command.data_parallel_size > 1 and "--api-server-count" not in names_in(command.argv):
         added += ["--api-server-count", "1"]
-    if device != "TPU" and command.world_size > 1 and command.executor is None:
-        added += ["--distributed-executor-backend", backend]
     return added
 
 
-def multi_node_args(*, num_nodes: int, node_rank: int, master_address: str, settings_file: str) -> list[str]:
-    """Return the arguments of vLLM's own multi-node start (backend `mp`).
+def rank_args(
+    command: ServeCommand,
+    *,
+    device: Device,
+    backend: str,
+    num_nodes: int,
+    node_rank: int,
+    master_address: str,
+    settings_file: str,
+) -> list[str]:
+    """Return the arguments that tell vLLM where its ranks are. On TPUs vLLM chooses its executor.
 
-    Every node runs one command; only the first runs a server.
-
+    Over Ray one command on the head starts all ranks; vLLM puts the whole ranks of a node there, or with `span`
+    (`ray_data_parallel_environ`) those that have several nodes.
+    Over vLLM's own start (`mp`) every node runs one command. From the number of nodes and this node's rank vLLM infers
+    which data-parallel ranks run here (engine/arg_utils.py). A node without a server is `--headless`.
     The ports at `master_address` are in the YAML file `settings_file`. On the command line every user of the node could
-    read a port, and take it before the engine listens. From the number of nodes and this node's rank vLLM infers which
-    data-parallel ranks run here (engine/arg_utils.py).
+    read a port, and take it before the engine listens.
     """
-    args = ["--nnodes", str(num_nodes), "--node-rank", str(node_rank), "--master-addr", master_address]
+    data, args = command.data_parallel_size, []
+    if device != "TPU" and command.world_size > 1 and command.executor is None:
+        args += ["--distributed-executor-backend", backend]
+    if backend == "ray":
+        args += ["--data-parallel-backend", "ray"] if data > 1 else []
+        has_whole_ranks = num_nodes > 1 and data > 1 and not command.cuts_ranks(num_nodes)
+        return args + (["--data-parallel-size-local", str(data // num_nodes)] if has_whole_ranks else [])
+    if num_nodes == 1:
+        return args
+    args += ["--nnodes", str(num_nodes), "--node-rank", str(node_rank), "--master-addr", master_address]
     args += ["--config", settings_file]
-    return args if node_rank == 0 else [*args, "--headless"]
+    return args if has_server(command, node_rank) else [*args, "--headless"]
+
+
+def has_server(command: ServeCommand, node_rank: int) -> bool:
+    """Return whether a node of the job runs a server: the first, or with hybrid balancing every one."""
+    return node_rank == 0 or command.serves_on_each_node
+
+
+def ray_data_parallel_environ(command: ServeCommand, num_nodes: int) -> dict[str, str]:
+    """Return vLLM's variables for data-parallel ranks over Ray that have several nodes each."""
+    return {"VLLM_RAY_DP_PACK_STRATEGY": "span"} if command.cuts_ranks(num_nodes) else {}
 
 
 def settings_text(command: ServeCommand, choose_port: Callable[[], int]) -> str:

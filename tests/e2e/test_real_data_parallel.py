@@ -1,4 +1,5 @@
-"""Data-parallel ranks that share experts, with real vLLM: on one host and over two, with vLLM's own start.
+"""Data-parallel ranks that share experts, with real vLLM: on one host and over two, with vLLM's own start and over Ray,
+with one server and with a server on each host.
 
 The hosts' GPUs are declared, the ranks run on CPUs, and tiny mixtures of experts take the place of the weights. All
 else is what a user runs. vLLM's CPU backend lacks two collectives and the map of experts, which tests/vllm_ray_on_cpu
@@ -46,15 +47,24 @@ SHARED = ("--data-parallel-size", "2", "--enable-expert-parallel", "-pp", "1")
 # parallelism as well.
 AT_ONCE = {"qwen2-moe": 6, "deepseek-v2": 1}
 IS_COMPARED = {"qwen2-moe": (1, 2), "deepseek-v2": (1,)}  # with TP of
-LAYOUTS = {  # nodes, TP
-    "one-host": (1, 1),
-    "two-hosts": (2, 2),
+EACH_HOST = ("--", "--data-parallel-hybrid-lb")
+LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {  # nodes, TP, further words
+    "one-host": (1, 1, ()),
+    "two-hosts": (2, 2, ()),
+    "over-ray": (2, 2, ("--backend", "ray")),
+    "each-host": (2, 2, EACH_HOST),
 }
 
 
 @pytest.fixture(scope="module")
 def folders(cluster) -> dict[str, Path]:
     return {like: make_moe_model(cluster.shared / "moe" / like, like) for like in CONFIGS}
+
+
+@pytest.fixture(scope="module")
+def answers_of_one_rank() -> dict[str, list[str]]:
+    """Each model's answers with one rank, once a test has asked it."""
+    return {}
 
 
 @pytest.fixture
@@ -64,7 +74,7 @@ def alice_variables() -> dict[str, str]:
 
 def start(alice: User, folder: Path, service: str, *words: str) -> Record:
     user = User(alice.cluster, {**alice.environ, "HPC_SERVE_MODEL": str(folder)})
-    told = json.loads(user.hpc_serve_said("submit", MODEL, "--name", service, *words, "--json"))
+    told = json.loads(user.hpc_serve_said("submit", MODEL, "--name", service, "--json", *words))
     return alice.wait_until_ready(service, told["job_id"], START_S)
 
 
@@ -86,8 +96,24 @@ def logs(alice: User, record: Record) -> str:
     return "\n".join(path.read_text() for path in sorted(folder.glob(f"{record['job_id']}*")))
 
 
+def servers(alice: User, record: Record) -> list[Record]:
+    """The records of all servers of a job."""
+    folder = alice.home / ".hpc-serve" / "services" / record["service"]
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{record['job_id']}-r0-*.json"))]
+
+
+def ready_servers(alice: User, record: Record) -> list[Record]:
+    """The same, once each node's server is ready."""
+
+    def all_ready() -> list[Record]:
+        found = servers(alice, record)
+        return found if [one["state"] for one in found] == ["ready"] * record["num_nodes"] else []
+
+    return wait_for(all_ready, START_S, what="a server on each node")
+
+
 def workers(alice: User, host: str) -> list[int]:
-    names = ("VLLM::Worker", "VLLM::EngineCore")
+    names = ("VLLM::Worker", "VLLM::EngineCore", "ray::RayWorkerProc")
     return [one.pid for one in alice.processes() if one.host == host and one.argv[0].startswith(names)]
 
 
@@ -110,25 +136,32 @@ def check_figures(log: str, folder: Path, tp: int, dp: int, *, expert_parallel: 
     assert tokens == [f"{planned.kv_cache_tokens:,}"] * dp
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("like", sorted(CONFIGS))
-def test_ranks_that_share_experts_answer_as_one_rank_does(alice, folders, like):
-    alone = start(alice, folders[like], "alone", "-tp", "1", "-pp", "1")
-    wanted = answers(alice, "alone", AT_ONCE[like])
-    check_figures(stop(alice, alone), folders[like], 1, 1, expert_parallel=False)
-    for service, (nodes, tp) in LAYOUTS.items():
-        words = ("-tp", str(tp), "--nodes", str(nodes), "--gpus-per-node", str(2 * tp // nodes))
-        record = start(alice, folders[like], service, *SHARED, *words)
-        assert (len(record["nodes"]), record["tensor_parallel_size"], record["data_parallel_size"]) == (nodes, tp, 2)
-        got = answers(alice, service, AT_ONCE[like])
-        assert got == wanted or tp not in IS_COMPARED[like], service
-        check_figures(stop(alice, record), folders[like], tp, 2, expert_parallel=True)
+def test_ranks_that_share_experts_answer_as_one_rank_does(alice, folders, answers_of_one_rank, like, layout):
+    if like not in answers_of_one_rank:
+        alone = start(alice, folders[like], f"{like}-alone", "-tp", "1", "-pp", "1")
+        answers_of_one_rank[like] = answers(alice, alone["service"], AT_ONCE[like])
+        check_figures(stop(alice, alone), folders[like], 1, 1, expert_parallel=False)
+    nodes, tp, further = LAYOUTS[layout]
+    words = ("-tp", str(tp), "--nodes", str(nodes), "--gpus-per-node", str(2 * tp // nodes), *further)
+    record = start(alice, folders[like], f"{like}-{layout}", *SHARED, *words)
+    assert (record["num_nodes"], record["tensor_parallel_size"], record["data_parallel_size"]) == (nodes, tp, 2)
+    if further == EACH_HOST:
+        assert [one["nodes"][0]["name"] for one in ready_servers(alice, record)] == ["n1", "n2"]
+    got = answers(alice, record["service"], AT_ONCE[like])
+    assert got == answers_of_one_rank[like] or tp not in IS_COMPARED[like]
+    check_figures(stop(alice, record), folders[like], tp, 2, expert_parallel=True)
 
 
+@pytest.mark.parametrize("further", [(), ("--backend", "ray"), EACH_HOST], ids=["mp", "ray", "each-host"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_rank_of_the_other_host_that_ends_or_hangs_ends_all_and_is_named(alice, folders, number, show_table):
-    words = (*SHARED, "-tp", "1", "--nodes", "2", "--gpus-per-node", "1")
+def test_a_rank_of_the_other_host_that_ends_or_hangs_ends_all_and_is_named(alice, folders, number, further, show_table):
+    words = (*SHARED, "-tp", "1", "--nodes", "2", "--gpus-per-node", "1", *further)
     record = start(alice, folders["qwen2-moe"], f"fate-{number}", *words)
     job_id, other = record["job_id"], record["nodes"][1]["name"]
+    if further == EACH_HOST:
+        ready_servers(alice, record)
     victims = workers(alice, other)
     assert victims
     began = time.monotonic()
@@ -141,7 +174,9 @@ def test_a_rank_of_the_other_host_that_ends_or_hangs_ends_all_and_is_named(alice
     named = time.monotonic() - began
     alice.wait_until_gone(job_id)
     show_table(
-        f"{signal.Signals(number).name} on {other}: named after {named:.1f} s, gone after "
+        f"{further} {signal.Signals(number).name} on {other}: named after {named:.1f} s, gone after "
         f"{time.monotonic() - began:.1f} s: {ended['failed_part']}: {ended['reason']}"
     )
     assert other in ended["failed_part"] + ended["reason"]
+    if further == EACH_HOST:
+        assert [one["state"] for one in servers(alice, record)] == ["failed", "failed"]

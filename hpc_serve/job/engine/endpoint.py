@@ -38,17 +38,18 @@ class EngineEndpoint:
 
 
 def make_endpoint(node: Node, record: EndpointRecord, store: ServiceStore) -> EngineEndpoint:
-    """Complete the run's first record, and listen.
+    """Complete this node's first record, and listen.
 
     Raises StoreError, RecordError, InvalidRequestError (no `cryptography`), PortsInUseError.
     """
-    run_dir = Path(node.environ["HPC_SERVE_JOB_DIR"])
-    addresses = dict.fromkeys((*record.hosts, node.head))
-    certificate = make_run_certificate(store.home, run_dir, run=node.allocation.run_name, addresses=addresses)
+    own = record.nodes[0].address
+    folder = Path(node.environ["HPC_SERVE_JOB_DIR"]) if node.allocation.is_head else node.node_dir
+    addresses = dict.fromkeys((*record.hosts, own))
+    certificate = make_run_certificate(store.home, folder, run=node.allocation.run_name, addresses=addresses)
     socket = _listen(node)
     record = replace(record, port=socket.port, certificate=certificate.certificate, signs=True)
     identity = Identity.of(record, store.read_api_key(record.service))
-    address = EngineAddress(host=node.head, port=record.port, identity=identity)
+    address = EngineAddress(host=own, port=record.port, identity=identity)
     return EngineEndpoint(socket=socket, record=record, address=address, certificate=certificate)
 
 

@@ -67,12 +67,14 @@ class Engine:
         self._read_by_workers, self._on_ready = read_by_workers, on_ready
         self._reading = RunReading(node.run_mark)
         self._progress = StartProgress()
-        self._watch: EngineWatch | None = None
+        self.watch: EngineWatch | None = None
         self._restart: Restart | None = None
         self._has_old_cache = node.cache.is_warm
         self._has_loaded_weights = False
         self._process = EngineProcess(node, parts, on_line=self._read_line, is_noise=self._is_noise)
         self.child: Child | None = None
+        self.ended_elsewhere = ""
+        """What has ended of the engine on another node, for the reason of the engine's own end."""
 
     @property
     def address(self) -> EngineAddress:
@@ -116,6 +118,7 @@ class Engine:
 
     async def _run_once(self, environ: Mapping[str, str]) -> tuple[Outcome, float | None]:
         """Run the engine until its end, or until it is given up; how that was, and how long it had been ready."""
+        self.ended_elsewhere = ""
         self.child = child = await self._start(environ)
         ended = asyncio.create_task(child.wait())
         handing_over = asyncio.create_task(self._endpoint.socket.hand_over())
@@ -123,14 +126,16 @@ class Engine:
         ready_at_s: float | None = None
         try:
             await asyncio.wait({ended, serving}, return_when=asyncio.FIRST_COMPLETED)
-            ready_at_s = self._watch.began_at_s if self._watch is not None else None
+            ready_at_s = self.watch.began_at_s if self.watch is not None else None
             outcome = await self._parts.outcome_of(child) if ended.done() else serving.result()
         except PartFailedError as error:
             outcome = error.outcome
         finally:
-            self._watch = None
+            self.watch = None
             await _cancel(ended, serving, handing_over)
             self._endpoint.socket.close()
+        words = filter(None, (outcome.reason, self.ended_elsewhere))
+        outcome = replace(outcome, reason="; ".join(words))
         return outcome, None if ready_at_s is None else time.monotonic() - ready_at_s
 
     async def _serve_once(self, child: Child) -> Outcome:
@@ -139,7 +144,7 @@ class Engine:
         if self._node.command.scheduling_policy == "priority":
             request = request.after_all_others()
         options = self._node.options
-        self._watch = EngineWatch(
+        self.watch = EngineWatch(
             address=self.address,
             request=request,
             limit_s=options.canary_limit_s,
@@ -151,7 +156,7 @@ class Engine:
         await self._on_ready()
         self._keeper.update(state="ready", stage="ready", progress=None, reason=None, last_log_lines=())
         _log.info("%s is ready at %s", options.service, self._endpoint.url)
-        reason = await self._watch.run()
+        reason = await self.watch.run()
         return Outcome(
             failed_part="engine", reason=f"engine {reason}", exit_code=1, last_log_lines=tuple(child.last_log_lines)
         )
@@ -162,7 +167,7 @@ class Engine:
         return await self._process.start(self._endpoint, environ)
 
     def _is_noise(self, line: str) -> bool:
-        return is_health_answer(line) or (self._watch is not None and self._watch.is_noise(line))
+        return is_health_answer(line) or (self.watch is not None and self.watch.is_noise(line))
 
     async def _stop(self) -> None:
         if self.child is not None:

@@ -23,7 +23,7 @@ from hpc_serve.job.machine.process import ENGINE_MARK, Child, mark_environ
 from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.outcome import drain_s_after_signal
 from hpc_serve.job.run.parts import Parts, StopOrder
-from hpc_serve.vllm.command import head_args
+from hpc_serve.vllm.command import server_args
 
 _log = logging.getLogger(__name__)
 _NAME = "engine"
@@ -75,14 +75,12 @@ class EngineProcess:
 
     def _argv(self, endpoint: EngineEndpoint) -> list[str]:
         node, command = self._node, self._node.command
-        added = head_args(
+        added = server_args(
             command,
-            device=node.options.device,
-            backend=node.backend,
             tls_files=endpoint.tls_files,
             shutdown_timeout_s=int(drain_s_after_signal(node.options.kill_wait_s)),
         )
-        return [*command.argv, *added, *node.multi_node_args()]
+        return [*command.argv, *added, *node.rank_args()]
 
     def _environ(self, endpoint: EngineEndpoint, environ: Mapping[str, str]) -> dict[str, str]:
         least_step = {LEAST_STEP_VARIABLE: str(self._node.options.canary_limit_s)}

@@ -106,6 +106,8 @@ class EngineWatch:
     interval_s: float = _INTERVAL_S
     look_timeout_s: float = _LOOK_TIMEOUT_S
     began_at_s: float = field(default_factory=time.monotonic, init=False)
+    fault: str = field(default="", init=False)
+    """What another node has found of the engine's processes there; the engine is then given up."""
     _ports: deque[int] = field(default_factory=lambda: deque(maxlen=_PORTS_REMEMBERED), init=False)
 
     async def run(self) -> str:
@@ -117,6 +119,8 @@ class EngineWatch:
         canary = threading.Thread()
         while True:
             await asyncio.sleep(min(self.interval_s, _AFTER_SILENCE_S) if answers.is_silent else self.interval_s)
+            if self.fault:
+                return f"was given up: {self.fault}"
             if self.limit_s <= 0 or self.keeper.record.state not in ("ready", "unresponsive"):
                 await asyncio.Event().wait()
             seen = await asyncio.to_thread(

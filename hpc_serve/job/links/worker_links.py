@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from hpc_serve.job.links.link import Link, LinkLostError
+from hpc_serve.job.links.link import Link, LinkLostError, Message
 from hpc_serve.job.progress.reading import ReadSoFar
 from hpc_serve.job.run.outcome import Outcome
 from hpc_serve.job.run.parts import Parts, StopOrder
@@ -22,10 +22,21 @@ _WORKER_GRACE_S = 10.0
 
 
 class WorkerLinks:
-    """The connected workers of a job of `num_nodes` nodes. `on_join` is called with the link of each new one."""
+    """The connected workers of a job of `num_nodes` nodes. `on_join` is called with the link of each new one.
 
-    def __init__(self, num_nodes: int, parts: Parts, on_join: Callable[[Link], None]) -> None:
+    `on_fault` gets what a worker says of the engine's processes on its node. Workers are told to stop at `stop_order`.
+    """
+
+    def __init__(
+        self,
+        num_nodes: int,
+        parts: Parts,
+        on_join: Callable[[Link], None],
+        on_fault: Callable[[Link, Message], None] = lambda link, message: None,
+        stop_order: StopOrder = StopOrder.WORKERS,
+    ) -> None:
         self._num_nodes, self._parts, self._on_join = num_nodes, parts, on_join
+        self._on_fault, self._stop_order = on_fault, stop_order
         self._links: dict[int, Link] = {}
 
     def __len__(self) -> int:
@@ -53,7 +64,7 @@ class WorkerLinks:
             return
         _log.info("node %s (%s) has joined", link.name, link.address)
         self._links[link.rank] = link
-        self._parts.add(StopOrder.WORKERS, functools.partial(_stop_worker, link))
+        self._parts.add(self._stop_order, functools.partial(self._stop, link))
         self._parts.run_in_background(link.send_heartbeats(ReadSoFar))
         self._parts.run_in_background(self._fail_with(link))
         self._on_join(link)
@@ -67,15 +78,15 @@ class WorkerLinks:
         for link in self._links.values():
             await link.send(kind, **fields)
 
-    async def stage_all(self) -> None:
-        """Have every worker copy the model to its own node. One that fails ends the run."""
-        await asyncio.gather(*(link.ask("stage") for link in self._links.values()))
+    async def ask_all(self, kind: str, **fields: Any) -> None:
+        """Have every worker do something, and wait until all have. One that fails ends the run."""
+        await asyncio.gather(*(link.ask(kind, **fields) for link in self._links.values()))
 
     async def _fail_with(self, link: Link) -> None:
         """Wait until the worker reports a failure or is lost, and fail the run."""
         try:
             while (message := await link.receive()).get("kind") != "failed":
-                pass
+                self._on_fault(link, message)
             outcome = Outcome(
                 failed_part=f"{message['part']} on {link.name}",
                 reason=str(message["reason"]),
@@ -86,10 +97,16 @@ class WorkerLinks:
             outcome = Outcome(failed_part=f"node {link.name}", reason=str(error), exit_code=1)
         await self._parts.run_end.fail(outcome)
 
+    async def _stop(self, link: Link) -> None:
+        """Tell a worker how the run ends, and wait until it has: a raylet that outlives the head's Ray needs long."""
+        outcome = self._parts.run_end.outcome or Outcome(reason="the head ended the run", exit_code=0)
+        await link.send("stop", reason=outcome.reason, failed_part=outcome.failed_part, exit_code=outcome.exit_code)
+        with contextlib.suppress(LinkLostError, asyncio.TimeoutError):
+            await asyncio.wait_for(_wait_for_end(link), _WORKER_GRACE_S)
+        await link.close()
 
-async def _stop_worker(link: Link) -> None:
-    """Tell a worker to stop, and wait until it has: a raylet that outlives the head's Ray needs long to end."""
-    await link.send("stop")
-    with contextlib.suppress(LinkLostError, asyncio.TimeoutError):
-        await asyncio.wait_for(link.receive(), _WORKER_GRACE_S)
-    await link.close()
+
+async def _wait_for_end(link: Link) -> None:
+    """Receive until the worker has ended. It may still tell of ranks that end. Raises LinkLostError."""
+    while True:
+        await link.receive()

@@ -197,15 +197,14 @@ async def end_marked(mark: str, *, grace_s: float, killed_s: float | None = None
     return len(found)
 
 
-def stopped_processes(mark: str) -> dict[int, str]:
-    """Return the names of the stopped processes (SIGSTOP) on this node with a run's mark, by their number."""
+def run_processes(mark: str) -> dict[int, tuple[str, bool]]:
+    """Return a run's processes on this node by their numbers: the name of each, and whether it is stopped (SIGSTOP)."""
     found = {}
     for pid in marked_pids(mark):
         with contextlib.suppress(OSError):
             folder = Path("/proc") / str(pid)
-            state = (folder / "stat").read_bytes().rpartition(b")")[2].split()[0]
-            if state == b"T":
-                found[pid] = (folder / "cmdline").read_bytes().partition(b"\0")[0].decode(errors="replace").strip()
+            name = (folder / "cmdline").read_bytes().partition(b"\0")[0].decode(errors="replace").strip()
+            found[pid] = name, (folder / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
     return found
 
 

@@ -22,7 +22,7 @@ from hpc_serve.job.run.outcome import KILL_WAIT_S
 from hpc_serve.job.run.ray_cluster import ray_environ, start_argv
 from hpc_serve.job.run.restarts import DEFAULT_RESTARTS
 from hpc_serve.rendezvous.files import check_folder, read_private, write_private
-from hpc_serve.vllm.command import Device, ServeCommand, multi_node_args
+from hpc_serve.vllm.command import Device, ServeCommand, has_server, rank_args, ray_data_parallel_environ
 
 if TYPE_CHECKING:
     from hpc_serve.job.weights.staging import Staging
@@ -132,11 +132,17 @@ class Node:
         """Return whether vLLM's own multi-node start joins the engine's processes."""
         return self.backend == "mp" and self.allocation.num_nodes > 1
 
-    def multi_node_args(self) -> list[str]:
-        """Return vLLM's arguments on this node if it spans several nodes without Ray; else nothing."""
-        if not self.spans_nodes_without_ray:
-            return []
-        return multi_node_args(
+    @property
+    def has_server(self) -> bool:
+        """Return whether this node runs a server of its own, with a record of its own."""
+        return has_server(self.command, self.allocation.node_rank)
+
+    def rank_args(self) -> list[str]:
+        """Return the arguments that tell vLLM on this node where its ranks are."""
+        return rank_args(
+            self.command,
+            device=self.options.device,
+            backend=self.backend,
             num_nodes=self.allocation.num_nodes,
             node_rank=self.allocation.node_rank,
             master_address=self.head,
@@ -179,6 +185,8 @@ class Node:
                 ours |= {**names, "VLLM_LOOPBACK_IP": LOOPBACK}
             else:
                 defaults |= names
+        if self.backend == "ray":
+            defaults |= ray_data_parallel_environ(self.command, self.allocation.num_nodes)
         if self.options.device == "TPU" and self.backend == "ray":
             # vLLM's TPU plugin needs these to span hosts (tpu_inference/envs.py and its multi-host scripts).
             defaults |= {"TPU_MULTIHOST_BACKEND": "ray", "JAX_PLATFORMS": ""}

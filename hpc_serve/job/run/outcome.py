@@ -85,6 +85,11 @@ class RunEnd:
         return self._decided.done()
 
     @property
+    def outcome(self) -> Outcome | None:
+        """Return how the run ends, or what began the drain before its end; None: it goes on."""
+        return self._decided.result() if self._decided.done() else None
+
+    @property
     def was_signalled(self) -> bool:
         """Return whether a signal has come, which Slurm sends to every process of the step."""
         return self._signalled_at is not None

@@ -63,17 +63,21 @@ def end_of(outcome: Outcome, environ: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def first_record(node: Node) -> EndpointRecord:
-    """Return the record with which the head of a run begins."""
+def first_record(node: Node, address: str) -> EndpointRecord:
+    """Return the record with which the server of this node begins; `address` is the node's own.
+
+    The servers of a job with one on each node are counted as its replicas.
+    """
     allocation, command = node.allocation, node.command
+    counted = {"replica": allocation.node_rank, "replicas_per_job": allocation.num_nodes}
     return replace(
         _run_record(node.options.service, allocation, node.environ),
         model=command.model,
         stand_in=command.stand_in,
         served_model_names=command.served_model_names,
         stage="starting",
-        hosts=_hosts(allocation, node.head),
-        nodes=(NodeRecord(name=allocation.node_name, address=node.head),),
+        hosts=_hosts(allocation, address),
+        nodes=(NodeRecord(name=allocation.node_name, address=address),),
         tensor_parallel_size=command.tensor_parallel_size,
         pipeline_parallel_size=command.pipeline_parallel_size,
         data_parallel_size=command.data_parallel_size,
@@ -81,6 +85,7 @@ def first_record(node: Node) -> EndpointRecord:
         cache=node.cache.words,
         loading=node.loading,
         lease_s=LEASE_S,
+        **(counted if command.serves_on_each_node else {}),
     )
 
 
@@ -106,10 +111,10 @@ def _run_record(service: str, allocation: Allocation, environ: Mapping[str, str]
     )
 
 
-def _hosts(allocation: Allocation, head: str) -> tuple[str, ...]:
+def _hosts(allocation: Allocation, address: str) -> tuple[str, ...]:
     if allocation.cluster == "local":
         return ("127.0.0.1",)
-    return tuple(dict.fromkeys((head, *reachable_addresses())))
+    return tuple(dict.fromkeys((address, *reachable_addresses())))
 
 
 def _planned_bytes(store: ServiceStore, record: EndpointRecord) -> int | None:

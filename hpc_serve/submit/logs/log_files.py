@@ -42,19 +42,19 @@ def files_of(status: ReplicaStatus) -> list[Path]:
     """Return the log files of a replica and of its job's script that exist now."""
     log_dir = Path(status.log_dir)
     batch_log = Path(status.batch_log) if status.batch_log else log_dir / f"{status.job_id}.log"
-    return log_files(status.name, log_dir, batch_log)
+    return log_files(_log_name(status), log_dir, batch_log)
 
 
 def ray_logs_of(status: ReplicaStatus) -> list[Path]:
     """Return the files that hold the ends of Ray's own logs, of each node of a replica."""
-    return _of_nodes(status.name, Path(status.log_dir), r"-node\d+-ray\.log")
+    return _of_nodes(_log_name(status), Path(status.log_dir), r"-node\d+-ray\.log")
 
 
 def files_of_writer(status: ReplicaStatus, writer: LogWriter | None, node: int | None = None) -> list[Path]:
     """The log files of a replica that have lines of `writer` (None: but for Ray's own), of its K-th `node` alone."""
     if writer == "ray":
         return [path for path in ray_logs_of(status) if node is None or path.name.endswith(f"-node{node}-ray.log")]
-    of_nodes = _of_nodes(status.name, Path(status.log_dir), r"-node\d+\.log")
+    of_nodes = _of_nodes(_log_name(status), Path(status.log_dir), r"-node\d+\.log")
     if node is not None:
         of_nodes = [path for path in of_nodes if path.name.endswith(f"-node{node}.log")]
     if writer in ("launcher", "engine") or (writer is None and node is not None):
@@ -85,6 +85,12 @@ def tail_by(path: Path, lines: int, writer: LogWriter | None) -> list[str]:
     if writer not in ("launcher", "engine"):
         return tail(path, lines)
     return [line for line in tail(path, _LOOKED_AT_LINES) if is_by(writer, line)][-lines:] if lines else []
+
+
+def _log_name(status: ReplicaStatus) -> str:
+    """Return the name in a replica's log files: its own, or its job's where each node has a server."""
+    has_own = status.log_dir and _of_nodes(status.name, Path(status.log_dir), r"-node\d+\.log")
+    return status.name if has_own else status.job_id
 
 
 def _of_nodes(name: str, log_dir: Path, rest: str) -> list[Path]:

@@ -148,7 +148,8 @@ class ServeRequest:
         of_plan=True,
     )
     backend: Backend = option(
-        "Program that joins the nodes: Ray, or vLLM's own start [default: ray for several nodes, else none].",
+        "Program that joins the nodes: Ray, or vLLM's own start "
+        "[default: ray for several nodes without data-parallel ranks, else none].",
         default="auto",
     )
     cluster: Cluster = option("Slurm, or this machine alone.", default="slurm")

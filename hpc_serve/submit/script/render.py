@@ -21,6 +21,7 @@ from hpc_serve.submit.script.memory import memory_gib, memory_sum
 from hpc_serve.submit.script.template import Checked, comment, render_template
 from hpc_serve.submit.slurm.slurm import array_options, batch_log_option
 from hpc_serve.vllm.arguments import read_arguments
+from hpc_serve.vllm.command import check_layout, choose_backend, read_command
 
 if TYPE_CHECKING:
     from hpc_serve.plan import ServePlan
@@ -35,9 +36,23 @@ def render_script(request: ServeRequest, plan: ServePlan) -> str:
     """Return the script that serves `plan` as `request` asks, for `sbatch` or (cluster "local") for bash.
 
     Raises InvalidRequestError if there are no scripts for the accelerator, or a site's template uses a value that is
-    not there.
+    not there, and DoesNotFitError if the engine could not start so on the job's nodes.
     """
+    _check_start(request, plan)
     return render_template(f"{request.cluster}.sh.j2", request.templates_dir, _context(request, plan))
+
+
+def _check_start(request: ServeRequest, plan: ServePlan) -> None:
+    """Check what the head checks of the visible line. Raises DoesNotFitError."""
+    command = read_command(["vllm", "serve", plan.model, *engine_words(request, plan)])
+    nodes = plan.layout.num_nodes
+    check_layout(
+        command,
+        num_nodes=nodes,
+        device="TPU" if plan.accelerator.kind == "tpu" else "GPU",
+        per_node=devices_per_node(plan),
+        backend=choose_backend(request.backend, command, nodes),
+    )
 
 
 def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class Looker:
         return Job(
             job_id=last.job_id,
             stage=stage,
-            replicas=last.job.replicas_per_job,
+            replicas=(submitted or last.job).replicas_per_job,
             requests=sum(requests),
             ends_at=ends_at,
             limit_s=limit_s,

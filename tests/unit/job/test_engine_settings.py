@@ -17,8 +17,8 @@ def test_processes_that_meet_without_ray_read_the_port_from_a_private_file(tmp_p
     node.write_settings("master-port: 20002\n")
     assert node.settings_file.read_text() == "master-port: 20002\n"
     assert node.settings_file.stat().st_mode & 0o777 == 0o600
-    assert (str(node.settings_file) in node.multi_node_args()) == is_told
-    assert "20002" not in " ".join(node.multi_node_args())
+    assert (str(node.settings_file) in node.rank_args()) == is_told
+    assert "20002" not in " ".join(node.rank_args())
 
 
 @pytest.mark.parametrize(("gpus", "told"), [(0, "0"), (8, None)])

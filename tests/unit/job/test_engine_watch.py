@@ -118,6 +118,13 @@ def test_one_that_stays_unresponsive_is_given_up(service):
     assert re.fullmatch(r"was unresponsive for \d+ s: its engine has left /health unanswered for \d+ s", reason)
 
 
+def test_one_with_a_fault_on_another_node_is_given_up(service):
+    scene = Scene(service)
+    scene.watch.fault = "its process VLLM::Worker (7) on n2 was stopped for 60 s"
+    reason = asyncio.run(asyncio.wait_for(scene.watch.run(), 60))
+    assert reason == "was given up: its process VLLM::Worker (7) on n2 was stopped for 60 s"
+
+
 @pytest.mark.parametrize(("state", "limit_s"), [("ready", 0.0), ("draining", 1.0)])
 def test_with_a_limit_of_0_or_during_a_drain_nobody_asks(service, monkeypatch, state, limit_s):
     asked = []

@@ -18,7 +18,9 @@ from hpc_serve.job.machine.network import listen_on
 from hpc_serve.job.machine.process import marked_pids
 from hpc_serve.job.run import outcome as outcome_module
 from hpc_serve.job.worker import run_worker
+from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.nodes import ALLOCATION, make_node
+from tests.support.stubs import SCRIPT
 
 RUNS = "print('running', flush=True); time.sleep(600)"
 
@@ -28,7 +30,7 @@ def over_a_connection(tmp_path, monkeypatch):
     """Runs a worker beside `scenario(head's link)`; `command` is the code of `ray` or `vllm` on its PATH."""
     monkeypatch.setattr(outcome_module, "_SETTLE_S", 0.01)
 
-    def run(scenario, code: str | None, *, backend: str = "ray", **changes):
+    def run(scenario, code: str | None, *, backend: str = "ray", words: str = "-pp 2", environ=(), **changes):
         if code is not None:
             script = tmp_path / ("ray" if backend == "ray" else "vllm")
             arguments = tmp_path / "arguments"
@@ -45,10 +47,10 @@ def over_a_connection(tmp_path, monkeypatch):
             node = make_node(
                 tmp_path,
                 backend=backend,
-                words="vllm serve m -pp 2",
+                words=f"vllm serve m {words}",
                 allocation=replace(ALLOCATION, node_rank=1, node_name="n2"),
                 run_mark=f"test-{os.getpid()}-worker",
-                environ={"PATH": str(tmp_path), "HPC_SERVE_JOB_DIR": str(tmp_path)},
+                environ={"PATH": str(tmp_path), "HPC_SERVE_JOB_DIR": str(tmp_path), **dict(environ)},
                 **changes,
             )
             links: asyncio.Queue[Link] = asyncio.Queue()
@@ -107,16 +109,78 @@ def test_without_ray_it_starts_the_engine_without_a_server(over_a_connection, tm
     assert arguments.endswith("--headless")
 
 
-def test_a_process_of_its_engine_that_is_stopped_fails_the_run_and_is_named(over_a_connection):
+IS_STUB = f"os.execv({sys.executable!r}, [{sys.executable!r}, {str(SCRIPT)!r}, *sys.argv[1:]])"
+
+
+@pytest.mark.parametrize("failed_part", [None, "engine"])
+def test_its_own_server_has_a_record_drains_as_the_head_says_and_ends_as_the_run_does(
+    over_a_connection, tmp_path, failed_part
+):
+    tmp_path.chmod(0o700)
+    store = ServiceStore(tmp_path / "home")
+    store.ensure_service("8b")
+    environ = {
+        "HPC_SERVE_HOME": str(store.home),
+        "HPC_SERVE_API_KEY_FILE": str(store.ensure_api_key("8b")),
+        "HPC_SERVE_DRAIN_FILE": str(tmp_path / "drain"),
+    }
+
+    def record():
+        return next(iter(store.read("8b").records), None)
+
+    async def scenario(link):
+        assert record() is None
+        await link.send("go")
+        while record() is None or record().state != "ready":  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        ready = record()
+        answered = asyncio.create_task(link.ask("drain", reason="stop", drain_s=60.0, cause="stop"))
+        receiving = asyncio.create_task(link.receive())
+        await answered
+        told = record().state, (tmp_path / "drain").exists()
+        await link.send("stop", reason="it broke", failed_part=failed_part, exit_code=3 if failed_part else 0)
+        with pytest.raises(LinkLostError):
+            await receiving
+        return ready, told
+
+    (ready, told), code = over_a_connection(
+        scenario, IS_STUB, backend="mp", words="-dp 4 --data-parallel-hybrid-lb", environ=environ
+    )
+    assert (ready.replica, ready.replicas_per_job, [one.name for one in ready.nodes]) == (1, 2, ["n2"])
+    assert told == ("draining", True)
+    assert code == 0
+    ended = record()
+    assert (ended.state, ended.failed_part) == ("failed" if failed_part else "stopped", failed_part)
+    assert "--headless" not in (tmp_path / "arguments").read_text()
+
+
+@pytest.mark.parametrize("backend", ["ray", "mp"])
+def test_the_head_is_told_of_a_process_that_is_stopped(over_a_connection, backend):
     async def scenario(link):
         await link.send("go")
-        return await link.receive()
+        message = await link.receive()
+        await link.send("stop")
+        return message
 
     stops = "import signal; os.kill(os.getpid(), signal.SIGSTOP)"
-    message, code = over_a_connection(scenario, stops, backend="mp", silence_s=0.5)
-    assert code == 1
-    assert message["part"] == "engine"  # the head adds the node
-    assert re.search(r"its process \S+ \(\d+\) was stopped for 0.5 s", message["reason"])
+    message, code = over_a_connection(scenario, stops, backend=backend, silence_s=0.5)
+    assert code == 0
+    assert message["kind"] == "stopped"
+    assert re.fullmatch(r"\S+ \(\d+\)", message["process"])
+
+
+def test_the_head_is_told_of_a_rank_that_has_ended(over_a_connection):
+    async def scenario(link):
+        await link.send("go")
+        message = await link.receive()
+        await link.send("stop")
+        return message
+
+    ends = "import subprocess; subprocess.run(['VLLM::Worker_TP1', '2'], executable='/bin/sleep')"
+    message, code = over_a_connection(scenario, f"{ends}\n{RUNS}", backend="mp", silence_s=5)
+    assert code == 0
+    assert message["kind"] == "ended"
+    assert re.fullmatch(r"VLLM::Worker_TP1 \(\d+\)", message["process"])
 
 
 SAYS_WHERE = "print(os.environ['VLLM_CACHE_ROOT'], file=open(os.environ['VLLM_HOST_IP'] + '.said', 'w'), flush=True)"

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from hpc_serve.client.replicas.assess import assess_replica
 from hpc_serve.submit.logs import log_files as module
-from hpc_serve.submit.logs.log_files import both_ends, follow, lines_of, log_files, tail
+from hpc_serve.submit.logs.log_files import both_ends, files_of, follow, lines_of, log_files, tail
+from tests.support.stubs import make_record
 
 
 def test_the_batch_log_comes_first_and_nodes_in_their_order(tmp_path):
@@ -18,6 +20,16 @@ def test_the_batch_log_comes_first_and_nodes_in_their_order(tmp_path):
     (tmp_path / "own.out").touch()
     assert log_files("7", tmp_path, tmp_path / "own.out")[0] == tmp_path / "own.out"
     assert log_files("8", tmp_path / "nowhere") == []
+
+
+def test_the_servers_of_one_job_share_the_logs_of_its_nodes(tmp_path):
+    for name in ("7.log", "7-node0.log", "7-node1.log"):
+        (tmp_path / name).touch()
+    record = make_record(job_id="7", replica=1, replicas_per_job=2, log_dir=str(tmp_path))
+    status = assess_replica(record)
+    assert [path.name for path in files_of(status)] == ["7.log", "7-node0.log", "7-node1.log"]
+    (tmp_path / "7-1-node0.log").touch()
+    assert [path.name for path in files_of(status)] == ["7.log", "7-1-node0.log"]
 
 
 @pytest.mark.parametrize("size", [10, 200_000])

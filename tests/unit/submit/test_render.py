@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.errors import InvalidRequestError
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.hub.hub import find_model
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.plans.planning import plan_service
@@ -61,6 +61,17 @@ def test_the_committed_scripts_are_what_render_prints(name):
     request = COMMITTED[name]
     assert committed.read_text() == render_script(request, plan_service(request))
     bash_accepts(committed.read_text())
+
+
+@pytest.mark.parametrize(("backend", "is_refused"), [("auto", False), ("mp", False), ("ray", True)])
+def test_a_server_on_each_node_is_a_word_of_the_line_and_is_checked_before_the_queue(backend, is_refused):
+    words = ("--data-parallel-size", "8", "--enable-expert-parallel", "--data-parallel-hybrid-lb")
+    fields = {"gpu": "h200", "backend": backend, "engine_args": words}
+    if is_refused:
+        with pytest.raises(DoesNotFitError, match=r"a server on each node.* uses ray"):
+            script("r1", 2, **fields)
+    else:
+        assert "--data-parallel-hybrid-lb \\\n" in script("r1", 2, **fields)
 
 
 def test_no_committed_script_is_left_out():

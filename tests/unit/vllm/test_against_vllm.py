@@ -15,7 +15,7 @@ import pytest
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.vllm.allowed import check_arguments
 from hpc_serve.vllm.arguments import read_arguments, value_of
-from hpc_serve.vllm.command import GATE, head_args, read_command
+from hpc_serve.vllm.command import GATE, read_command, server_args
 from hpc_serve.vllm.options import load_data, options
 
 CHECKOUT = Path(__file__).parents[3]
@@ -139,7 +139,7 @@ def gated(line: str) -> list[str]:
     """The words of the engine as the head starts it."""
     command = read_command(["vllm", "serve", "model", *line.split()])
     files = ("/run/endpoint.key", "/run/endpoint.pem")
-    added = head_args(command, device="GPU", backend="mp", tls_files=files)
+    added = server_args(command, tls_files=files)
     return [*command.argv[3:], *added]
 
 

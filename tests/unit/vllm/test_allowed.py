@@ -195,7 +195,7 @@ def test_successors_are_of_options_that_are_gone_and_name_those_that_are_there()
 
 def test_no_free_option_has_a_name_that_tells_of_code() -> None:
     telling = re.compile(
-        r"plugin|-cls$|-class|-code$|middleware|trust|token$|-key$|ssl|uds|grpc|data-parallel-(?!size$)|nnodes"
+        r"plugin|-cls$|-class|-code$|middleware|trust|token$|-key$|ssl|uds|grpc|data-parallel-(?!size$|hybrid-lb$)|nnodes"
     )
     free = {name for name, kind in classes().items() if kind == "free"}
     assert not {name for name in free if telling.search(name)}

@@ -14,10 +14,11 @@ from hpc_serve.vllm.command import (
     Device,
     check_layout,
     choose_backend,
-    head_args,
     headless_argv,
-    multi_node_args,
+    rank_args,
+    ray_data_parallel_environ,
     read_command,
+    server_args,
     settings_text,
 )
 
@@ -27,6 +28,19 @@ FILES = ("/run/key", "/run/certificate")
 def check(line: str, *, num_nodes: int, per_node: int, device: Device = "GPU", backend: str = "ray") -> None:
     command = read_command(words(line))
     check_layout(command, num_nodes=num_nodes, device=device, per_node=per_node, backend=backend)
+
+
+def of_node(line: str, *, backend: str, num_nodes: int = 1, rank: int = 0, device: Device = "GPU") -> list[str]:
+    """What a node of a job is told of its ranks."""
+    return rank_args(
+        read_command(words(line)),
+        device=device,
+        backend=backend,
+        num_nodes=num_nodes,
+        node_rank=rank,
+        master_address="10.0.0.1",
+        settings_file="/engine.yaml",
+    )
 
 
 def words(text: str) -> list[str]:
@@ -94,7 +108,7 @@ def test_a_script_s_options_of_another_version_are_passed_on_as_they_are():
 
 
 def test_data_parallel_ranks_count_as_gpus_of_the_layout():
-    for text in ("-pcp 2", "-dpl 1", "--data-parallel-hybrid-lb"):
+    for text in ("-pcp 2", "-dpl 1", "--data-parallel-backend ray"):
         with pytest.raises(InvalidRequestError, match="cannot be given to the engine"):
             read_command(words(f"vllm serve m -tp 2 {text}"))
     assert read_command(words("vllm serve m -tp 2 -dp 1")).world_size == 2
@@ -105,7 +119,7 @@ def test_middleware_of_the_owner_stays_and_the_gate_comes_last():
     command = read_command(words("vllm serve m --middleware a.B"))
     argv = [
         *command.argv,
-        *head_args(command, device="GPU", backend="mp", tls_files=FILES),
+        *server_args(command, tls_files=FILES),
     ]
     assert [argv[place + 1] for place, word in enumerate(argv) if word == "--middleware"] == ["a.B", GATE]
 
@@ -124,6 +138,8 @@ def test_a_stand_in_that_is_not_there_is_named(tmp_path: Path):
         ("ray", "vllm serve m", 1, "ray"),
         ("auto", "vllm serve m --distributed-executor-backend mp", 2, "mp"),
         ("auto", "vllm serve m --data-parallel-size 2", 2, "mp"),
+        ("ray", "vllm serve m --data-parallel-size 2", 2, "ray"),
+        ("auto", "vllm serve m -dp 2 --distributed-executor-backend ray", 2, "ray"),
     ],
 )
 def test_several_nodes_use_ray_unless_told_otherwise(backend, line, num_nodes, chosen):
@@ -162,19 +178,27 @@ def test_what_cpus_and_tpus_cannot_do_is_said(fields, why):
         check("vllm serve m -tp 16", **fields)
 
 
+@pytest.mark.parametrize("backend", ["mp", "ray"])
 @pytest.mark.parametrize(
     ("layout", "num_nodes", "gpus"),
     [("-dp 2", 1, 2), ("-dp 2", 2, 1), ("-dp 8 -tp 2", 2, 8), ("-dp 2 -tp 8", 4, 4)],
 )
-def test_a_node_has_whole_data_parallel_ranks_or_a_rank_whole_nodes(layout, num_nodes, gpus):
-    check(f"vllm serve m {layout}", num_nodes=num_nodes, per_node=gpus, backend="mp")
+def test_a_node_has_whole_data_parallel_ranks_or_a_rank_whole_nodes(layout, num_nodes, gpus, backend):
+    check(f"vllm serve m {layout}", num_nodes=num_nodes, per_node=gpus, backend=backend)
+
+
+def test_each_node_may_have_a_server():
+    check("vllm serve m -dp 4 -tp 2 --data-parallel-hybrid-lb", num_nodes=2, per_node=4, backend="mp")
 
 
 @pytest.mark.parametrize(
     ("layout", "num_nodes", "gpus", "backend", "why"),
     [
-        ("-dp 2 -tp 12", 3, 8, "mp", "3 nodes x 8 cut a data-parallel rank of 12"),
-        ("-dp 4", 2, 2, "ray", "DP=4 x TP=1 x PP=1 = 4 GPUs, and .* use --backend mp, or auto"),
+        ("-dp 2 -tp 12", 3, 8, "mp", "3 nodes x 8 of 8 GPUs cut a data-parallel rank of 12"),
+        ("-dp 2 -tp 14", 4, 8, "ray", "4 nodes x 7 of 8 GPUs cut a data-parallel rank of 14"),
+        ("-dp 4 --data-parallel-hybrid-lb", 2, 2, "ray", "a server on each node.* and uses ray"),
+        ("-dp 4 --data-parallel-hybrid-lb", 1, 4, "mp", "a server on each node.* has 1 node x 4 GPUs"),
+        ("-dp 2 -tp 8 --data-parallel-hybrid-lb", 4, 4, "mp", "a server on each node"),
         ("-dp 8 -tp 4", 2, 8, "mp", "DP=8 x TP=4 x PP=1 = 32 GPUs, the job has 2 nodes x 8 GPUs"),
     ],
 )
@@ -199,7 +223,7 @@ def test_a_node_without_a_server_is_told_no_number_of_servers():
 def test_an_engine_with_data_parallel_ranks_has_one_server_unless_the_line_says_otherwise():
     def told(line: str) -> bool:
         command = read_command(words(line))
-        return "--api-server-count" in head_args(command, device="GPU", backend="mp", tls_files=FILES)
+        return "--api-server-count" in server_args(command, tls_files=FILES)
 
     assert told("vllm serve m -dp 4")
     assert not told("vllm serve m -dp 4 --api-server-count 2")
@@ -207,28 +231,37 @@ def test_an_engine_with_data_parallel_ranks_has_one_server_unless_the_line_says_
 
 
 def test_the_head_is_told_only_what_the_line_leaves_open():
-    command = read_command(words("vllm serve m -tp 2 --port 9000 --distributed-executor-backend ray"))
+    line = "vllm serve m -tp 2 --port 9000 --distributed-executor-backend ray"
     told = "--host 127.0.0.1 --port 0 --middleware hpc_serve.gate.engine_gate.Gate"
     told += " --ssl-keyfile /run/key --ssl-certfile /run/certificate"
-    assert head_args(command, device="GPU", backend="ray", tls_files=FILES) == words(told)
-    one_gpu = read_command(words("vllm serve m"))
-    assert head_args(one_gpu, device="GPU", backend="mp", tls_files=FILES) == words(told)
+    assert server_args(read_command(words(line)), tls_files=FILES) == words(told)
+    assert of_node(line, backend="ray") == []
+    assert of_node("vllm serve m", backend="mp") == []
+    assert of_node("vllm serve m -tp 2", backend="mp") == words("--distributed-executor-backend mp")
 
 
 @pytest.mark.parametrize(("device", "is_told"), [("GPU", True), ("TPU", False)])
 def test_vllm_chooses_its_executor_on_tpus_by_itself(device, is_told):
-    command = read_command(words("vllm serve m -tp 8"))
-    args = head_args(command, device=device, backend="ray", tls_files=FILES)
+    args = of_node("vllm serve m -tp 8", backend="ray", device=device)
     assert ("--distributed-executor-backend" in args) == is_told
 
 
-def test_only_the_first_of_several_nodes_has_a_server():
-    first, second = (
-        multi_node_args(num_nodes=2, node_rank=rank, master_address="10.0.0.1", settings_file="/node/engine.yaml")
-        for rank in (0, 1)
-    )
-    assert first == words("--nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --config /node/engine.yaml")
-    assert second == words("--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --config /node/engine.yaml --headless")
+@pytest.mark.parametrize(("further", "last"), [("", ["--headless"]), (" --data-parallel-hybrid-lb", [])])
+def test_of_several_nodes_the_first_has_a_server_or_each(further, last):
+    first, second = (of_node(f"vllm serve m -dp 4{further}", num_nodes=2, rank=rank, backend="mp") for rank in (0, 1))
+    told = "--distributed-executor-backend mp --nnodes 2 --node-rank {} --master-addr 10.0.0.1 --config /engine.yaml"
+    assert first == words(told.format(0))
+    assert second == [*words(told.format(1)), *last]
+
+
+def test_over_ray_one_command_places_whole_ranks_on_nodes_or_spans_nodes_with_each():
+    told = "--distributed-executor-backend ray --data-parallel-backend ray"
+    assert of_node("vllm serve m -dp 4", num_nodes=2, backend="ray") == words(f"{told} --data-parallel-size-local 2")
+    assert of_node("vllm serve m -dp 4", num_nodes=1, backend="ray") == words(told)
+    assert of_node("vllm serve m -dp 2 -tp 8", num_nodes=4, backend="ray") == words(told)
+    assert ray_data_parallel_environ(read_command(words("vllm serve m -dp 2")), 4)
+    assert not ray_data_parallel_environ(read_command(words("vllm serve m -dp 4")), 4)
+    assert not ray_data_parallel_environ(read_command(words("vllm serve m -tp 8")), 4)
 
 
 @pytest.mark.parametrize("text", ["--api-key s3cret", "--api_key=s3cret", "--uds /x", "--headless", "--ssl-keyfile k"])

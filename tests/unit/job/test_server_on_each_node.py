@@ -1,0 +1,110 @@
+"""A head and a worker that each have a server (`--data-parallel-hybrid-lb`), in one process; the engines are stubs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.job.cleanup.run_dir import make_run_dir
+from hpc_serve.job.head import run_head
+from hpc_serve.job.machine.process import marked_pids
+from hpc_serve.job.run.node import LaunchOptions
+from hpc_serve.job.worker import run_worker
+from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file_of
+from hpc_serve.rendezvous.record import EndpointRecord
+from hpc_serve.rendezvous.store import ServiceStore
+from tests.support.nodes import ALLOCATION, make_node
+from tests.support.stubs import SCRIPT
+
+MOST_S = 120
+WORDS = "vllm serve m -dp 2 --data-parallel-hybrid-lb"
+
+
+@pytest.fixture
+def both(tmp_path: Path):
+    """Runs a head and a worker beside `scenario(records)`; returns the exit codes, and the last records in order."""
+    tmp_path.chmod(0o700)
+    store = ServiceStore(tmp_path / "home")
+    store.ensure_service("8b")
+    (tmp_path / "bin").mkdir()
+    vllm = tmp_path / "bin" / "vllm"
+    becomes = f"os.execv({sys.executable!r}, [{sys.executable!r}, {str(SCRIPT)!r}, *sys.argv[1:]])"
+    vllm.write_text(f"#!{sys.executable}\nimport os, sys\n{becomes}\n")
+    vllm.chmod(0o755)
+    run_dir = make_run_dir(store.home, ALLOCATION)
+
+    def node(rank: int):
+        folder = tmp_path / f"node{rank}"
+        folder.mkdir(mode=0o700)
+        return make_node(
+            folder,
+            backend="mp",
+            words=WORDS,
+            options=LaunchOptions(service="8b", backend="mp", gpus_per_node=1, preflight="off"),
+            allocation=replace(ALLOCATION, node_rank=rank, node_name=f"n{rank + 1}"),
+            run_mark=f"test-{os.getpid()}-{rank}",
+            environ={
+                "PATH": f"{tmp_path / 'bin'}",
+                "HPC_SERVE_HOME": str(store.home),
+                "HPC_SERVE_JOB_DIR": str(run_dir),
+                "HPC_SERVE_API_KEY_FILE": str(store.ensure_api_key("8b")),
+                "HPC_SERVE_DRAIN_FILE": str(folder / "drain"),
+                "HPC_SERVE_DRAIN_REQUEST": str(store.beside_record("8b", "1", 0, 0, ".drain")),
+            },
+        )
+
+    def records() -> list[EndpointRecord]:
+        return sorted(store.read("8b").records, key=lambda record: record.replica)
+
+    def run(scenario: Callable[[list[EndpointRecord]], Awaitable[None]]):
+        async def meet():
+            nodes = node(0), node(1)
+            running = [asyncio.create_task(run_head(nodes[0])), asyncio.create_task(run_worker(nodes[1]))]
+            while [record.state for record in records()] != ["ready", "ready"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            await scenario(records())
+            codes = await asyncio.gather(*running)
+            assert not [pid for one in nodes for pid in marked_pids(one.run_mark)]
+            return codes
+
+        return asyncio.run(asyncio.wait_for(meet(), MOST_S)), records()
+
+    run.store = store
+    return run
+
+
+def test_one_that_is_asked_to_drain_lets_all_drain(both):
+    async def scenario(records):
+        assert [(one.replica, one.replicas_per_job, one.nodes[0].name) for one in records] == [
+            (0, 2, "n1"),
+            (1, 2, "n2"),
+        ]
+        assert records[0].certificate != records[1].certificate
+        ask_to_drain(drain_file_of(both.store, records[1]), DrainRequest(by="a test", cause="stop", deadline_s=60))
+
+    codes, records = both(scenario)
+    assert codes == [0, 0]
+    assert [(one.state, one.drain_cause) for one in records] == [("stopped", "stop")] * 2
+    assert "a test" in (records[0].reason or "")
+    assert not list(both.store.home.glob("services/8b/*.drain"))
+
+
+@pytest.mark.parametrize(("rank", "part"), [(0, "engine"), (1, "engine on n2")])
+def test_the_end_of_one_ends_all_and_all_records_name_it(both, rank, part):
+    async def scenario(records):
+        for pid in marked_pids(f"test-{os.getpid()}-{rank}"):
+            os.kill(pid, signal.SIGKILL)
+
+    codes, records = both(scenario)
+    assert codes[0] == 137
+    assert [one.state for one in records] == ["failed", "failed"]
+    assert records[0].failed_part == part
+    assert records[1].failed_part == "engine"
+    assert all("SIGKILL" in (one.reason or "") for one in records)

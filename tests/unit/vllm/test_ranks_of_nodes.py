@@ -1,0 +1,63 @@
+"""Where the installed vLLM puts data-parallel ranks, by the words that each node of a job is given."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_serve.vllm.command import headless_argv, rank_args, read_command
+from tests.support.moe_model import CONFIGS
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+# By the line, the nodes and the backend: of each node that runs a command the first data-parallel rank, how many there
+# are, the node's place within a rank, vLLM's backend, and who balances. vLLM calls a hybrid of one rank each external.
+CASES: dict[tuple[str, int, str], list[list[Any]]] = {
+    ("-dp 2 -tp 2", 1, "mp"): [[0, 2, 0, "mp", "internal"]],
+    ("-dp 4", 2, "mp"): [[0, 2, 0, "mp", "internal"], [2, 2, 0, "mp", "internal"]],
+    ("-dp 2 -tp 4", 4, "mp"): [[rank, 1, place, "mp", "internal"] for rank in (0, 1) for place in (0, 1)],
+    ("-dp 4 --data-parallel-hybrid-lb", 2, "mp"): [[0, 2, 0, "mp", "hybrid"], [2, 2, 0, "mp", "hybrid"]],
+    ("-dp 2 --data-parallel-hybrid-lb", 2, "mp"): [[0, 1, 0, "mp", "external"], [1, 1, 0, "mp", "external"]],
+    ("-dp 4", 2, "ray"): [[0, 2, 0, "ray", "internal"]],
+}
+
+
+def words_of_nodes(line: str, num_nodes: int, backend: str, model: Path) -> list[list[str]]:
+    command = read_command(["vllm", "serve", str(model), *line.split()])
+    found = []
+    for node in range(num_nodes if backend == "mp" else 1):
+        told = rank_args(
+            command,
+            device="GPU",
+            backend=backend,
+            num_nodes=num_nodes,
+            node_rank=node,
+            master_address="10.0.0.1",
+            settings_file=str(model / "engine.yaml"),
+        )
+        argv = headless_argv(command) if "--headless" in told else command.argv
+        found.append([*argv[2:], *told])
+    return found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
+def test_vllm_puts_ranks_where_the_layout_has_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen2-moe"]))
+    (tmp_path / "engine.yaml").write_text("master-port: 20001\ndata-parallel-rpc-port: 20002\n")
+    lines = [words for case in CASES for words in words_of_nodes(*case, tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.vllm_ranks"],
+        cwd=CHECKOUT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        input=json.dumps(lines),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout) == [node for nodes in CASES.values() for node in nodes]
