@@ -103,7 +103,6 @@ def test_help_is_quick_and_imports_nothing_heavy(argv):
         (["forget"], ["--ended"]),
         (["forget", "8b", "--ended"], ["--ended"]),
         (["help", "sumbit"], ["Did you mean submit?"]),
-        (["status", "--watch", "--json"], ["leave out --json"]),
     ],
 )
 def test_what_cannot_be_asked_for_is_one_error_on_stderr_and_exit_code_2(argv, words, ran, place):

@@ -135,3 +135,7 @@ def test_watch_draws_the_table_on_a_terminal(store, ran, monkeypatch):
 
 def test_watch_of_what_there_is_not_ends(capsys):
     assert run(["status", "nope", "--watch"]) == 5
+
+
+def test_watch_is_for_people(ran):
+    assert "leave out --json" in ran(["status", "--watch", "--json"], 2).err
