@@ -120,9 +120,9 @@ def store(tmp_path):
     return store
 
 
-def run_of(input_len: int | None, output_len: int, **pace):
+def run_of(input_len: int | None, output_len: int, **fields):
     request = replace(RUN.requests[0], input_len=input_len, output_len=output_len)
-    pace = Pace(**{"max_concurrency": 32, **pace})
+    pace = Pace(**{"max_concurrency": 32, **fields})
     return replace(RUN, requests=(request,) * 2, replicas=("1-r0-0", "2-r0-0"), pace=pace)
 
 
