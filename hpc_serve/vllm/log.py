@@ -2,9 +2,6 @@
 
 It reads one line at a time. The words are vLLM's (0.6 to 0.32 use them); an unknown line has no meaning.
 `start_progress` decides whether a start makes progress, and `diagnose` why one failed.
-
-One line at a time. The words are vLLM's (0.6 to 0.32 use them); a line that is not known says nothing. Whether a start
-still makes progress is decided in `start_progress`, why one failed in `diagnose`.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hpc_serve.sizes import GIB
+from hpc_serve.vllm.report_line import read_report
 
 # The bars that vLLM's loaders show: safetensors, pt, np_cache, several threads, Run:ai, InstantTensor, fastsafetensors.
 _SHARDS = re.compile(
@@ -43,11 +41,6 @@ _STAGES = (
     (re.compile(r"Waiting for creating a placement group"), "waiting for Ray to place the workers"),
     (re.compile(r"Application startup complete|Starting vLLM (?:API )?server"), SERVER_IS_UP),
 )
-_REPORT = re.compile(
-    r"Avg prompt throughput: ([\d.]+) tokens/s, Avg generation throughput: ([\d.]+) tokens/s, "
-    r"Running: 0 reqs, Waiting: 0 reqs"
-)
-_IDLE_TOKENS_PER_S = 1.0
 _HEALTH_ANSWER = re.compile(r'"(GET|HEAD) /health HTTP/[\d.]+" 200\b')
 
 _NUMBER = r"(-?[\d.,]+)"
@@ -163,8 +156,8 @@ def read_figures(line: str) -> dict[str, float]:
 
 def is_idle_report(line: str) -> bool:
     """Return whether `line` is vLLM's report, every ten seconds, of an engine that does next to nothing."""
-    found = _REPORT.search(line)
-    return found is not None and all(float(number) <= _IDLE_TOKENS_PER_S for number in found.groups())
+    report = read_report(line)
+    return report is not None and report.does_next_to_nothing
 
 
 def is_health_answer(line: str) -> bool:

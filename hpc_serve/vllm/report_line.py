@@ -10,6 +10,7 @@ _RATES = re.compile(r"Avg prompt throughput: ([\d.]+) tokens/s, Avg generation t
 _REQUESTS = re.compile(r"Running: (\d{1,9}) reqs?, .*?Waiting: (\d{1,9}) reqs?|Running: (\d{1,9}) reqs?")
 _CACHE = re.compile(r"KV cache usage: ([\d.]+)%")
 _LONGEST_NUMBER = 15
+_IDLE_TOKENS_PER_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,12 @@ class EngineReport:
     running: int
     waiting: int
     cache_use: float | None = None
+
+    @property
+    def does_next_to_nothing(self) -> bool:
+        """Whether no request runs or waits, and hardly a token came or went."""
+        tokens_per_s = max(self.prompt_tokens_per_s, self.generation_tokens_per_s)
+        return not (self.running or self.waiting) and tokens_per_s <= _IDLE_TOKENS_PER_S
 
     def plus(self, other: EngineReport | None) -> EngineReport:
         """Add the report of another part of the engine, made at the same moment."""

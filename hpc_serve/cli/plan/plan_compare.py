@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hpc_serve.cli.console import plain_table
 from hpc_serve.plan.report.speed import arrivals_text
 from hpc_serve.sizes import GIB
 
@@ -121,8 +121,6 @@ def _unit(results: list[PlanResult]) -> str:
 
 
 def _table(*headings: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
-    table.add_column("GPU", no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = plain_table("GPU", *headings, right=headings)
+    table.padding = 0  # type: ignore[assignment]
     return table

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import click
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hpc_serve.cli.console import plain_table
 from hpc_serve.plan.make import PlanResult
 from hpc_serve.plan.report.classes import class_texts
 from hpc_serve.plan.report.speed import (
@@ -26,9 +28,11 @@ _WIDE = 80
 """Columns of a terminal from which the table has all its columns and wide gaps."""
 
 
-def table_padding(console: Console) -> tuple[int, int]:
-    """Blank lines and columns about each cell of a table with many columns."""
-    return (0, 1) if console.width >= _WIDE else (0, 0)
+def wide_table(console: Console, *headings: str, left: Sequence[str] = ()) -> Table:
+    """Return an empty table with many columns of numbers; those in `left` are of words."""
+    table = plain_table(*headings, right=[heading for heading in headings if heading not in left])
+    table.padding = (0, 1) if console.width >= _WIDE else 0  # type: ignore[assignment]
+    return table
 
 
 def speed_line(result: PlanResult) -> str:
@@ -59,13 +63,11 @@ def print_speed(console: Console, result: PlanResult) -> None:
         return
     unit = result.accelerator.unit.upper()
     has_each = not usd or console.width >= _WIDE
-    table = Table(box=box.SIMPLE_HEAD, padding=table_padding(console), pad_edge=False, show_edge=False)
     each = (f"PER {unit}",) if has_each else ()
     first = () if traffic.decode_only else ("TTFT",)
     beside = () if result.ideal else ("IDEAL",)
-    for heading in ("IN FLIGHT", *first, "TPOT", "TOKENS/S", *beside, *each, *(("PER $",) if usd else ())):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("BOUND BY", no_wrap=True)
+    numbers = ("IN FLIGHT", *first, "TPOT", "TOKENS/S", *beside, *each, *(("PER $",) if usd else ()))
+    table = wide_table(console, *numbers, "BOUND BY", left=("BOUND BY",))
     for estimate in found:
         speed = estimate.speed
         dollar = [f"{estimate.output_tokens_per_usd / 1e6:.2f} M"] if estimate.output_tokens_per_usd else []

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from hpc_serve.cli.plan.plan_speed import print_speed, print_speed_explanation, speed_line, table_padding
+from hpc_serve.cli.console import plain_table
+from hpc_serve.cli.plan.plan_speed import print_speed, print_speed_explanation, speed_line, wide_table
 from hpc_serve.plan.choice.candidates import Candidate, on_most_gpus
 from hpc_serve.plan.choice.contexts import LayoutContexts
 from hpc_serve.plan.choice.layout import Layout
@@ -148,27 +147,16 @@ def _widths(sizes: list[int], columns: int) -> list[int]:
 
 def _print_layouts(console: Console, result: PlanResult, candidates: Sequence[Candidate]) -> None:
     """The candidates, and the reason of each; with `--max-model-len auto` the context that each holds."""
-    verdicts: dict[Layout, tuple[str, tuple[str, ...]]] = {}
-    for candidate in candidates:
-        verdicts[candidate.layout] = candidate.verdict, (candidate.reason,)
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=table_padding(console) if result.contexts else (0, 1),
-        pad_edge=False,
-        show_edge=False,
-    )
+    verdicts = {candidate.layout: (candidate.verdict, (candidate.reason,)) for candidate in candidates}
     data = ("DP",) if any(layout.data_parallel_size > 1 for layout in verdicts) else ()
-    for heading in (*data, "TP", "PP", "NODES"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    sizes = (*data, "TP", "PP", "NODES")
     if result.contexts:
-        counts = [str(count) for count, _ in result.contexts[0].by_requests]
-        for heading in (f"{counts[0]} AT ONCE", *counts[1:]):
-            table.add_column(heading, justify="right", no_wrap=True)
+        first, *counts = [str(count) for count, _ in result.contexts[0].by_requests]
+        table = wide_table(console, *sizes, "", f"{first} AT ONCE", *counts, left=("",))
         verdicts = _with_contexts(verdicts, result.contexts)
         console.print(Text("Longest context by layout, for so many requests of that length at once:"))
     else:
-        table.add_column("WHY", overflow="fold")
+        table = plain_table(*sizes, "", "WHY", right=sizes, folded=("WHY",))
     for layout, (verdict, cells) in verdicts.items():
         table.add_row(
             *((str(layout.data_parallel_size),) if data else ()),
@@ -210,9 +198,8 @@ def _print_sharing(console: Console, result: PlanResult) -> None:
     sentence = compare_sharing(ways, result.inputs.max_model_len)
     if sentence is None:
         return
-    table = Table(box=box.SIMPLE_HEAD, padding=table_padding(console), pad_edge=False, show_edge=False)
-    for heading in ("REPLICAS", "TP", "WEIGHTS", "CACHE", "TOKENS IN ALL", f"REQUESTS OF {TYPICAL_REQUEST_TOKENS:,}"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    requests = f"REQUESTS OF {TYPICAL_REQUEST_TOKENS:,}"
+    table = wide_table(console, "REPLICAS", "TP", "WEIGHTS", "CACHE", "TOKENS IN ALL", requests)
     for way in ways:
         table.add_row(
             str(way.replicas),

@@ -130,7 +130,7 @@ def requests_under_way(engine: EngineAddress) -> int | None:
         return None
     if answer.status != 200:
         raise OSError(f"/metrics answers {answer.status}")
-    return metrics.requests_under_way(answer.text)
+    return metrics.read_work(answer.text).requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +148,10 @@ def read_load(engine: EngineAddress, *, timeout_s: float = _METRICS_TIMEOUT_S) -
         answer = _ask(engine, "GET", "/metrics", timeout_s=timeout_s)
     except (OSError, http.client.HTTPException):
         return None
-    found = metrics.requests_running_and_waiting(answer.text) if answer.status == 200 else None
-    requests = read_request_count(answer.headers)
-    if found is None or requests is None:
+    work, requests = metrics.read_work(answer.text if answer.status == 200 else ""), read_request_count(answer.headers)
+    if work.running is None or work.waiting is None or requests is None:
         return None
-    return EngineLoad(running=found[0], waiting=found[1], requests=requests)
+    return EngineLoad(running=work.running, waiting=work.waiting, requests=requests)
 
 
 def _require(condition: bool, what: str) -> None:

@@ -12,7 +12,6 @@ from hpc_serve.gate.gate import Gate
 from hpc_serve.job.engine.health import EngineAddress, SmallRequest, ask, read_load
 from hpc_serve.rendezvous.gate_headers import REQUESTS_HEADER, RequestCount, read_request_count
 from hpc_serve.trust.connection import Identity
-from hpc_serve.vllm.metrics import requests_running_and_waiting
 from tests.cluster import wait_for
 from tests.support.stubs import StubService
 from tests.unit.job.conftest import KEY, in_a_loop
@@ -107,12 +106,6 @@ def test_each_gate_has_a_name_of_its_own(gate):
 @pytest.mark.parametrize("text", ["", "5f3a 17", "5f3a -1 0", "a b 1 2", "5f3a 1 2 3", "5f3a 9999999999999999 1"])
 def test_what_is_no_count(text):
     assert read_request_count({REQUESTS_HEADER.decode(): text}) is None
-
-
-def test_running_and_waiting():
-    text = 'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\n'
-    assert requests_running_and_waiting(text) == (2, 1)
-    assert requests_running_and_waiting(text.splitlines()[0]) is None
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.vllm.metrics import EngineWork, read_work, requests_under_way
+from hpc_serve.vllm.metrics import EngineWork, read_work
 
 TEXT = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -19,7 +19,7 @@ vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 4.0
 
 
 def test_running_and_waiting_of_all_parts_are_added():
-    assert requests_under_way(TEXT) == 7
+    assert read_work(TEXT).requests == 7
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_running_and_waiting_of_all_parts_are_added():
     ["", "vllm:num_requests_running 1.0\n", TEXT.replace(" 2.0", " NaN"), TEXT.replace(" 4.0", " many")],
 )
 def test_what_the_engine_does_not_say_is_not_known(text):
-    assert requests_under_way(text) is None
+    assert read_work(text).requests is None
 
 
 WORK = (
