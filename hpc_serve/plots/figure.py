@@ -5,7 +5,7 @@ The numbers come from hpc_serve.plan. This module decides only where to draw the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FORMATS = (".png", ".svg", ".pdf")
 MARKED = (1, 4, 16, 64, 256, 1024)
 _GRID = "#e4e7eb"
+_DASHES = (0, (4, 3))
 _FAMILY = ("#0b7285", "#2f9e44", "#e67700", "#c92a2a")
 _CAUSES = (
     ("weights_s", "weights", "#1864ab"),
@@ -112,19 +113,7 @@ def _pareto(axes: Any, drawn: Drawn) -> None:
     for colour, inputs in zip(_FAMILY, drawn.contexts()):
         held = drawn.held(inputs)
         along = [drawn.at(inputs, batch) for batch in batches(held)]
-        for is_expected, line in _columns(drawn):
-            points = [_point(one, one.expected if is_expected else one.ideal) for one in along]
-            curves.append(points)
-            axes.plot(
-                [latency for latency, _ in points],
-                [rate for _, rate in points],
-                linestyle=line,
-                color=colour,
-                linewidth=2.4 if is_expected or drawn.is_ideal else 1.2,
-                alpha=1 if is_expected or drawn.is_ideal else 0.6,
-                label=f"{inputs:,} tokens in" if is_expected or drawn.is_ideal else None,
-                zorder=3,
-            )
+        curves += _draw_curves(axes, drawn, inputs, colour, [[_point(*one) for one in kind] for kind in _kinds(along)])
         for batch in sorted({*(mark for mark in MARKED if mark <= held), held}):
             estimate = drawn.at(inputs, batch)
             point = _point(estimate, estimate.speed)
@@ -154,12 +143,8 @@ def _over_batch(
     for colour, inputs in zip(_FAMILY, drawn.contexts()):
         sizes = batches(drawn.held(inputs))
         along = [drawn.at(inputs, batch) for batch in sizes]
-        for is_expected, line in _columns(drawn):
-            heights = [value(one, one.expected if is_expected else one.ideal) for one in along]
-            is_main = is_expected or drawn.is_ideal
-            width, name = (2.4, f"{inputs:,} tokens in") if is_main else (1.2, None)
-            alpha = 1 if is_main else 0.6
-            axes.plot(sizes, heights, linestyle=line, color=colour, linewidth=width, alpha=alpha, label=name)
+        heights = ([value(*one) for one in kind] for kind in _kinds(along))
+        _draw_curves(axes, drawn, inputs, colour, [list(zip(sizes, kind)) for kind in heights])
     axes.set(xscale="log", yscale="log")
     knee = critical_batch(drawn.roofline)
     if knee is not None:
@@ -182,11 +167,29 @@ def _over_batch(
     _legend(axes, drawn, columns=2, at=(1, 0) if knee_at_top else (0, 1))
 
 
-def _columns(drawn: Drawn) -> tuple[tuple[bool, Any], ...]:
-    """Return (whether it is the expected curve, its line) for each curve that is drawn."""
-    if drawn.is_ideal:
-        return ((False, "solid"),)
-    return ((False, (0, (4, 3))), (True, "solid"))
+def _kinds(along: Sequence[SpeedEstimate]) -> list[list[tuple[SpeedEstimate, Speed]]]:
+    """Return the estimates of a curve with their ideal speeds, and with the expected ones."""
+    return [[(one, one.ideal) for one in along], [(one, one.expected) for one in along]]
+
+
+def _draw_curves(
+    axes: Any, drawn: Drawn, inputs: int, colour: str, kinds: Sequence[list[Point]]
+) -> Sequence[list[Point]]:
+    """Draw the ideal curve of a context and the expected one, and return what is drawn: ideal alone where asked for."""
+    shown = kinds[:1] if drawn.is_ideal else kinds
+    for points in shown:
+        is_main = points is shown[-1]
+        axes.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            linestyle="solid" if is_main else _DASHES,
+            color=colour,
+            linewidth=2.4 if is_main else 1.2,
+            alpha=1 if is_main else 0.6,
+            label=f"{inputs:,} tokens in" if is_main else None,
+            zorder=3,
+        )
+    return shown
 
 
 def _point(estimate: SpeedEstimate, speed: Speed) -> Point:
@@ -209,7 +212,7 @@ def _legend(axes: Any, drawn: Drawn, *, columns: int = 5, at: tuple[int, int] = 
     """Draw the names of the curves above the axes, or in a corner of them."""
     handles, labels = axes.get_legend_handles_labels()
     if not drawn.is_ideal:
-        handles += axes.plot([], [], linestyle=(0, (4, 3)), color="#52606d", linewidth=1.2)
+        handles += axes.plot([], [], linestyle=_DASHES, color="#52606d", linewidth=1.2)
         labels.append("ideal roofline")
     places = {(1, 1): "lower right", (1, 0): "lower right", (0, 1): "upper left"}
     axes.legend(handles, labels, loc=places[at], bbox_to_anchor=at, ncols=columns, fontsize=9.5, borderaxespad=0.2)

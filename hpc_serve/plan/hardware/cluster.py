@@ -72,9 +72,10 @@ def cluster_named(
     if "," in name:
         parts = [part.strip() for part in name.split(",") if part.strip()]
         device = least_of([accelerator(part, total_bytes=total_bytes) for part in parts])
-        return ClusterSpec(accelerator=device, num_nodes=num_nodes, gpus_per_node=gpus_per_node)
-    base, count = _split(name)
-    device = accelerator(base, total_bytes=total_bytes)
+        base, count = name, None
+    else:
+        base, count = _split(name)
+        device = accelerator(base, total_bytes=total_bytes)
     if count is None:
         return ClusterSpec(accelerator=device, num_nodes=num_nodes, gpus_per_node=gpus_per_node)
     whole = whole_cluster(device, count)

@@ -11,7 +11,7 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.catalog import config_fields
@@ -24,6 +24,7 @@ _DEEPEST = 8
 """Objects within objects. Published configs have four."""
 
 _OBJECTS_OF_OBJECTS = "config_groups."
+_Predicate: TypeAlias = Callable[[Any], bool]
 
 
 class CheckedConfig(dict[str, Any]):
@@ -96,35 +97,20 @@ def missing(field: str) -> InvalidRequestError:
     return InvalidRequestError(f"The config has no {field!r}, without which the model's size is unknown.")
 
 
-def _is_whole(value: Any, least: int, most: int = _LARGEST) -> bool:
-    return type(value) is int and least <= value <= most
+def _whole(least: int, most: int = _LARGEST) -> _Predicate:
+    return lambda value: type(value) is int and least <= value <= most
+
+
+def _of(*types: type) -> _Predicate:
+    return lambda value: isinstance(value, types)
+
+
+def _list_of(is_right: _Predicate, *, most: int = _MOST_FIELDS) -> _Predicate:
+    return lambda value: isinstance(value, (list, tuple)) and len(value) <= most and all(map(is_right, value))
 
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value <= _LARGEST and math.isfinite(value)
-
-
-def _is_every(value: Any) -> bool:
-    is_list = isinstance(value, (list, tuple)) and len(value) <= _MOST_FIELDS
-    return _is_whole(value, 1) or (is_list and all(type(one) is int and one in (0, 1) for one in value))
-
-
-def _are_numbers(value: Any) -> bool:
-    is_list = isinstance(value, (list, tuple)) and len(value) <= _MOST_FIELDS
-    return is_list and all(_is_whole(one, 0) for one in value)
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == 2 and all(_is_whole(one, 1) for one in value)
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
-
-
-def _are_objects(value: Any) -> bool:
-    is_short = isinstance(value, (list, tuple)) and len(value) <= _MOST_FIELDS
-    return is_short and all(isinstance(one, Mapping) for one in value)
 
 
 def _is_enumeration(value: Any) -> bool:
@@ -132,23 +118,27 @@ def _is_enumeration(value: Any) -> bool:
     return 0 < len(numbers) <= _MOST_FIELDS and all(one.isdecimal() and len(one) <= 5 for one in numbers)
 
 
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "layers": (lambda value: _is_whole(value, 1, _MOST_LAYERS), f"a whole number from 1 to {_MOST_LAYERS:,}"),
-    "at_least_one": (lambda value: _is_whole(value, 1), "a whole number of at least 1"),
-    "at_least_zero": (lambda value: _is_whole(value, 0), "a whole number, not negative"),
-    "group_size": (lambda value: _is_whole(value, -1), "a whole number, or -1"),
+def _any(*rules: _Predicate) -> _Predicate:
+    return lambda value: any(is_right(value) for is_right in rules)
+
+
+_RULES: dict[str, tuple[_Predicate, str]] = {
+    "layers": (_whole(1, _MOST_LAYERS), f"a whole number from 1 to {_MOST_LAYERS:,}"),
+    "at_least_one": (_whole(1), "a whole number of at least 1"),
+    "at_least_zero": (_whole(0), "a whole number, not negative"),
+    "group_size": (_whole(-1), "a whole number, or -1"),
     "number": (_is_number, "a number above 0"),
-    "list": (lambda value: isinstance(value, (list, tuple)), "a list"),
-    "pair": (_is_pair, "two whole numbers of at least 1"),
-    "list_of_numbers": (_are_numbers, f"a list of whole numbers, at most {_MOST_FIELDS:,}"),
-    "list_of_texts": (_are_texts, "a list of texts"),
-    "object": (lambda value: isinstance(value, Mapping), "an object"),
-    "list_of_objects": (_are_objects, f"a list of objects, at most {_MOST_FIELDS:,}"),
-    "pattern": (lambda value: _is_whole(value, 1) or isinstance(value, str), "a whole number of at least 1, or a text"),
-    "every": (_is_every, "a whole number of at least 1, or a list of 0 and 1"),
-    "text": (lambda value: isinstance(value, str), "a text"),
+    "list": (_of(list, tuple), "a list"),
+    "pair": (lambda value: _list_of(_whole(1))(value) and len(value) == 2, "two whole numbers of at least 1"),
+    "list_of_numbers": (_list_of(_whole(0)), f"a list of whole numbers, at most {_MOST_FIELDS:,}"),
+    "list_of_texts": (_list_of(_of(str), most=_LARGEST), "a list of texts"),
+    "object": (_of(Mapping), "an object"),
+    "list_of_objects": (_list_of(_of(Mapping)), f"a list of objects, at most {_MOST_FIELDS:,}"),
+    "pattern": (_any(_whole(1), _of(str)), "a whole number of at least 1, or a text"),
+    "every": (_any(_whole(1), _list_of(_whole(0, 1))), "a whole number of at least 1, or a list of 0 and 1"),
+    "text": (_of(str), "a text"),
     "flag": (lambda value: value in (False, True), "true or false"),
-    "flag_or_text": (lambda value: isinstance(value, (bool, str)), "true, false or a text"),
+    "flag_or_text": (_of(bool, str), "true, false or a text"),
     "enumeration": (_is_enumeration, "numbers of layers, with commas between them"),
 }
 """The rule of each kind of field in catalog/config_fields.json: what is right, and what must be there."""

@@ -6,7 +6,7 @@ scheme.py knows how many bytes a scheme takes. The type of the KV cache is read 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,11 +125,7 @@ _DEFAULT_CONFIGS: dict[str, dict[str, Any]] = {
 
 QUANTIZATION_FILE = "hf_quant_config.json"
 _SKIP_KEYS = (
-    "modules_to_not_convert",
-    "ignored_layers",
-    "ignore",
-    "exclude",
-    "exclude_modules",
+    *("modules_to_not_convert", "ignored_layers", "ignore", "exclude", "exclude_modules"),
     "llm_int8_skip_modules",
 )
 
@@ -138,6 +134,17 @@ def _skipped(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of modules that are not quantised, under the key of each method."""
     inner = config.get("quantization") or {}
     return tuple(str(name) for key in _SKIP_KEYS for name in config.get(key) or inner.get(key) or ())
+
+
+_FOR_ALL: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "bitsandbytes": lambda config: BNB_INT8 if config.get("load_in_8bit") else BNB_INT4,
+    "compressed_tensors": lambda config: _compressed_tensors(config),
+    "fbgemm_fp8": lambda config: FP8_CHANNEL,
+    "int8": lambda config: INT8_CHANNEL,
+    "modelopt": lambda config: modelopt_scheme(config.get("quantization") or config),
+    "quark": lambda config: _quark(config),
+}
+"""Methods with one scheme for linear layers and experts."""
 
 
 def _same_method(declared: str, override: str) -> bool:
@@ -162,29 +169,15 @@ def _schemes(method: str, config: Mapping[str, Any], plain: Scheme) -> tuple[Sch
         block = config.get("weight_block_size")
         scheme = fp8_blocks(block) if block else FP8_TENSOR
         return scheme, _deepseek_v4_experts(config, scheme), plain
-    if method == "fbgemm_fp8":
-        return FP8_CHANNEL, FP8_CHANNEL, plain
-    if method in ("int8", "experts_int8"):
-        return (plain if method == "experts_int8" else INT8_CHANNEL), INT8_CHANNEL, plain
+    if method in ("experts_int8", "mxfp4"):
+        return plain, INT8_CHANNEL if method == "experts_int8" else MXFP4, plain
     if method in ("awq", "gptq", "awq_marlin", "gptq_marlin"):
         asymmetric = bool(config.get("zero_point", True)) if "awq" in method else not config.get("sym", True)
-        scheme = int_groups(
-            int(config.get("bits", config.get("w_bit", 4))), int(config.get("group_size", 128)), asymmetric
-        )
+        bits, group = int(config.get("bits", config.get("w_bit", 4))), int(config.get("group_size", 128))
+        scheme = int_groups(bits, group, asymmetric)
         return scheme, scheme, scheme if config.get("lm_head") else plain
-    if method == "bitsandbytes":
-        scheme = BNB_INT8 if config.get("load_in_8bit") else BNB_INT4
-        return scheme, scheme, plain
-    if method == "mxfp4":
-        return plain, MXFP4, plain
-    if method.startswith("modelopt"):
-        found = modelopt_scheme(config.get("quantization") or config)
-        return found, found, plain
-    if method == "compressed_tensors":
-        scheme = _compressed_tensors(config)
-        return scheme, scheme, plain
-    if method == "quark":
-        scheme = _quark(config)
+    if (scheme_for_all := _FOR_ALL.get("modelopt" if method.startswith("modelopt") else method)) is not None:
+        scheme = scheme_for_all(config)
         return scheme, scheme, plain
     raise InvalidRequestError(
         f"quantization_config has quant_method {config.get('quant_method')!r}, which this planner does not know; "

@@ -15,14 +15,8 @@ _SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
 _LAYOUT_KEYS = (*_SIZES, "num_nodes", "gpus_per_node")
 _MINIMUM_KEYS = ("weights", "full_context", "usable")
 _MEMORY_KEYS = (
-    "total_bytes",
-    "requested_bytes",
-    "weight_bytes",
-    "model_loading_bytes",
-    "activation_bytes",
-    "cuda_graph_bytes",
-    "non_torch_bytes",
-    "kv_cache_bytes",
+    *("total_bytes", "requested_bytes", "weight_bytes", "model_loading_bytes", "activation_bytes"),
+    *("cuda_graph_bytes", "non_torch_bytes", "kv_cache_bytes"),
 )
 
 
@@ -32,12 +26,10 @@ def plan_json(plan: ServePlan, model: ModelSpec) -> dict[str, Any]:
         **_about(model, plan.accelerator),
         "fits": True,
         **_named(plan.layout, _LAYOUT_KEYS),
-        "replicas": plan.replicas,
-        "max_model_len": plan.max_model_len,
+        **_named(plan, ("replicas", "max_model_len")),
         "minimum_gpus": _named(plan.minimum_gpus, _MINIMUM_KEYS),
         **_memory(plan.memory),
-        "kv_cache_tokens": plan.memory.kv_cache_tokens,
-        "max_concurrency": plan.memory.max_concurrency,
+        **_named(plan.memory, ("kv_cache_tokens", "max_concurrency")),
         "vllm_args": list(plan.vllm_args),
         "reasons": list(plan.reasons),
         **_candidates(plan),
