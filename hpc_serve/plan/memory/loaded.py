@@ -35,8 +35,8 @@ def loaded_model(model: ModelSpec, engine: EngineConfig, draft: ModelSpec | None
     """
     if (engine.data_parallel_size or 1) > 1 and not model.num_experts:
         raise InvalidRequestError(
-            f"{model.name} has no experts, so --data-parallel-size {engine.data_parallel_size} is as many engines that "
-            "share nothing: leave it out, and ask for --replicas, which start, stop and fail one by one."
+            f"{model.name} has no experts to share, so data parallelism is replicas: leave out --data-parallel-size "
+            f"{engine.data_parallel_size}, and ask for --replicas, which start, stop and fail one by one."
         )
     if model.images and is_text_only(model, engine):
         model = replace(model, everywhere=Block(), images=None)

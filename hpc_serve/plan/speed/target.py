@@ -25,8 +25,8 @@ _NO_BUBBLES = (
     "good, because no measurement that the factors are fitted on has pipeline bubbles."
 )
 _EVEN_EXPERTS = (
-    "No factor is fitted on measurements of data parallelism: the estimates of such layouts assume that the experts "
-    "get equal work."
+    "No factor is fitted on engines with data-parallel ranks, and their estimates assume that the experts get equal "
+    "work. --explain says how far published runs were off."
 )
 _UNITS = {"ms": 1e-3, "s": 1.0}
 
@@ -107,8 +107,35 @@ def choose_deployment(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget)
     largest = max(deployments, key=lambda deployment: deployment.layout.tensor_parallel_size)
     roofline = Roofline(inputs.model, inputs.cluster.accelerator, inputs.engine_for(largest.layout), largest.layout)
     asked = inputs.engine.pipeline_parallel_size
-    assumed = [_EVEN_EXPERTS] if any(one.layout.data_parallel_size > 1 for one in deployments) else []
-    return met[0], [*reasons, *limit_lines(roofline), *assumed, *([] if asked else [_NO_BUBBLES])]
+    ranks = _why_ranks(met[0], deployments, target)
+    if not inputs.model.num_experts and met[0].replicas > 1:
+        ranks = [
+            f"Data parallelism is replicas: {inputs.model.name} has no experts to share, and each of the "
+            f"{met[0].replicas} replicas starts, stops and fails alone."
+        ]
+    return met[0], [*reasons, *ranks, *limit_lines(roofline), *([] if asked else [_NO_BUBBLES])]
+
+
+def _why_ranks(best: Deployment, deployments: list[Deployment], target: SpeedTarget) -> list[str]:
+    """Say why the best deployment has data-parallel ranks, or none, beside the best of the other kind."""
+    has_ranks = best.layout.data_parallel_size > 1
+    others = [one for one in deployments if (one.layout.data_parallel_size > 1) != has_ranks]
+    if not others:
+        return []
+    other = max(others, key=lambda one: (one.meets, one.tokens_per_s))
+    why = (
+        "Data-parallel ranks: each keeps the cache of its own requests alone, and fewer ranks share an all-reduce."
+        if has_ranks
+        else "No data-parallel ranks: each reads all weights but the experts in every step, sends its tokens to the "
+        "experts of the others, and waits for the slowest."
+    )
+    late = "" if other.meets else f", which misses {target}"
+    figures = "; ".join(
+        f"{one}: {one.replicas * int(one.estimate.batch):,} requests at once, communication takes "
+        f"{100 * one.estimate.expected.causes['communication']:.0f} % of the time"
+        for one in (best, other)
+    )
+    return [f"{why} {figures}{late}.", _EVEN_EXPERTS]
 
 
 def _unmet_target_text(deployments: list[Deployment], target: SpeedTarget) -> str:

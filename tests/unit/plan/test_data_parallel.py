@@ -26,8 +26,8 @@ from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.memory.estimate import MemoryEstimate, estimate_memory
 from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.memory.stages import pipeline_stages
-from hpc_serve.plan.speed.estimate import estimate_speed, requests_held
-from hpc_serve.plan.speed.step import IDEAL, Roofline
+from hpc_serve.plan.speed.estimate import estimate_speed, requests_held, speed_column
+from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Roofline
 from hpc_serve.plan.speed.traffic import Traffic
 
 H200 = accelerator("h200")
@@ -227,15 +227,92 @@ def test_ranks_that_step_together_serve_a_share_of_the_requests_each() -> None:
     assert full.capacity == 4 * requests_held(of_four, Traffic(), held)
 
 
-@pytest.mark.parametrize(("target", "has_data_parallelism"), [("throughput", True), ("tpot=25ms", False)])
+@pytest.mark.parametrize(
+    ("target", "has_data_parallelism", "why"),
+    [
+        ("throughput", True, "Data-parallel ranks: each keeps the cache of its own requests alone"),
+        ("tpot=25ms", False, "No data-parallel ranks: each reads all weights but the experts in every step"),
+    ],
+)
 def test_data_parallelism_is_for_many_requests_and_tensor_parallelism_for_few(
-    capsys: pytest.CaptureFixture[str], target: str, has_data_parallelism: bool
+    capsys: pytest.CaptureFixture[str], target: str, has_data_parallelism: bool, why: str
 ) -> None:
     assert run(["plan", "r1", "--gpu", "h200", "--nodes", "2", "--target", target, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["data_parallel_size"] > 1) == has_data_parallelism
     assert ("--enable-expert-parallel" in told["vllm_args"]) == has_data_parallelism
     assert any("DP=" in reason and "tokens/s" in reason for reason in told["reasons"])
+    assert any(reason.startswith(why) and "DP=" in reason for reason in told["reasons"])
+
+
+def test_data_parallelism_of_a_dense_model_is_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "70b", "--gpu", "h200", "--nodes", "1", "--target", "throughput"]) == 0
+    assert "Data parallelism is replicas: meta-llama/Llama-3.3-70B-Instruct has no experts" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_ranks_wait_where_another_one_reads_a_prompt() -> None:
+    """Of 16 prompts in a round of 256 steps a rank reads two, and nearly all 16 are in different steps."""
+    layout = Layout(
+        tensor_parallel_size=1, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=8, data_parallel_size=8
+    )
+    roofline = Roofline(spec(QWEN), H200, EngineConfig(enable_expert_parallel=True), layout)
+    context, asked = 4096 + 128, (4096 + 2, 2, 4096 + 128, EXPECTED, 4096)
+    alone, together = roofline.step(*asked, 1 / 8).total_s, roofline.step(*asked).total_s
+    without = roofline.decode(2, context).total_s
+    assert without < alone < together
+    traffic = Traffic(input_tokens=4096, output_tokens=256, concurrency=16)
+    waited = speed_column(roofline, traffic, 16, EXPECTED).tpot_s - without
+    assert 10 * (alone - without) / 256 < waited < 16 * (together - without) / 256
+
+
+@pytest.mark.parametrize(("in_flight", "faster"), [(64, "TP"), (128, "TP"), (512, "DP")])
+def test_tensor_parallelism_is_faster_up_to_the_requests_that_were_measured(in_flight: int, faster: str) -> None:
+    """R1 on 8 MI300X, prompts of 8,192: TP up to 256 requests in flight, DP from 512 on (rocm-blogs, vllm-moe-guide of
+    2025-11-24). No row of it is scored."""
+    gpu, found = accelerator("mi300x"), {}
+    for name, tensor, data in (("TP", 8, 1), ("DP", 1, 8)):
+        engine = EngineConfig(vllm_version="0.11.1", enable_expert_parallel=True)
+        layout = Layout(
+            tensor_parallel_size=tensor, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=8, data_parallel_size=data
+        )
+        held = estimate_memory(
+            spec(R1),
+            gpu,
+            engine,
+            tensor_parallel_size=tensor,
+            pipeline_parallel_size=1,
+            data_parallel_size=data,
+            max_model_len=32768,
+        )
+        traffic = Traffic(input_tokens=8192, output_tokens=1024, concurrency=in_flight)
+        found[name] = estimate_speed(Roofline(spec(R1), gpu, engine, layout), traffic, held).expected.requests_per_s
+    assert max(found, key=lambda name: found[name]) == faster
+
+
+def test_a_backend_that_sends_tokens_to_their_experts_alone_sends_less() -> None:
+    layout = Layout(
+        tensor_parallel_size=1, pipeline_parallel_size=1, num_nodes=4, gpus_per_node=8, data_parallel_size=32
+    )
+
+    def sent(backend: str, *, experts: bool) -> float:
+        engine = EngineConfig(enable_expert_parallel=experts, all2all_backend=backend)
+        return Roofline(spec(QWEN), H200, engine, layout).decode(128, 1000).communication_s
+
+    assert sent("deepep_low_latency", experts=True) < sent("allgather_reducescatter", experts=True)
+    assert sent("deepep_low_latency", experts=False) == sent("allgather_reducescatter", experts=False)
+
+
+def test_ranks_of_context_parallelism_read_parts_of_the_cache() -> None:
+    layout = Layout(tensor_parallel_size=8, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=8)
+    whole, parts = (
+        Roofline(spec(R1), H200, EngineConfig(decode_context_parallel_size=ranks), layout)
+        .decode(1, 100_000, IDEAL)
+        .cache_s
+        for ranks in (1, 8)
+    )
+    assert parts < whole
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 1), (2, 2), (8, 1), (1, 8), (2, 8)])
