@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio.to_thread
 
@@ -23,9 +23,6 @@ from hpc_serve.batch.progress import Answer, Progress
 from hpc_serve.batch.request_file import BatchRequest, IdIndex, file_version, index_requests, read_requests
 from hpc_serve.batch.sender import Sender
 from hpc_serve.errors import HpcServeError, InvalidRequestError, ServiceFailedError, ServiceNotFoundError
-
-if TYPE_CHECKING:
-    from hpc_serve.client.openai_client import AsyncServiceClient
 
 _log = logging.getLogger(__name__)
 _NODE_LOCK_S = 180.0  # a job that runs again waits so long for the lock of its own node that died
@@ -140,7 +137,7 @@ async def _send_all(
     shard: tuple[int, int] | None,
 ) -> AsyncGenerator[Answer, None]:
     finished: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
-    asked: dict[asyncio.Task[Any], tuple[BatchRequest, AsyncServiceClient]] = {}
+    asked: dict[asyncio.Task[Any], tuple[BatchRequest, int]] = {}
     again: deque[BatchRequest] = deque()
 
     def begin(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -156,21 +153,20 @@ async def _send_all(
         began_s = time.monotonic()
         while True:
             while len(asked) < progress.window and (request := again.popleft() if again else await anext(todo, None)):
-                client = sender.client
-                asked[begin(sender.ask(client, request))] = request, client
+                asked[begin(sender.ask(request))] = request, sender.times_found
             progress.in_flight = len(asked)
             if not asked:
                 return
             task = await finished.get()
             if task is ticks:
                 ticks.result()  # it ends with an error alone
-            request, client = asked.pop(task)
+            request, times_found = asked.pop(task)
             progress.serving_s = time.monotonic() - began_s
             try:
                 answer = task.result()
             except (ServiceNotFoundError, ServiceFailedError) as error:  # of the service, not of the line
                 again.append(request)
-                if client is sender.client:
+                if times_found == sender.times_found:
                     _log.info("%s", error)
                     await sender.connect()
                 continue

@@ -42,12 +42,10 @@ class Sender:
         self._progress = progress
         self._service, self._home, self._wait_s = service, home, wait_s
         self._retries, self._any_model = retries, any_model
-        self._clients: list[AsyncServiceClient] = []  # the last is in use; requests may be under way at the others
+        self._client: AsyncServiceClient | None = None
+        self.times_found = 0
+        """How often the service was found."""
         self.watched: ReplicaView | None = None
-
-    @property
-    def client(self) -> AsyncServiceClient:
-        return self._clients[-1]
 
     async def connect(self) -> None:
         """Return once a replica is ready. Raises what `connect_async` raises if that takes longer than `wait`."""
@@ -66,7 +64,11 @@ class Sender:
                 await asyncio.sleep(min(_AGAIN_S, self._wait_s))
                 continue
             self._service, self._progress.stage = client.service, "asks"
-            self._clients.append(client)
+            self.times_found += 1
+            if self._client is None:
+                self._client = client
+            else:  # the first one follows the service: a client for each time would be memory for each time
+                await client.close()
             return
 
     def view(self, clients: int) -> ReplicaView:
@@ -75,15 +77,16 @@ class Sender:
         return self.watched
 
     async def close(self) -> None:
-        for client in self._clients:
-            await client.close()
+        if self._client is not None:
+            await self._client.close()
 
-    async def ask(self, client: AsyncServiceClient, request: BatchRequest) -> Answer:
+    async def ask(self, request: BatchRequest) -> Answer:
         """Return the answer to a line, or its failure. Raises HpcServeError where the service is gone."""
         from hpc_serve.client.replicas.sdk import http, openai
         from hpc_serve.client.requests.exchange import NoReplicaError
 
-        body = dict(request.body)
+        client, body = self._client, dict(request.body)
+        assert client is not None
         if self._any_model or not body.get("model"):
             body["model"] = client.model
         answer = Answer(line=request.line, custom_id=request.custom_id, progress=self._progress)

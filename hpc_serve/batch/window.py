@@ -58,7 +58,7 @@ class ReplicaView:
         if not progress.window:
             progress.window = max(1, most // self._clients)
             return
-        if ready:
-            works = [work.now for work in self._works.look(ready)]
-            running, waiting = (sum(getattr(work, name) or 0 for work in works) for name in ("running", "waiting"))
-            progress.window = next_window(progress.window, most, running=running, waiting=waiting)
+        works = [work.now for work in self._works.look(ready)]
+        running, waiting = [work.running for work in works], [work.waiting for work in works]
+        if works and None not in (*running, *waiting):  # an engine may be too busy to say: then the window stays
+            progress.window = next_window(progress.window, most, running=sum(running), waiting=sum(waiting))

@@ -22,9 +22,10 @@ from tests.support.stub_engine import chat_context, greedy_answer
 
 LINES = 20_000
 WORDS = 4
-AGAIN_LINES = 300  # answers after a kill, before the next
-AGAIN_S = 400.0
+BETWEEN = 1_800  # lines between two kills
+AGAIN_S = 900.0
 END_S = 1500.0
+SETTLED = 300
 MIB = 1024
 _CLIENT = ("-m", "hpc_serve.cli", "batch")
 
@@ -34,16 +35,16 @@ _CLIENT = ("-m", "hpc_serve.cli", "batch")
     is_batch=True,
     hold_s=20.0,
     bounds="2:3",
-    each=("--time", "3", "--signal", "B:USR1@30"),
-    slots=16,
-    token_s=0.25,
+    each=("--time", "3", "--signal", "B:USR1@30", "--keep-up"),
+    slots=32,
+    token_s=0.05,
 )
 def batch(service: SlurmService) -> Outcome:
     """20,000 lines of `batch --detach`: client, jobs and nodes are killed in turn, each three times; two handovers."""
     run = _BatchRun(service)
     run.submit()
-    for kill in 3 * (run.kill_client, run.kill_jobs, run.kill_node):
-        run.wait_for_lines(AGAIN_LINES)
+    for number, kill in enumerate(3 * (run.kill_client, run.kill_jobs, run.kill_node), 1):
+        run.wait_for_lines(number * BETWEEN)
         kill()
     run.wait_for_end()
     assert run.handovers >= 2, f"only {run.handovers} handovers"
@@ -109,10 +110,9 @@ class _BatchRun:
     def is_done(self) -> bool:
         return self.lines() >= LINES
 
-    def wait_for_lines(self, more: int) -> None:
-        until = self.look() + more
-        wait_for(lambda: self.look() >= until, AGAIN_S, what=f"{more} further answers", step_s=1.0)
-        assert until < LINES, "the batch was over before all was killed"
+    def wait_for_lines(self, lines: int) -> None:
+        wait_for(lambda: self.look() >= lines, AGAIN_S, what=f"{lines} answers", step_s=1.0)
+        assert not self.is_done(), "the batch was over before all was killed"
 
     def wait_for_end(self) -> None:
         def is_over() -> bool:
@@ -180,7 +180,7 @@ class _BatchRun:
     def growth(self) -> str:
         """Return how the memory of the process that answered most grew, in words."""
         looks = max(self.memory.values(), key=lambda looks: looks[-1][0] - looks[0][0])
-        began, *_ = (look for look in looks if look[0] >= looks[0][0] + AGAIN_LINES)
+        began, *_ = (look for look in looks if look[0] >= looks[0][0] + SETTLED)
         return f"{began[1]:.0f} MiB at line {began[0]:,}, {looks[-1][1]:.0f} MiB at line {looks[-1][0]:,}"
 
 

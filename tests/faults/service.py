@@ -162,7 +162,8 @@ class Service:
         args += ["--stub-hang-file", str(self.hang_file(place)), "--stub-slots", str(self.fault.slots)]
         args += ["--stub-step-file", str(self.step_file(place))]
         model = ("--model", str(self.model), "--name", self.name)
-        options = (*model, *self.submit_options(place), "--", "--max-model-len", "2048")
+        sequences = ("--max-num-seqs", str(self.fault.slots)) if self.fault.is_batch else ()
+        options = (*model, *self.submit_options(place), "--", "--max-model-len", "2048", *sequences)
         said = self.hpc_serve(
             "submit", *options, env={"STUB_ENGINE_ARGS": " ".join(args), **self.submit_environ(place)}
         )

@@ -14,8 +14,10 @@ from click.testing import CliRunner
 
 from hpc_serve import batch
 from hpc_serve.batch.answer_files import AnswerFile
+from hpc_serve.batch.window import ReplicaView
 from hpc_serve.cli.main import cli
 from hpc_serve.client import services
+from hpc_serve.client.engine_work import ReplicaWork, WorkWatch
 from hpc_serve.client.openai_client import AsyncServiceClient
 from tests.support.page_blocks import Block
 from tests.support.page_world import PageWorld
@@ -43,6 +45,21 @@ def test_never_more_are_under_way_than_two_replicas_take(service, requests, tmp_
     answers = run(requests(100), tmp_path / "out.jsonl", tick_s=0.01, on_tick=lambda p: seen.append(p.in_flight))
     assert len(answers) == 100
     assert max(seen) <= 18
+
+
+def test_the_window_stays_while_an_engine_says_nothing_of_its_work(service, tmp_path, monkeypatch):
+    service.start()
+    progress = batch.Progress()
+    view = ReplicaView("405b", tmp_path / "home", progress, clients=1)
+    view.look(0.0)
+    assert progress.window == 9
+    progress.window = 4
+    with monkeypatch.context() as patched:
+        patched.setattr(WorkWatch, "look", lambda self, statuses: [ReplicaWork(problem="busy") for _ in statuses])
+        view.look(1.0)
+    assert progress.window == 4
+    view.look(1.0)
+    assert progress.window == 5
 
 
 def test_an_unexpected_error_ends_the_batch(service, requests, tmp_path, monkeypatch):
