@@ -23,7 +23,7 @@ from tests.support.stubs import StubService
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 QUESTIONS = [f"Question {number}?" for number in range(80)]
 WORDS = 4
-WITHIN_S = 540.0
+WITHIN_S = 1200.0
 TASK = """\
 task: counting
 dataset_path: json
