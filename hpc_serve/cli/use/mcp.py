@@ -11,9 +11,9 @@ from hpc_serve.errors import InvalidRequestError
 def mcp_command() -> None:
     """Let an assistant use plan, submit, status, logs, doctor and stop, with your rights.
 
-    claude mcp add hpc-serve -- hpc-serve mcp
+    hpc-serve mcp
 
-    It speaks the Model Context Protocol on stdin and stdout. A tool that changes anything asks you first, and shows the
+    It speaks the Model Context Protocol on stdin and stdout: give an assistant this line as an MCP server. A tool that changes anything asks you first, and shows the
     command line. It needs `pip install 'hpc-serve[mcp]'`; vLLM's environment has what it needs.
     """
     try:
