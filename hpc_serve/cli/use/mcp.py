@@ -13,8 +13,9 @@ def mcp_command() -> None:
 
     hpc-serve mcp
 
-    It speaks the Model Context Protocol on stdin and stdout: give an assistant this line as an MCP server. A tool that changes anything asks you first, and shows the
-    command line. It needs `pip install 'hpc-serve[mcp]'`; vLLM's environment has what it needs.
+    It speaks the Model Context Protocol on stdin and stdout; an assistant is given this line as an MCP server. A tool
+    that changes anything asks you first, and shows the command line. It needs `pip install 'hpc-serve[mcp]'`; vLLM's
+    environment has what it needs.
     """
     try:
         from hpc_serve.cli.use.tools import make_server
