@@ -69,7 +69,7 @@ def first_record(node: Node, address: str) -> EndpointRecord:
     The servers of a job with one on each node are counted as its replicas.
     """
     allocation, command = node.allocation, node.command
-    counted = {"replica": allocation.node_rank, "replicas_per_job": allocation.num_nodes}
+    counted: dict[str, Any] = {"replica": allocation.node_rank, "replicas_per_job": allocation.num_nodes}
     return replace(
         _run_record(node.options.service, allocation, node.environ),
         model=command.model,
