@@ -43,7 +43,7 @@ COMMANDS = {
     "scale": ("hpc_serve.cli.services.change", "scale_command", "Change the number of a service's replicas."),
     "wake": ("hpc_serve.cli.services.change", "wake_command", "Bring back a service that is asleep."),
     "stop": ("hpc_serve.cli.services.change", "stop_command", "End a service, or one job of it."),
-    "forget": ("hpc_serve.cli.services.forget", "forget_command", "Remove jobs that are over from what status shows."),
+    "forget": ("hpc_serve.cli.services.change", "forget_command", "Remove jobs that are over from what status shows."),
     "chat": ("hpc_serve.cli.use.talk", "chat_command", "Talk to a service."),
     "env": ("hpc_serve.cli.use.talk", "env_command", "Print OPENAI_BASE_URL and OPENAI_API_KEY for other tools."),
     "gateway": ("hpc_serve.cli.use.gateway", "gateway_command", "Serve one address for services: a socket or a port."),

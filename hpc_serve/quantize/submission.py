@@ -16,7 +16,7 @@ from hpc_serve.hub.local_weights import missing_weights, weight_files
 from hpc_serve.quantize.request import QuantizeRequest, render_quantize_script
 from hpc_serve.rendezvous.files import make_log_dir, make_private_folder
 from hpc_serve.submit.logs.log_files import follow, tail
-from hpc_serve.submit.plans.weights import is_repository
+from hpc_serve.submit.plans.preflight import is_repository
 from hpc_serve.submit.slurm.local import process_start_time
 from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.slurm.slurm import GONE, JobState

@@ -47,6 +47,15 @@ class RequestCount:
         return f"{self.gate} {self.count} {self.under_way}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineLoad:
+    """How many requests run and wait, by the engine's figures, and what its gate has counted."""
+
+    running: int
+    waiting: int
+    requests: RequestCount
+
+
 _REQUESTS = re.compile(r"(\w{1,32}) (\d{1,15}) (\d{1,15})")
 
 

@@ -57,8 +57,7 @@ def doctor_command(target: str, bundle: Path | None, as_json: bool) -> None:
     else the latest. Exit code 0 if nothing is wrong, 6 if something is.
     """
     from hpc_serve.cli import show
-    from hpc_serve.submit.diagnosis.diagnosis import choose_replica, diagnose_replica
-    from hpc_serve.submit.diagnosis.job_logs import with_batch_log
+    from hpc_serve.submit.diagnosis.diagnosis import choose_replica, diagnose_replica, with_batch_log
     from hpc_serve.submit.plans.preflight_job import report_of
     from hpc_serve.submit.status.status_reader import find
 

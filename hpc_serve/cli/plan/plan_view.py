@@ -99,7 +99,7 @@ def _nearest(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
 
 
 def _loading(chosen: ServePlan, words: Sequence[str]) -> str:
-    from hpc_serve.submit.plans.weights import foreseen_loading
+    from hpc_serve.submit.plans.preflight import foreseen_loading
 
     words = (*chosen.vllm_args, *words)
     return foreseen_loading(chosen.model, words, os.environ, ranks_per_node=chosen.layout.gpus_per_node)

@@ -126,11 +126,11 @@ def logs_command(
     A service with several jobs shows the logs of one that is ready, else of one that runs, else of the last that ended.
     Name a JOB to see those of another.
     """
-    from hpc_serve.submit.diagnosis import job_logs
+    from hpc_serve.submit.diagnosis import diagnosis
     from hpc_serve.submit.logs import log_files
 
     store = own_store()
-    status, others = job_logs.find_job(store, target, to_follow=follow)
+    status, others = diagnosis.find_job(store, target, to_follow=follow)
     if others:
         click.echo(_which_is_shown(status, others), err=True)
 
@@ -148,7 +148,7 @@ def logs_command(
     if files:
         click.echo("\n".join(map(str, found)))
     elif follow:
-        new = log_files.follow(find_files, first_lines=lines, is_over=job_logs.end_of(store, status))
+        new = log_files.follow(find_files, first_lines=lines, is_over=diagnosis.end_of(store, status))
         _print_lines(((path, line) for path, line in new if log_files.is_by(writer, line)), secrets)
     else:
         _print_lines(((path, line) for path in found for line in log_files.tail_by(path, lines, writer)), secrets)

@@ -78,7 +78,7 @@ def _repository(model: str, site_file: str | None) -> tuple[str, HubSettings]:
     from hpc_serve.cli.submit.request import site_model
     from hpc_serve.hub.hub_settings import read_hub_settings
     from hpc_serve.plan import catalog
-    from hpc_serve.submit.plans.weights import is_repository
+    from hpc_serve.submit.plans.preflight import is_repository
     from hpc_serve.submit.request.job_env import expanded
     from hpc_serve.submit.site.site_files import read_site
 

@@ -45,7 +45,7 @@ def demo_command(keep: bool, folder: Path | None) -> None:
     for name, value in _CPU_ENGINE.items():
         os.environ.setdefault(name, value)
     submission = services.submit(_request(folder or store.ensure_service(SERVICE) / "model"))
-    click.echo(submission_text(submission, *services.own_and_others(submission)))
+    click.echo(submission_text(submission))
     job_id, answered = submission.job.job_id, False
     try:
         with Stages(SERVICE) as stages:

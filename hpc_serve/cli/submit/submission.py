@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpc_serve.client.replicas.status import ReplicaStatus
     from hpc_serve.submit.services.services import Submission
 
 _LOGS_SHOWN = 4
 
 
-def submission_json(
-    submission: Submission,
-    own: Sequence[ReplicaStatus],
-    others: Sequence[ReplicaStatus],
-    differing: Mapping[str, Sequence[str]],
-) -> dict[str, Any]:
+def submission_json(submission: Submission) -> dict[str, Any]:
     """A submission under stable keys, with the other replicas of its service, and in what its engine differs."""
     job, plan = submission.job, submission.plan
     ahead = [
@@ -46,25 +39,17 @@ def submission_json(
         "data_parallel_size": plan.layout.data_parallel_size,
         "replicas_wanted": plan.replicas,
         "weights_note": submission.weights_note,
-        "queue": _queue_words(own),
+        "queue": submission.queue,
         "machines_note": submission.machines_note,
         **({"ahead": ahead} if ahead else {}),
         "other_jobs": [
-            {"job_id": other.job_id, "state": other.state, "differs": list(differing.get(other.job_id, ()))}
-            for other in others
+            {"job_id": other.job_id, "state": other.state, "differs": list(submission.differing.get(other.job_id, ()))}
+            for other in submission.others
         ],
     }
 
 
-def submission_text(
-    submission: Submission,
-    own: Sequence[ReplicaStatus] = (),
-    others: Sequence[ReplicaStatus] = (),
-    differing: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    *,
-    gpu_note: str | None = None,
-    keeps_up: bool = False,
-) -> str:
+def submission_text(submission: Submission, *, gpu_note: str | None = None) -> str:
     """What was submitted, and what to type next."""
     from hpc_serve.submit.services.wanted_sentence import bounds_sentence
 
@@ -79,9 +64,11 @@ def submission_text(
     count, jobs = submission.num_replicas, len(submission.jobs)
     per_job = f", {job.replicas_per_job} on one node" if job.replicas_per_job > 1 else ""
     each = f"{count} replicas{per_job}, each " if count > 1 else ""
+    others = submission.others
     chain = [one.job_id for one in submission.jobs if one.predecessor]
     wanted = submission.wanted
     follows_load = wanted is not None and (wanted.least < wanted.most or wanted.idle_stop_s is not None)
+    keeps_up = wanted is not None and wanted.keep_up
     what = "is there already, as" if submission.is_there else "submitted as"
     lines = [
         f"{job.service}: {what} job {submission.job_id} ({each}{machines}, {layout})",
@@ -89,7 +76,7 @@ def submission_text(
         *([f"  replicas {bounds_sentence(wanted)}"] if wanted is not None and follows_load else []),
         *(["  keeps up across time limits: each job submits the next before its own ends"] if keeps_up else []),
         *([f"  ahead   {len(chain)} jobs take over in time: {', '.join(chain)}"] if chain else []),
-        *([f"  queue   {queue}"] if (queue := _queue_words(own)) else []),
+        *([f"  queue   {submission.queue}"] if submission.queue else []),
         *(f"  log     {one.log_path}" for one in submission.jobs[:_LOGS_SHOWN]),
         *([f"          … and those of {jobs - _LOGS_SHOWN} more"] if jobs > _LOGS_SHOWN else []),
         f"  next    hpc-serve wait {job.service}     hpc-serve logs {job.service} --follow",
@@ -106,14 +93,9 @@ def submission_text(
             f"  note    {job.service} has {len(others) + count} replicas now; it had {len(others)} before, {there};",
             f"          if that is too many: hpc-serve stop {submission.job_id}",
         ]
-    for job_id, words in differing.items():
+    for job_id, words in submission.differing.items():
         lines.append(f"  note    its engine is not that of job {job_id}, so answers may differ: {'; '.join(words)}")
     return "\n".join(lines)
-
-
-def _queue_words(own: Sequence[ReplicaStatus]) -> str:
-    """Return why the job waits, in Slurm's words and ours; "" if Slurm gives no reason yet."""
-    return next((one.reason for one in own if one.pending_reason), "")
 
 
 def _tools_note(model: str, engine_args: Sequence[str]) -> str:

@@ -72,12 +72,9 @@ def submit_command(wait: bool, timeout: float | None, check_hub: bool, as_json: 
 
     request = make_request(options)
     submission = services.submit(request, ask_hub=check_hub)
-    own, others = services.own_and_others(submission)
-    differing = services.differences(submission, others)
     if as_json:
-        show.print_json(submission_json(submission, own, others, differing))
+        show.print_json(submission_json(submission))
     else:
-        note = assumed_gpu_note()
-        click.echo(submission_text(submission, own, others, differing, gpu_note=note, keeps_up=request.keep_up))
+        click.echo(submission_text(submission, gpu_note=assumed_gpu_note()))
     if wait:
         follow_until_ready(os.environ, request.service, job_id=submission.job_id, timeout_s=timeout)

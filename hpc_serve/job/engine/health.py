@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from email.message import Message
 from typing import Any
 
-from hpc_serve.rendezvous.gate_headers import CANARY_HEADER, ENGINE_HEADER, RequestCount, read_request_count
+from hpc_serve.rendezvous.gate_headers import CANARY_HEADER, ENGINE_HEADER, EngineLoad, read_request_count
 from hpc_serve.trust.connection import Identity, NotOurEngineError, VerifiedConnection
 from hpc_serve.vllm import metrics
 
@@ -131,15 +131,6 @@ def requests_under_way(engine: EngineAddress) -> int | None:
     if answer.status != 200:
         raise OSError(f"/metrics answers {answer.status}")
     return metrics.read_work(answer.text).requests
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineLoad:
-    """How many requests run and wait, by the engine's figures, and what its gate has counted."""
-
-    running: int
-    waiting: int
-    requests: RequestCount
 
 
 def read_load(engine: EngineAddress, *, timeout_s: float = _METRICS_TIMEOUT_S) -> EngineLoad | None:

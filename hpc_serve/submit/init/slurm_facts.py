@@ -12,13 +12,12 @@ from dataclasses import replace
 
 from hpc_serve.submit.init.facts import Association, GpuKind, NodeFacts, PartitionFacts
 from hpc_serve.submit.slurm.slurm import Partition
-from hpc_serve.submit.slurm.slurm_answers import duration_s
+from hpc_serve.submit.slurm.slurm_answers import duration_s, scontrol_values
 
 CONFIG_ARGV = ("scontrol", "show", "config")
 PARTITIONS_ARGV = ("scontrol", "--oneliner", "show", "partition")
 NODES_ARGV = ("scontrol", "--oneliner", "show", "node")
 _GPUS = re.compile(r"(?:^|,)gpu:(?:([^:,()]+):)?(?:no_consume:)?(\d+)")
-_FIELD = re.compile(r"(?<!\S)([A-Za-z_:/]+)=(\S*)")
 _NOTHING = ("", "(null)", "N/A", "NONE", "None", "n/a")
 _EVERYBODY = ("ALL", *_NOTHING)
 _NOT_USABLE = ("DOWN", "DRAIN", "FAIL", "FUTURE", "UNKNOWN")
@@ -53,7 +52,7 @@ def parse_config(stdout: str) -> dict[str, str]:
 
 def parse_nodes(stdout: str) -> tuple[NodeFacts, ...]:
     """`scontrol --oneliner show node`: one node a line."""
-    return tuple(_node(values) for values in map(_values, stdout.splitlines()) if "NodeName" in values)
+    return tuple(_node(values) for values in map(scontrol_values, stdout.splitlines()) if "NodeName" in values)
 
 
 def _node(values: dict[str, str]) -> NodeFacts:
@@ -70,7 +69,8 @@ def _node(values: dict[str, str]) -> NodeFacts:
 
 def parse_partitions(stdout: str) -> tuple[PartitionFacts, ...]:
     """`scontrol --oneliner show partition`: one partition a line."""
-    return tuple(_partition(values) for values in map(_values, stdout.splitlines()) if "PartitionName" in values)
+    lines = map(scontrol_values, stdout.splitlines())
+    return tuple(_partition(values) for values in lines if "PartitionName" in values)
 
 
 def _partition(values: dict[str, str]) -> PartitionFacts:
@@ -140,14 +140,6 @@ def parse_default_account(stdout: str) -> str | None:
     """sacctmgr's one word; None where there is none."""
     word = next((line.strip() for line in stdout.splitlines() if line.strip()), "")
     return None if word in _NOTHING or not re.fullmatch(r"[\w.@+-]+", word) else word
-
-
-def _values(line: str) -> dict[str, str]:
-    """Return the `Name=value` words of a line; the first of a name counts, since free text comes last."""
-    values: dict[str, str] = {}
-    for name, value in _FIELD.findall(line):
-        values.setdefault(name, value)
-    return values
 
 
 def _words(value: str) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The log files of one job: which files there are, their last lines, and their new lines as they come.
 
 The batch script writes one file, and the launcher of each node another. A file may appear late, and a shared filesystem
-may show it later still. job_logs.py decides which job's logs a person means.
+may show it later still. diagnosis.py decides which job's logs a person means.
 """
 
 from __future__ import annotations

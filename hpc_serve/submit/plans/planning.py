@@ -19,14 +19,11 @@ from hpc_serve.plan.engine import EngineConfig, Workload
 from hpc_serve.plan.hardware.cluster import cluster_named, part_of_node
 from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
 from hpc_serve.plan.model.architectures import draft_from_config
-from hpc_serve.submit.request.request import ServeRequest
+from hpc_serve.submit.request.option import spellings
+from hpc_serve.submit.request.request import OPTIONS, ServeRequest
 from hpc_serve.vllm.arguments import without
 
-_OWN_OPTIONS = {
-    "--nodes": "num_nodes",
-    **{f"--{name.replace('_', '-')}": name for name in ("gpu", "gpus_per_node", "max_model_len", "concurrency")},
-    **{f"--{name.replace('_', '-')}": name for name in ("tensor_parallel_size", "pipeline_parallel_size")},
-}
+_OWN_OPTIONS = {name: one.name for one in OPTIONS if one.metadata["of_plan"] for name in spellings(one)}
 """Options of remedies that are of the request, by its names; the others are vLLM's."""
 _NOT_VLLMS = ("int8", "int4", "nvfp4")  # what `plan` takes as a size alone
 
@@ -36,14 +33,15 @@ def plan_service(request: ServeRequest, *, stand_in: str | None = None) -> Serve
 
     `stand_in` (HPC_SERVE_MODEL) is the folder that is loaded in place of the model, or None.
     """
-    return plan_service_with_inputs(request, stand_in=stand_in)[0]
+    return plan_with_inputs(request, stand_in=stand_in).chosen
 
 
-def plan_service_with_inputs(request: ServeRequest, *, stand_in: str | None = None) -> tuple[ServePlan, PlanResult]:
-    """Return the plan, and its result with inputs, which knows the plan's speed."""
+def plan_with_inputs(request: ServeRequest, *, stand_in: str | None = None) -> PlanResult:
+    """Return the result of planning, which has a plan and knows its speed. Raises what `plan_service` raises."""
     try:
         result = _result(request, stand_in)
-        return result.chosen, result
+        _ = result.chosen
+        return result
     except NoLayoutError as error:
         error.suggestions = tuple(filter(None, (_accepted(one, request, stand_in) for one in error.suggestions)))
         if (per_job := request.replicas_per_job) > 1:
@@ -158,6 +156,7 @@ def plan_for(asked: PlanRequest, *, stand_in: str | None = None) -> PlanResult:
         stand_in=stand_in,
         allow_unknown_keys=asked.allow_unknown_config_keys,
     )
+    draft = _draft(engine)
     cluster = cluster_named(
         asked.gpu,
         total_bytes=asked.gpu_memory_bytes,
@@ -165,14 +164,12 @@ def plan_for(asked: PlanRequest, *, stand_in: str | None = None) -> PlanResult:
         gpus_per_node=asked.gpus_per_node,
     )
     if asked.engines_per_node > 1:
-        has_sizes = engine.has_asked_layout
-        cluster = part_of_node(cluster, asked.engines_per_node, is_whole=not has_sizes)
-    names = found.served_model_names
+        cluster = part_of_node(cluster, asked.engines_per_node, is_whole=not engine.has_asked_layout)
     parts = FoundParts(
         model=model,
         cluster=cluster,
-        draft=_draft(engine),
-        served_model_names=names,
+        draft=draft,
+        served_model_names=found.served_model_names,
         note=found.note,
         warning=found.warning,
     )

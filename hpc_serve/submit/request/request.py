@@ -14,15 +14,14 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.engine import LONGEST_THAT_FITS, Arrivals
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.rendezvous.names import expanded_log_dir, validate_service_name
-from hpc_serve.submit.request.bounds import check_elastic, check_jobs_can_submit
-from hpc_serve.submit.request.chain import check_chain
+from hpc_serve.submit.request.bounds import check_elastic, check_jobs_can_submit, check_replicas, check_shared_port
+from hpc_serve.submit.request.chain import begins_after_min, check_chain
 from hpc_serve.submit.request.environment import Environment, JobSettings
 from hpc_serve.submit.request.job_env import check_env
 from hpc_serve.submit.request.option import option
-from hpc_serve.submit.request.replicas import check_replicas, check_shared_port
 from hpc_serve.submit.request.sbatch_options import SlurmOptions, check_choice, check_directive
 from hpc_serve.vllm.allowed import OVERRULE, check_arguments
-from hpc_serve.vllm.arguments import read_arguments, value_of
+from hpc_serve.vllm.arguments import Argument, read_arguments, value_of
 
 Backend = Literal["auto", "ray", "mp"]
 Cluster = Literal["slurm", "local"]
@@ -206,11 +205,29 @@ class ServeRequest:
 
         return read_fields(self.engine_args)
 
+    @cached_property
+    def _arguments(self) -> tuple[Argument, ...]:
+        return read_arguments(self.engine_args)
+
+    @cached_property
+    def engine_option_names(self) -> frozenset[str]:
+        """Return the names of the options in `engine_args`."""
+        return frozenset(argument.name for argument in self._arguments)
+
+    def engine_option(self, name: str) -> Any:
+        """Return the value of an option in `engine_args`; None if it is not there."""
+        return value_of(self._arguments, name)
+
     @property
     def load_format(self) -> str | None:
         """Return how `engine_args` tell vLLM to load weights; "dummy" makes random ones, and needs no files."""
-        load_format: str | None = value_of(read_arguments(self.engine_args), "--load-format")
+        load_format: str | None = self.engine_option("--load-format")
         return load_format
+
+    @property
+    def next_begins_after_min(self) -> int:
+        """Return the minutes from the start of a job of a chain to the earliest start of the next one."""
+        return begins_after_min(self.slurm.time_limit_s or 0.0, self.overlap_s)
 
     def __post_init__(self) -> None:
         validate_service_name(self.service)
@@ -227,7 +244,7 @@ class ServeRequest:
             raise InvalidRequestError("pyxis is a part of Slurm: with --cluster local name a venv, or another runtime.")
         exact = self.replicas if self.max_replicas is None else None  # bounds are rounded up to whole jobs
         check_replicas(exact, self.replicas_per_job, self.num_nodes, is_local=self.cluster == "local")
-        check_shared_port(self.replicas_per_job, value_of(read_arguments(self.engine_args), "--port"))
+        check_shared_port(self.replicas_per_job, self.engine_option("--port"))
         asked = {"--keep-up": self.keep_up, "--replicas MIN:MAX": self.max_replicas, "--idle-stop": self.idle_stop_s}
         for name in [name for name, value in asked.items() if value]:
             check_jobs_can_submit(

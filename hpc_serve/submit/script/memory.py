@@ -49,15 +49,15 @@ def memory_parts(request: ServeRequest, plan: ServePlan) -> dict[str, int]:
     """
     settings, folders = request.settings, request.memory_folders
     engine, node = plan.layout.num_gpus, plan.layout.gpus_per_node * request.replicas_per_job
-    files = _weights_gib(plan)
+    files, api_servers = _weights_gib(plan), max(1, request.engine_option("--api-server-count") or 1)
     stage = settings.stage if settings.stage not in (None, "off") else None
     copy = (stage if stage.startswith("/") else settings.tmpdir or _TMP) if stage else None
     model = _model_folder(request)
     caches = settings.cache_dir or settings.tmpdir or _TMP
     found = {
         _ENGINE: _engine_gib(plan, node),
-        "further API servers": _api_servers_gib(request) * request.replicas_per_job,
-        "processed images (--mm-processor-cache-gb)": _images_gib(request) * request.replicas_per_job,
+        "further API servers": _GIB_PER_API_SERVER * (api_servers - 1) * request.replicas_per_job,
+        "processed images (--mm-processor-cache-gb)": _images_gib(request, api_servers) * request.replicas_per_job,
         "weights outside the GPUs (--cpu-offload-gb)": _gib(plan.memory.pinned_bytes * node),
         "cache outside the GPUs (KV offload)": _gib(_offloaded_cache_bytes(request, engine) * node / engine),
         f"compiled code in {caches}": _GIB_OF_CACHES if is_in_memory(caches, folders) else 0,
@@ -113,18 +113,10 @@ def _engine_gib(plan: ServePlan, ranks: int) -> int:
     return _GIB_BASE + _GIB_PER_GPU * ranks
 
 
-def _api_servers_gib(request: ServeRequest) -> int:
-    return _GIB_PER_API_SERVER * (_api_servers(request) - 1)
-
-
-def _images_gib(request: ServeRequest) -> int:
+def _images_gib(request: ServeRequest, api_servers: int) -> int:
     """Return what the caches of processed images take beyond vLLM's default: one of each API server and of the core."""
-    each = _given(request, "--mm-processor-cache-gb") or 0
-    return max(0, math.ceil((each - _GIB_OF_IMAGES) * (_api_servers(request) + 1)))
-
-
-def _api_servers(request: ServeRequest) -> int:
-    return max(1, _given(request, "--api-server-count") or 1)
+    each = request.engine_option("--mm-processor-cache-gb") or 0
+    return max(0, math.ceil((each - _GIB_OF_IMAGES) * (api_servers + 1)))
 
 
 def _weights_gib(plan: ServePlan) -> int:
@@ -141,7 +133,7 @@ def _model_folder(request: ServeRequest) -> str | None:
         return None
     if request.model.startswith("/"):
         return request.model
-    return _given(request, "--download-dir") or request.hub_cache or str(hub_cache(request.env))
+    return request.engine_option("--download-dir") or request.hub_cache or str(hub_cache(request.env))
 
 
 def _offloaded_cache_bytes(request: ServeRequest, ranks: int) -> int:
@@ -152,7 +144,7 @@ def _offloaded_cache_bytes(request: ServeRequest, ranks: int) -> int:
     """
     size = request.engine_options.get("kv_offloading_size")
     if size is not None:
-        return 0 if _given(request, "--kv-offloading-backend") == "lmcache" else int(size * GIB)
+        return 0 if request.engine_option("--kv-offloading-backend") == "lmcache" else int(size * GIB)
     return sum(_connector_bytes(one, ranks) for one in _connectors(request.engine_options.get("kv_transfer_config")))
 
 
@@ -172,10 +164,6 @@ def _connector_bytes(connector: dict[str, Any], ranks: int) -> int:
     each = extra.get("cpu_bytes_to_use_per_rank") if is_simple else None
     total = extra.get("cpu_bytes_to_use", _SIMPLE_OFFLOAD_BYTES if is_simple else 0) if each is None else each * ranks
     return int(total) if isinstance(total, int | float) else 0
-
-
-def _given(request: ServeRequest, name: str) -> Any:
-    return value_of(read_arguments(request.engine_args), name)
 
 
 def _gib(size: float) -> int:

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import hpc_serve
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.catalog.parsers import parsers_of, tool_parsers
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.rendezvous.names import log_dir_before_job
 from hpc_serve.submit.request.option import option_words
 from hpc_serve.submit.request.request import OPTIONS, ServeRequest
-from hpc_serve.submit.script.engine_words import engine_words
 from hpc_serve.submit.script.memory import memory_gib, memory_sum
 from hpc_serve.submit.script.template import Checked, comment, render_template
 from hpc_serve.submit.slurm.slurm import array_options, batch_log_option
-from hpc_serve.vllm.arguments import read_arguments
+from hpc_serve.vllm.arguments import read_arguments, without
 from hpc_serve.vllm.command import check_layout, choose_backend, read_command
 
 if TYPE_CHECKING:
@@ -85,6 +85,21 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "rendered_by": comment(shlex.join(render_argv(request))),
         "engine_options": [option.words for option in read_arguments(engine_words(request, plan))],
     }
+
+
+def engine_words(request: ServeRequest, plan: ServePlan) -> tuple[str, ...]:
+    """Return the options after the model: the plan's and the parsers', then the request's, which win.
+
+    Raises InvalidRequestError if tools are asked for and no parser of them is known or given.
+    """
+    parsers, given = parsers_of(plan.model), request.engine_option_names
+    if request.tools and not parsers.vllm_args and "--tool-call-parser" not in given:
+        raise InvalidRequestError(
+            f"--tools: no parser is known for {plan.model}; name one: -- --enable-auto-tool-choice --tool-call-parser "
+            f"NAME, one of vLLM's: {', '.join(sorted(tool_parsers()))}."
+        )
+    ours = (*plan.vllm_args, *(parsers.vllm_args if request.tools else ()))
+    return (*without(ours, given), *request.engine_args)
 
 
 def _replicas(per_job: int) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.wanted import SUBMITTING_S, Decision, Wanted
 from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
 from hpc_serve.submit.services.hand_over import add_jobs
-from hpc_serve.submit.services.jobs import Job
+from hpc_serve.submit.services.jobs import WhatIs
 from hpc_serve.submit.services.load import Windows
 from hpc_serve.submit.services.reconcile import after, failed, noted, reconcile
-from hpc_serve.submit.services.what_is import Look, Looker
+from hpc_serve.submit.services.what_is import Looker
 from hpc_serve.submit.slurm import scheduler
 
 _log = logging.getLogger("hpc_serve.reconciler")
@@ -62,9 +62,9 @@ def step(
 
     Raises HpcServeError; what was not done is decided again at the next look.
     """
-    store, service, look, now = looker.store, looker.service, looker.look(), time.time()
-    known = noted(seen, look.what_is, now)
-    decisions = reconcile(known, look.what_is, now, windows)
+    store, service, what_is, now = looker.store, looker.service, looker.look(), time.time()
+    known = noted(seen, what_is, now)
+    decisions = reconcile(known, what_is, now, windows)
     told = tuple(one for one in decisions if one.action != "wait")
     most_running = max(known.most_running, looker.history.most_running if looker.history is not None else 0)
     changed = replace(after(known, decisions, now), most_running=most_running, looked_at=now)
@@ -76,7 +76,7 @@ def step(
             return None
         for one in told:
             if one.action == "drain":
-                _let_drain(store, look, one, drain_s, now)
+                _let_drain(store, what_is, one, drain_s, now)
         return changed
 
     claimed = change_wanted(store, service, claim)
@@ -98,14 +98,14 @@ def step(
     return claimed, Done(decisions=told, added=tuple(added), ended=tuple(ended))
 
 
-def settle(looker: Looker, *, drain_s: float = _DRAIN_S) -> Done:
+def settle(store: ServiceStore, service: str, *, drain_s: float = _DRAIN_S) -> Done:
     """Do all that is to be done now for what is wanted, in turns with other programs that do the same.
 
     Raises HpcServeError; SchedulerUnavailableError where Slurm does not answer.
     """
     done = Done()
     for _ in range(_MOST_TRIES):
-        seen = wait_for_others(looker.store, looker.service)
+        seen, looker = wait_for_others(store, service), Looker(store=store, service=service)
         if seen is None:
             return done
         changed, more = step(looker, seen, windows=Windows(), drain_s=drain_s)
@@ -114,7 +114,7 @@ def settle(looker: Looker, *, drain_s: float = _DRAIN_S) -> Done:
             if looker.slurm.problem:
                 raise SchedulerUnavailableError(looker.slurm.problem)
             return done
-    raise StoreError(f"{looker.service} was changed {_MOST_TRIES} times meanwhile. Try again.")
+    raise StoreError(f"{service} was changed {_MOST_TRIES} times meanwhile. Try again.")
 
 
 def wait_for_others(store: ServiceStore, service: str) -> Wanted | None:
@@ -167,17 +167,15 @@ def end_submission(
     return change_wanted(store, service, end)
 
 
-def _let_drain(store: ServiceStore, look: Look, decision: Decision, drain_s: float, now: float) -> None:
-    jobs: dict[str, Job] = {job.job_id: job for job in look.what_is.jobs}
-    for status in look.replicas_of(decision.jobs):
-        ends_at = jobs[status.job_id].ends_at
-        left_s = max(1.0, ends_at - now - _WAY_DOWN_S) if ends_at is not None else drain_s
-        if status.record is not None:
-            cause = _DRAIN_CAUSES.get(decision.cause, "surplus")
-            by = f"hpc-serve: {decision.why}"
-            deadline_s = left_s if decision.cause == "handover" else min(drain_s, left_s)
-            request = DrainRequest(by=by, cause=cause, deadline_s=deadline_s, requested_at=now)
-            ask_to_drain(drain_file_of(store, status.record), request)
+def _let_drain(store: ServiceStore, what_is: WhatIs, decision: Decision, drain_s: float, now: float) -> None:
+    cause = _DRAIN_CAUSES.get(decision.cause, "surplus")
+    for job in (job for job in what_is.jobs if job.job_id in decision.jobs):
+        left_s = max(1.0, job.ends_at - now - _WAY_DOWN_S) if job.ends_at is not None else drain_s
+        deadline_s = left_s if decision.cause == "handover" else min(drain_s, left_s)
+        request = DrainRequest(by=f"hpc-serve: {decision.why}", cause=cause, deadline_s=deadline_s, requested_at=now)
+        for record in (status.record for status in job.live):
+            if record is not None:
+                ask_to_drain(drain_file_of(store, record), request)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpc_serve.errors import InvalidRequestError, SubmissionRefusedError
 from hpc_serve.rendezvous.claims import claim, release
@@ -21,16 +20,12 @@ from hpc_serve.rendezvous.entries import JobEntry
 from hpc_serve.rendezvous.files import make_private_folder, read_private
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, ServiceStore
-from hpc_serve.submit.request.chain import begins_after_min
 from hpc_serve.submit.services.stop import end_job
 from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.local import process_start_time
 from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.slurm.slurm import UNKNOWN, after_start_option, array_options, batch_log_option
 from hpc_serve.submit.status.status_reader import old_jobs, scheduled_job
-
-if TYPE_CHECKING:
-    from hpc_serve.submit.request.request import ServeRequest
 
 
 def start_locally(
@@ -39,15 +34,10 @@ def start_locally(
     """Run the script on this machine; returns its id and the job."""
     from hpc_serve.submit.slurm import executor
 
-    done = executor.start_locally(script, _scripts(store, job.service), log_dir)
-    assert done.pid is not None
-    job = dataclasses.replace(
-        _as_submitted(job, done.job_id, done.script, log_dir),
-        pid=done.pid,
-        pid_start_time=process_start_time(done.pid),
-        host=socket.gethostname(),
-    )
-    return done.job_id, _written(store, done.job_id, (job,))
+    pid, file = executor.start_locally(script, _scripts(store, job.service), log_dir)
+    job = _as_submitted(job, f"local-{pid}", file, log_dir)
+    job = dataclasses.replace(job, pid=pid, pid_start_time=process_start_time(pid), host=socket.gethostname())
+    return job.job_id, _written(store, job.job_id, (job,))
 
 
 def submit_to_slurm(
@@ -71,32 +61,39 @@ def submit_to_slurm(
     if anew:
         options = [*options, *array_options(count), batch_log_option(log_dir, is_array=True)]
         job = dataclasses.replace(job, time_limit_s=0.0)
-    done = executor.submit_to_slurm(script, _scripts(store, job.service), options)
+    own_id, file = executor.submit_to_slurm(script, _scripts(store, job.service), options)
     is_array = anew or count > 1
-    job_ids = [f"{done.job_id}_{task}" for task in range(count)] if is_array else [done.job_id]
-    if why := executor.why_it_never_starts(done.job_id):
-        scheduler.cancel(done.job_id)
-        done.script.unlink(missing_ok=True)
-        store.forget(job.service, {done.job_id, *job_ids})
+    job_ids = [f"{own_id}_{task}" for task in range(count)] if is_array else [own_id]
+    if why := executor.why_it_never_starts(own_id):
+        scheduler.cancel(own_id)
+        file.unlink(missing_ok=True)
+        store.forget(job.service, {own_id, *job_ids})
         raise SubmissionRefusedError(f"Slurm would never start the job, so it was cancelled: {why}")
-    jobs = tuple(_as_submitted(job, job_id, done.script, log_dir) for job_id in job_ids)
-    return done.job_id, _written(store, done.job_id, jobs)
+    jobs = tuple(_as_submitted(job, job_id, file, log_dir) for job_id in job_ids)
+    return own_id, _written(store, own_id, jobs)
 
 
 def submit_chains(
-    store: ServiceStore, job: SubmittedJob, script: str, log_dir: Path, request: ServeRequest, *, count: int
+    store: ServiceStore,
+    job: SubmittedJob,
+    script: str,
+    log_dir: Path,
+    *,
+    length: int,
+    after_min: int,
+    count: int,
 ) -> tuple[str, tuple[SubmittedJob, ...]]:
-    """Submit `count` chains of jobs ahead; returns the id of the first job, and all jobs, chain after chain."""
-    limit_s = request.slurm.time_limit_s
-    assert limit_s is not None
-    minutes = begins_after_min(limit_s, request.overlap_s)
+    """Submit `count` chains of `length` jobs ahead; returns the id of the first job, and all jobs, chain after chain.
+
+    Each may begin so many minutes after the start of the one before.
+    """
     jobs: list[SubmittedJob] = []
     with contextlib.ExitStack() as undo:
         for _ in range(count):
             before = ""
-            for _ in range(request.chain):
-                one = dataclasses.replace(job, predecessor=before, time_limit_s=limit_s)
-                options = [after_start_option(before, minutes)] if before else []
+            for _ in range(length):
+                one = dataclasses.replace(job, predecessor=before)
+                options = [after_start_option(before, after_min)] if before else []
                 before, submitted = submit_to_slurm(store, one, script, log_dir, count=1, options=options)
                 undo.callback(end_job, before, submitted[0])
                 jobs += submitted

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.submit.services.load import LoadSummary
+
+if TYPE_CHECKING:
+    from hpc_serve.client.replicas.status import ReplicaStatus
 
 # pending and starting: it serves nobody yet. unclear: it serves nobody now, and may again.
 JobStage = Literal["pending", "starting", "unclear", "ready", "draining", "over"]
@@ -23,7 +26,7 @@ _MARGIN_S = 60.0  # sbatch's manual: the notice of --signal may come up to a min
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One job of a service, with `replicas` replicas. `requests` run or wait in it.
+    """One job of a service, with `replicas` replicas, of which `live` are not over. `requests` run or wait in it.
 
     `ends_at` is its time limit in seconds since the epoch (None: not known, or none), `limit_s` the whole of it.
     `start_s` is how long it took to be ready (None: never was), `waited_s` how long it waited in the queue.
@@ -34,6 +37,7 @@ class Job:
     job_id: str
     stage: JobStage
     replicas: int = 1
+    live: tuple[ReplicaStatus, ...] = ()
     requests: int = 0
     ends_at: float | None = None
     limit_s: float = math.inf

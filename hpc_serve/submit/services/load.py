@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.rendezvous.gate_headers import EngineLoad
 
 ADD_AFTER_S = 20.0
 LEAVE_AFTER_S = 600.0
@@ -37,20 +38,6 @@ def windows_of(environ: Mapping[str, str]) -> Windows:
             raise InvalidRequestError(f"{name} is {environ[name]!r}: it must be a number of seconds.") from None
     add_after_s, leave_after_s = found.values()
     return Windows(add_after_s=add_after_s, leave_after_s=leave_after_s)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaLoad:
-    """What a ready replica says: how many requests run and wait.
-
-    `counts` are the numbers of requests that it was ever sent, canaries apart, by the server process that counts them.
-    `under_way` of those are not answered yet.
-    """
-
-    running: int
-    waiting: int
-    under_way: int
-    counts: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +74,7 @@ class LoadHistory:
         self._surplus: deque[tuple[float, int]] = deque()
         self._peaks: deque[tuple[float, int]] = deque()
 
-    def note(self, loads: Mapping[str, ReplicaLoad | None], now_s: float, *, is_complete: bool = True) -> LoadSummary:
+    def note(self, loads: Mapping[str, EngineLoad | None], now_s: float, *, is_complete: bool = True) -> LoadSummary:
         """Take in a look that ended now: the load of each ready replica by its name; None: it could not be asked."""
         if now_s - self._looked_at_s > _LONGEST_GAP_S:
             self.begin_anew(now_s)
@@ -95,7 +82,7 @@ class LoadHistory:
         known = {name: load for name, load in loads.items() if load is not None}
         is_known = is_complete and bool(loads) and len(known) == len(loads)
         self.most_running = max((self.most_running, *(load.running for load in known.values())))
-        was_used = self._is_new(known) or any(load.under_way or load.running > 1 for load in known.values())
+        was_used = self._is_new(known) or any(load.requests.under_way or load.running > 1 for load in known.values())
         if was_used or not is_known:
             self._used_at_s = now_s
         if not (is_known and self._was_known):
@@ -128,9 +115,9 @@ class LoadHistory:
         self._surplus.clear()
         self._peaks.clear()
 
-    def _is_new(self, known: Mapping[str, ReplicaLoad]) -> bool:
+    def _is_new(self, known: Mapping[str, EngineLoad]) -> bool:
         """Whether a request has come since the last look."""
-        now = {(name, one): count for name, load in known.items() for one, count in load.counts.items()}
+        now = {(name, load.requests.gate): load.requests.count for name, load in known.items()}
         is_new = any(self._counts.get(key) != count for key, count in now.items())
         self._counts |= now
         return is_new

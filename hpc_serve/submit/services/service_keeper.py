@@ -10,16 +10,15 @@ run; one of them decides at a time. It looks every few seconds, asks reconcile.p
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
-import select
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from hpc_serve.errors import HpcServeError
 from hpc_serve.rendezvous.drain import drain_file, read_drain_request
@@ -32,15 +31,19 @@ from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
 from hpc_serve.submit.request.bounds import parse_replicas
 from hpc_serve.submit.services.carry_out import step
 from hpc_serve.submit.services.load import LoadHistory, Windows, windows_of
-from hpc_serve.submit.services.script_environ import take_over_submission_environ
 from hpc_serve.submit.services.what_is import Looker
 from hpc_serve.submit.slurm import scheduler
+from hpc_serve.submit.slurm.scheduler import SchedulerView
 
 _log = logging.getLogger("hpc_serve.service_keeper")
+_ENDS = (signal.SIGTERM, signal.SIGHUP)
 _TROUBLE_S = 15.0
+_ASK_SLURM_S = 15.0
 _LOOK_S = 5.0
 _CALM_LOOK_S = 10.0
 _LEASE_S = 30.0
+# What Slurm gives a job for its own GPUs: another job has others.
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
 
 
 @dataclass(kw_only=True)
@@ -61,7 +64,8 @@ class Keeper:
     _seen_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self.looker = Looker(store=self.store, service=self.service, own_job=self.job_id, clock=self.clock)
+        slurm = SchedulerView(max_age_s=_ASK_SLURM_S)
+        self.looker = Looker(store=self.store, service=self.service, own_job=self.job_id, slurm=slurm, clock=self.clock)
 
     @property
     def own_name(self) -> str:
@@ -161,8 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s service-keeper %(levelname)s %(message)s", force=True
     )
-    ending = Ending()
-    ending.listen()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
     least, most = options.replicas
     asked = Wanted(
         least=least,
@@ -182,36 +185,56 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked=asked,
         windows=windows_of(os.environ),
     )
-    take_over_submission_environ()
-    return run(keeper, ending)
+    _take_over_submission_environ()
+    return run(keeper, _is_told_to_end)
 
 
-class Ending:
-    """Whether this program shall end: at SIGHUP the script has ended, at SIGTERM Slurm ends the job."""
+def _take_over_submission_environ() -> None:
+    """Go to the folder, and take on the environment, in which the script that started this program was submitted.
 
-    def __init__(self) -> None:
-        # A lock would be waited for on: Python runs no handler for a signal that comes just before. A byte is there.
-        self._due, self._note_due = os.pipe()
-        os.set_blocking(self._note_due, False)
+    sbatch hands on the environment of whoever calls it. The script has added its own to that, and Slurm its devices;
+    handed on from job to job, both would pile up.
+    """
+    try:
+        lines = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:
+        lines = []
+    pairs = (line.partition(b"=") for line in lines)
+    of_script = {os.fsdecode(name): os.fsdecode(value) for name, equals, value in pairs if equals}
+    environ = submission_environ(os.environ, of_script)
+    os.environ.clear()
+    os.environ.update(environ)
+    try:
+        os.chdir(environ.get("SLURM_SUBMIT_DIR", "."))
+    except OSError as error:
+        _log.warning("the next job is submitted from %s: %s", os.getcwd(), error)
 
-    def listen(self) -> None:
-        signal.set_wakeup_fd(self._note_due)
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self.note)
 
-    def note(self, number: int, frame: object = None) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._note_due, b"!")
+def submission_environ(environ: Mapping[str, str], of_script: Mapping[str, str]) -> dict[str, str]:
+    """The environment that the script was given. `environ` is that of a program which it has started.
 
-    def wait(self, timeout_s: float | None) -> bool:
-        return bool(select.select([self._due], [], [], timeout_s)[0])
+    Where sbatch is found by the program's PATH alone, which modules may have made, that is kept.
+    """
+    base = dict(of_script) if "SLURM_JOB_ID" in of_script else dict(environ)
+    for name in _DEVICES:
+        base.pop(name, None)
+    if shutil.which("sbatch", path=base.get("PATH", os.defpath)) is None:
+        base["PATH"] = environ.get("PATH", os.defpath)
+    return base
 
 
-def run(keeper: Keeper, ending: Ending) -> int:
-    """Do what is due until nothing is left, or until the program shall end."""
+def _is_told_to_end(within_s: float | None) -> bool:
+    """Wait for a signal that ends this program: at SIGHUP the script has ended, at SIGTERM Slurm ends the job."""
+    if within_s is None:
+        return signal.sigwait(_ENDS) in _ENDS
+    return signal.sigtimedwait(_ENDS, within_s) is not None
+
+
+def run(keeper: Keeper, is_told_to_end: Callable[[float | None], bool]) -> int:
+    """Do what is due until nothing is left, then wait until the program shall end. `is_told_to_end` waits so long."""
     pause_s: float | None = 0.0
     complaint = ""
-    while not ending.wait(pause_s):  # the script ends this program by its pid, which must not be another's by then
+    while not is_told_to_end(pause_s):  # the script ends this program by its pid, which must not be another's by then
         try:
             pause_s, complaint = keeper.step(), ""
         except (HpcServeError, OSError) as error:

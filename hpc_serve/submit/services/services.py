@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_serve.client.replicas.status import ReplicaStatus
@@ -22,12 +23,11 @@ from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.rendezvous.wanted_file import read_wanted
 from hpc_serve.submit.plans.planned_speed import speed_figures
-from hpc_serve.submit.plans.planning import idle_gpus_note, on_whole_nodes, plan_service_with_inputs
+from hpc_serve.submit.plans.planning import idle_gpus_note, on_whole_nodes, plan_with_inputs
 from hpc_serve.submit.plans.preflight import check_before_plan, check_parsers, check_weights
 from hpc_serve.submit.request.request import ServeRequest
-from hpc_serve.submit.script.engine_words import engine_words
 from hpc_serve.submit.script.memory import small_memory_note
-from hpc_serve.submit.script.render import devices_per_node, render_script, replicas_of
+from hpc_serve.submit.script.render import devices_per_node, engine_words, render_script, replicas_of
 from hpc_serve.submit.services.carry_out import end_submission
 from hpc_serve.submit.services.hand_over import (
     claimed,
@@ -47,8 +47,10 @@ class Submission:
     """The jobs that were handed over, of one or several replicas, and their plan. `job_id` is sbatch's, of all.
 
     `wanted` is what is written down for the service; `is_there` says that its replicas were there already, so that
-    nothing was submitted. `weights_note` says that weights are not
-    here yet, `machines_note` that GPUs stay idle, or that --mem is too small.
+    nothing was submitted. `weights_note` says that weights are not here yet, `machines_note` that GPUs stay idle, or
+    that --mem is too small. `queue` is Slurm's reason why it waits, if it gives one. `others` are the other replicas of
+    the service that are not over; `differing` has by job the options in which engines of theirs differ: a client takes
+    any replica, so answers depend on the one that it meets.
     """
 
     job_id: str
@@ -58,6 +60,9 @@ class Submission:
     is_there: bool = False
     weights_note: str | None = None
     machines_note: str | None = None
+    queue: str = ""
+    others: tuple[ReplicaStatus, ...] = ()
+    differing: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def job(self) -> SubmittedJob:
@@ -79,7 +84,8 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, as
     """
     check_before_plan(request, environ)
     windows_of(environ)
-    plan, result = plan_service_with_inputs(request, stand_in=environ.get("HPC_SERVE_MODEL"))
+    result = plan_with_inputs(request, stand_in=environ.get("HPC_SERVE_MODEL"))
+    plan = result.chosen
     request = on_whole_nodes(request, plan)
     words, of_job = engine_words(request, plan), {**environ, **request.env}
     check_parsers(words, plan.model, of_job)
@@ -89,67 +95,60 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, as
     request = dataclasses.replace(request, log_dir=request.log_dir or str(store.log_dir(service)))
     script = render_script(request, plan)
 
+    job, replicas = _job_of(request, plan, words, speed_figures(result.estimates())), replicas_of(request, plan)
+    note = " ".join(filter(None, (idle_gpus_note(request, plan), small_memory_note(request, plan)))) or None
+    made = functools.partial(Submission, plan=plan, weights_note=weights_note, machines_note=note)
+
     store.ensure_service(service)
     log_dir = make_log_dir(Path(log_dir_before_job(str(request.log_dir))), called="--log-dir")
-    job = _job_of(request, plan, words, speed_figures(result.estimates()))
-    note = " ".join(filter(None, (idle_gpus_note(request, plan), small_memory_note(request, plan)))) or None
-    with claimed(store, service, plan.model):
+    with claimed(store, service, plan.model), contextlib.ExitStack() as undo:
         if request.cluster == "local":
             job_id, jobs = start_locally(store, job, script, log_dir)
-            return Submission(job_id=job_id, jobs=jobs, plan=plan, weights_note=weights_note, machines_note=note)
-        before = read_wanted(store, service)
-        wanted, there = want_submission(store, request, replicas_of(request, plan), environ)
-        if not wanted.submitting:
-            known = {one.job_id: one for one in store.read_submitted(service)}
-            # A script that was given to sbatch by hand has no entry.
-            here = tuple(known.get(one) or dataclasses.replace(job, job_id=one) for one in there)
-            return Submission(job_id=here[0].job_id, jobs=here, plan=plan, wanted=wanted, is_there=True)
-        with contextlib.ExitStack() as undo:
-            undo.callback(take_back, store, service, wanted, before)
-            count = -(-wanted.submitting // request.replicas_per_job)
-            if request.chain > 1:
-                job_id, jobs = submit_chains(store, job, script, log_dir, request, count=count)
+            done = made(job_id=job_id, jobs=jobs)
+        else:
+            before = read_wanted(store, service)
+            wanted, there = want_submission(store, request, replicas, environ)
+            if wanted.submitting:
+                undo.callback(take_back, store, service, wanted, before)
+                count = -(-wanted.submitting // request.replicas_per_job)
+                if request.chain > 1:
+                    chain = {"length": request.chain, "after_min": request.next_begins_after_min}
+                    job_id, jobs = submit_chains(store, job, script, log_dir, **chain, count=count)
+                else:
+                    job_id, jobs = submit_to_slurm(store, job, script, log_dir, count=count)
+                with ended_if_it_fails([one.job_id for one in jobs], jobs[0]):
+                    wanted = end_submission(store, service, wanted, jobs) or wanted
+                done = made(job_id=job_id, jobs=jobs, wanted=wanted)
             else:
-                job_id, jobs = submit_to_slurm(store, job, script, log_dir, count=count)
-            own_ids = [one.job_id for one in jobs] if request.chain > 1 else [job_id]
-            with ended_if_it_fails(own_ids, jobs[0]):
-                wanted = end_submission(store, service, wanted, jobs) or wanted
-            undo.pop_all()
+                known = {one.job_id: one for one in store.read_submitted(service)}
+                # A script that was given to sbatch by hand has no entry.
+                jobs = tuple(known.get(one) or dataclasses.replace(job, job_id=one) for one in there)
+                done = made(job_id=jobs[0].job_id, jobs=jobs, wanted=wanted, is_there=True)
+        undo.pop_all()
     end_what_comes(store, service)
-    return Submission(job_id=job_id, jobs=jobs, plan=plan, wanted=wanted, weights_note=weights_note, machines_note=note)
+    return _with_others(store, done)
 
 
-def own_and_others(
-    submission: Submission, *, environ: Mapping[str, str] = os.environ
-) -> tuple[list[ReplicaStatus], list[ReplicaStatus]]:
-    """Return the submission's own replicas, and the others of its service that are not over.
-
-    Both are empty if they cannot be read, since the job is submitted all the same.
-    """
+def _with_others(store: ServiceStore, done: Submission) -> Submission:
+    """Return the submission beside the other replicas of its service, as far as these can be read."""
+    ids = {job.job_id for job in done.jobs}
     try:
-        report = read_status(ServiceStore(default_home(environ)), submission.job.service)
-    except HpcServeError:
-        return [], []
-    ids = {job.job_id for job in submission.jobs}
-    own = [one for one in report.replicas if one.job_id in ids]
-    return own, [one for one in report.everywhere if not one.is_over and one.job_id not in ids]
-
-
-def differences(
-    submission: Submission, others: Sequence[ReplicaStatus], *, environ: Mapping[str, str] = os.environ
-) -> dict[str, tuple[str, ...]]:
-    """By the id of each job of `others`, the options of its engine that are otherwise than those of the submission.
-
-    A client takes any replica, so answers depend on the one that it meets.
-    """
-    submitted = ServiceStore(default_home(environ)).read_submitted(submission.job.service)
-    live = {status.job_id for status in others}
-    found = {
-        job.job_id: differing(submission.job.engine_args, job.engine_args)
+        report, submitted = read_status(store, done.job.service), store.read_submitted(done.job.service)
+    except HpcServeError:  # the job is submitted all the same
+        return done
+    others = tuple(one for one in report.everywhere if not one.is_over and one.job_id not in ids)
+    live = {one.job_id for one in others}
+    differing_words = {
+        job.job_id: differing(done.job.engine_args, job.engine_args)
         for job in submitted
         if job.job_id in live and job.engine_args
     }
-    return {job_id: words for job_id, words in found.items() if words}
+    return dataclasses.replace(
+        done,
+        queue=next((one.reason for one in report.replicas if one.job_id in ids and one.pending_reason), ""),
+        others=others,
+        differing={job_id: words for job_id, words in differing_words.items() if words},
+    )
 
 
 def _job_of(request: ServeRequest, plan: ServePlan, words: tuple[str, ...], speed: Mapping[str, float]) -> SubmittedJob:
@@ -164,6 +163,7 @@ def _job_of(request: ServeRequest, plan: ServePlan, words: tuple[str, ...], spee
         num_nodes=plan.layout.num_nodes,
         gpus_per_node=devices_per_node(plan),
         replicas_per_job=request.replicas_per_job,
+        time_limit_s=(request.slurm.time_limit_s or 0.0) if request.chain > 1 else 0.0,
         predicted={**_figures(plan), **speed},
         engine_args=words,
     )

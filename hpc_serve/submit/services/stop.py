@@ -10,7 +10,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import InvalidRequestError, StoreError, WaitTimeoutError
@@ -52,55 +52,112 @@ def stop(
     WaitTimeoutError.
     """
     live = [status for status in found if not status.is_over]
+    submitted = {
+        job.job_id: job for service in {status.service for status in found} for job in store.read_submitted(service)
+    }
     alone = [status for status in live if _leaves_others(store, status, live)]
     if absent := [status for status in alone if status.record is None]:
         raise InvalidRequestError(
             f"{absent[0].name} has not begun, and there are others in its job: wait until it has, or end all of them: "
             f"hpc-serve stop {absent[0].job_id}"
         )
-    services = dict.fromkeys(status.service for status in found)
-    submitted = {job.job_id: job for service in services for job in store.read_submitted(service)}
     live += _followers(store, [status for status in live if status not in alone], tuple(submitted.values()))
-    for job_id, cluster in {status.job_id: status.job.cluster for status in live}.items():
-        if job_id not in submitted and cluster == "local":
-            raise InvalidRequestError(f"{job_id} was started by hand: end its script where it runs (Ctrl-C or kill).")
+    replicas = [
+        _Ending(store=store, status=one, submitted=submitted.get(one.job_id), is_alone=one in alone) for one in live
+    ]
+    for one in replicas:
+        if one.submitted is None and one.status.job.cluster == "local":
+            raise InvalidRequestError(
+                f"{one.status.job_id} was started by hand: end its script where it runs (Ctrl-C or kill)."
+            )
     by = f"hpc-serve stop on {socket.gethostname()}"
-    for status in () if is_asked else live:
-        serves = status.state in _SERVES
-        if status.record is not None and (serves or status in alone):
-            deadline_s = drain_s if serves else 0.0
+    for one in () if is_asked else replicas:
+        if one.status.record is not None and (one.serves or one.is_alone):
+            deadline_s = drain_s if one.serves else 0.0
             request = DrainRequest(by=by, cause="stop", deadline_s=deadline_s, requested_at=time.time())
             try:
-                ask_to_drain(drain_file_of(store, status.record), request)
+                ask_to_drain(drain_file_of(store, one.status.record), request)
             except StoreError:
-                if status in alone:
+                if one.is_alone:
                     raise
                 drain_s = 0.0  # for example on a full disk: the job is told by a signal
     deadline = time.monotonic() + drain_s + _WAY_DOWN_S
-    jobs: dict[str, list[ReplicaStatus]] = {}
-    for status in live:
-        if status not in alone:
-            jobs.setdefault(status.job_id, []).append(status)
+    jobs: dict[str, list[_Ending]] = {}
+    for one in replicas:
+        if not one.is_alone:
+            jobs.setdefault(one.status.job_id, []).append(one)
     # First those that serve nobody: one that takes over from another shall not begin meanwhile.
-    for job_id, replicas in sorted(jobs.items(), key=lambda item: _serves(item[1])):
-        if is_asked and not _serves(replicas):
+    for job_id, of_job in sorted(jobs.items(), key=lambda item: any(one.serves for one in item[1])):
+        serving = [one for one in of_job if one.serves]
+        if is_asked and not serving:
             continue
-        if drain_s <= 0 or not _end_by_themselves(deadline, store, replicas, submitted.get(job_id)):
-            end_job(job_id, submitted.get(job_id))
-    ended = []
-    for status in live:
-        job_goes_on = status in alone
-        within_s = timeout_s + (max(0.0, deadline - time.monotonic()) if job_goes_on else 0.0)
-        job = submitted.get(status.job_id)
-        ended.append(_wait_until_over(store, status, job, within_s, job_goes_on=job_goes_on))
+        # A job with a replica that does not serve does not end by itself.
+        if drain_s <= 0 or not all(one.is_over_by(deadline) for one in serving) or len(serving) < len(of_job):
+            end_job(job_id, of_job[0].submitted)
+    ended = [one.wait_until_over(timeout_s, deadline) for one in replicas]
     for status in (*(status for status in found if status.is_over), *ended):
         with contextlib.suppress(StoreError):  # for example on a full disk: the job has ended all the same
             write_end(store, status, submitted.get(status.job_id))
     return tuple(ended)
 
 
-def _serves(replicas: Sequence[ReplicaStatus]) -> bool:
-    return any(one.state in _SERVES for one in replicas)
+@dataclass(kw_only=True)
+class _Ending:
+    """A replica that shall end, as it was seen last. If it is `is_alone`, its job goes on with others."""
+
+    store: ServiceStore
+    status: ReplicaStatus
+    submitted: SubmittedJob | None
+    is_alone: bool
+
+    @property
+    def serves(self) -> bool:
+        return self.status.record is not None and self.status.state in _SERVES
+
+    def is_over_by(self, deadline: float) -> bool:
+        """Wait; whether a replica that drains, or its job where it has no other, ends by itself before the deadline."""
+        while True:
+            job = self._look()
+            is_over = job.is_over or (self.status.job.replicas_per_job > 1 and self.status.is_over)
+            if is_over or time.monotonic() >= deadline:
+                return is_over
+            time.sleep(_RECORDS_S)
+
+    def wait_until_over(self, timeout_s: float, drained_by: float) -> ReplicaStatus:
+        """Return how it ended. Raises WaitTimeoutError."""
+        timeout_s += max(0.0, drained_by - time.monotonic()) if self.is_alone else 0.0
+        deadline = time.monotonic() + timeout_s
+        while True:
+            before, job = self.status, self._look()
+            status = self.status
+            if job.is_over and status is before:  # submitted by hand, and it had not begun
+                return replace(status, state="stopped", reason=ended_sentence(job))
+            if job.state == GONE and before.state == "pending":  # Slurm forgets a task that waited as it is cancelled
+                return replace(status, state="stopped", reason="it was stopped while it waited")
+            if status.is_over and (job.is_over or self.is_alone):
+                return status
+            if time.monotonic() >= deadline and self.is_alone:
+                raise WaitTimeoutError(
+                    f"{status.name} was asked to end {timeout_s:.0f} s ago and is still {status.state}; "
+                    f"`hpc-serve stop {status.job_id}` ends it with the others of its job."
+                )
+            if time.monotonic() >= deadline:
+                detail = f" ({job.detail})" if job.detail else ""
+                raise WaitTimeoutError(
+                    f"job {status.job_id} was told to end {timeout_s:.0f} s ago and is still {job.state}{detail}; "
+                    f"look with `squeue --jobs={status.job_id}`."
+                )
+            time.sleep(_RECORDS_S)
+
+    def _look(self) -> JobState:
+        """See how the replica is now, and return its job; a replica that is not found is as it was."""
+        if self.submitted is not None and self.submitted.cluster == "local":
+            job = local_job_state(self.submitted)
+        else:
+            job = scheduler.job_state(self.status.job_id)
+        seen = read_status(self.store, self.status.service).replicas
+        self.status = next((found for found in seen if is_same_replica(found, self.status)), self.status)
+        return job
 
 
 def _followers(
@@ -127,66 +184,6 @@ def _leaves_others(store: ServiceStore, status: ReplicaStatus, ended: Sequence[R
         return False
     of_job = [one for one in read_status(store, status.service).replicas if one.job_id == status.job_id]
     return any(not one.is_over and not any(is_same_replica(one, other) for other in ended) for one in of_job)
-
-
-def _end_by_themselves(
-    deadline: float, store: ServiceStore, replicas: Sequence[ReplicaStatus], submitted: SubmittedJob | None
-) -> bool:
-    """Whether all replicas of a job, which drain, end before the deadline, and the job with them; waits for those that
-    serve. If another one does not serve, the job does not end by itself."""
-    serving = [status for status in replicas if status.record is not None and status.state in _SERVES]
-    is_over = [_is_over_by(deadline, store, status, submitted) for status in serving]
-    return all(is_over) and len(serving) == len(replicas)
-
-
-def _is_over_by(deadline: float, store: ServiceStore, status: ReplicaStatus, submitted: SubmittedJob | None) -> bool:
-    """Whether a replica that drains, or its job where it has no other, ends by itself before the deadline; waits."""
-    while True:
-        seen, job = _look(store, status, submitted)
-        is_over = job.is_over or (status.job.replicas_per_job > 1 and seen.is_over)
-        if is_over or time.monotonic() >= deadline:
-            return is_over
-        time.sleep(_RECORDS_S)
-
-
-def _look(store: ServiceStore, status: ReplicaStatus, submitted: SubmittedJob | None) -> tuple[ReplicaStatus, JobState]:
-    """How the replica and its job are now; a replica that is not found is as it was."""
-    is_local = submitted is not None and submitted.cluster == "local"
-    job = local_job_state(submitted) if is_local and submitted else scheduler.job_state(status.job_id)
-    seen = [found for found in read_status(store, status.service).replicas if is_same_replica(found, status)]
-    return (seen[0] if seen else status), job
-
-
-def _wait_until_over(
-    store: ServiceStore,
-    status: ReplicaStatus,
-    submitted: SubmittedJob | None,
-    timeout_s: float,
-    *,
-    job_goes_on: bool,
-) -> ReplicaStatus:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        before = status
-        status, job = _look(store, status, submitted)
-        if job.is_over and status is before:  # submitted by hand, and it had not begun
-            return replace(status, state="stopped", reason=ended_sentence(job))
-        if job.state == GONE and before.state == "pending":  # Slurm forgets a task that waited as it is cancelled
-            return replace(status, state="stopped", reason="it was stopped while it waited")
-        if status.is_over and (job.is_over or job_goes_on):
-            return status
-        if time.monotonic() >= deadline:
-            detail = f" ({job.detail})" if job.detail else ""
-            if job_goes_on:
-                raise WaitTimeoutError(
-                    f"{status.name} was asked to end {timeout_s:.0f} s ago and is still {status.state}; "
-                    f"`hpc-serve stop {status.job_id}` ends it with the others of its job."
-                )
-            raise WaitTimeoutError(
-                f"job {status.job_id} was told to end {timeout_s:.0f} s ago and is still {job.state}{detail}; "
-                f"look with `squeue --jobs={status.job_id}`."
-            )
-        time.sleep(_RECORDS_S)
 
 
 def write_end(store: ServiceStore, status: ReplicaStatus, submitted: SubmittedJob | None) -> None:

@@ -16,8 +16,7 @@ from hpc_serve.errors import (
     WaitTimeoutError,
 )
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit.diagnosis.diagnosis import diagnose_replica
-from hpc_serve.submit.diagnosis.job_logs import with_batch_log
+from hpc_serve.submit.diagnosis.diagnosis import diagnose_replica, with_batch_log
 from hpc_serve.submit.services.wanted_sentence import asleep_sentence
 from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.scheduler import SchedulerView

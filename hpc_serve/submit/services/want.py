@@ -22,16 +22,11 @@ from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.services.carry_out import settle, wait_for_others
 from hpc_serve.submit.services.jobs import Job, counted
 from hpc_serve.submit.services.stop import stop
-from hpc_serve.submit.services.what_is import Look, Looker
+from hpc_serve.submit.services.what_is import Looker
 from hpc_serve.submit.status.status_reader import find_report, read_status, replicas_here
 from hpc_serve.variables import KEPT
 
 _MOST_TRIES = 10
-
-
-def looker_of(store: ServiceStore, service: str) -> Looker:
-    """Return what a command looks at a service with: Slurm is asked each time."""
-    return Looker(store=store, service=service, asks_anew=True)
 
 
 def want_submission(
@@ -42,7 +37,6 @@ def want_submission(
     MIN:MAX are the bounds of the whole service; one number is so many more. Returns what is written, and the jobs that
     are there already. Raises HpcServeError.
     """
-    looker = looker_of(store, request.service)
 
     def change(found: Wanted | None, here: Sequence[Job], now: float) -> Wanted:
         have = sum(job.replicas for job in here)
@@ -68,7 +62,7 @@ def want_submission(
             wanted = replace(wanted, **kept)
         return wanted
 
-    wanted, here = _change_seen(looker, change)
+    wanted, here = _change_seen(store, request.service, change)
     return wanted, [job.job_id for job in here]
 
 
@@ -85,30 +79,29 @@ def take_back(store: ServiceStore, service: str, claimed: Wanted, before: Wanted
 
 
 def _change_seen(
-    looker: Looker, change: Callable[[Wanted | None, Sequence[Job], float], Wanted]
+    store: ServiceStore, service: str, change: Callable[[Wanted | None, Sequence[Job], float], Wanted]
 ) -> tuple[Wanted, list[Job]]:
     """Change what is wanted by what was seen, unless somebody else has changed it; returns it and the jobs that count.
 
     Raises StoreError.
     """
     for _ in range(_MOST_TRIES):
-        seen = wait_for_others(looker.store, looker.service)
-        look, now = looker.look(), time.time()
-        here = _counted(seen, look, now)
+        seen = wait_for_others(store, service)
+        what_is, now = Looker(store=store, service=service).look(), time.time()
+        here = counted(seen or Wanted(least=0, most=0, count=0), what_is, now)
         wanted = replace(change(seen, here, now), looked_at=now)
-        done = change_wanted(
-            looker.store,
-            looker.service,
-            lambda found, seen=seen, wanted=wanted: wanted if found == seen else None,  # type: ignore[misc]
-        )
-        if done is not None:
+        if (done := change_wanted(store, service, _if_it_is(seen, wanted))) is not None:
             return done, here
-    raise StoreError(f"{looker.service}: its file changed {_MOST_TRIES} times meanwhile. Try again.")
+    raise StoreError(f"{service}: its file changed {_MOST_TRIES} times meanwhile. Try again.")
 
 
-def _counted(seen: Wanted | None, look: Look, now: float) -> list[Job]:
-    nothing = Wanted(least=0, most=0, count=0)
-    return counted(seen or nothing, look.what_is, now)
+def _if_it_is(seen: Wanted | None, wanted: Wanted) -> Callable[[Wanted | None], Wanted | None]:
+    return lambda found: wanted if found == seen else None
+
+
+def _by_person(wanted: Wanted, why: str, now: float) -> Wanted:
+    """Return the same with the decision of a person on its number."""
+    return wanted.with_decisions(now, Decision(action="count", cause="person", why=why, count=wanted.count))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,16 +131,15 @@ def scale(
     found = replicas_here(store, find_report(store, service))
     if found[0].job.cluster == "local":
         raise InvalidRequestError(f"{service} runs on this machine alone: it cannot be scaled. Use --cluster slurm.")
-    looker = looker_of(store, service)
+    per_job = found[-1].job.replicas_per_job
 
     def change(seen: Wanted | None, here: Sequence[Job], now: float) -> Wanted:
-        _check_whole_jobs(here, replicas, service, found[-1].job.replicas_per_job)
-        wanted = _awake(seen, found[-1].job.replicas_per_job)
-        told = Decision(action="count", cause="person", why=f"scaled to {replicas}", count=replicas)
-        return replace(wanted, least=replicas, most=replicas, count=replicas).with_decisions(now, told)
+        _check_whole_jobs(here, replicas, service, per_job)
+        wanted = replace(_awake(seen, per_job), least=replicas, most=replicas, count=replicas)
+        return _by_person(wanted, f"scaled to {replicas}", now)
 
-    _, here = _change_seen(looker, change)
-    done = settle(looker, drain_s=drain_s)
+    _, here = _change_seen(store, service, change)
+    done = settle(store, service, drain_s=drain_s)
     seen = {one.name: one for one in (*read_status(store, service).replicas, *found)}  # as they were before
     ended = [one for one in seen.values() if one.job_id in done.ended and not one.is_over]
     for status in ended:
@@ -188,9 +180,8 @@ def set_bounds(store: ServiceStore, service: str, least: int, most: int) -> Want
         if found is None or not found.is_kept:
             return None
         count = min(max(found.count, least), most) if found.state == "awake" else found.count
-        text = f"bounds set to {shown_bounds(least, most)}"
-        told = Decision(action="count", cause="person", why=text, count=count)
-        return replace(found, least=least, most=most, count=count).with_decisions(time.time(), told)
+        wanted = replace(found, least=least, most=most, count=count)
+        return _by_person(wanted, f"bounds set to {shown_bounds(least, most)}", time.time())
 
     changed = change_wanted(store, service, change)
     if changed is None:
@@ -218,22 +209,21 @@ def wake(store: ServiceStore, service: str) -> Woken:
     before = read_wanted(store, service)
     if before is not None and before.is_submitting(time.time()):
         return Woken(note=f"another program submits {before.submitting} of it at the moment")
-    looker = looker_of(store, service)
 
     def change(seen: Wanted | None, here: Sequence[Job], now: float) -> Wanted:
         wanted = _awake(seen, found[-1].job.replicas_per_job)
         if here:
             return replace(wanted, count=max(wanted.count, wanted.least))
         least = max(1, wanted.least)
-        told = Decision(action="count", cause="person", why="woken", count=least)
-        return replace(wanted, least=least, most=max(least, wanted.most), count=least).with_decisions(now, told)
+        return _by_person(replace(wanted, least=least, most=max(least, wanted.most), count=least), "woken", now)
 
-    _, here = _change_seen(looker, change)
+    _, here = _change_seen(store, service, change)
     if here:
-        stages = {one.job_id: one.state for one in looker.look().report.replicas}
-        return Woken(note="; ".join(f"job {job.job_id} is {stages.get(job.job_id, job.stage)}" for job in here))
+        return Woken(
+            note="; ".join(f"job {job.job_id} is {job.live[-1].state if job.live else job.stage}" for job in here)
+        )
     try:
-        done = settle(looker)
+        done = settle(store, service)
     except HpcServeError:
         _sleep_again(store, service, before)
         raise
@@ -268,12 +258,13 @@ def want_stop_of(store: ServiceStore, found: Sequence[ReplicaStatus]) -> None:
             if seen is None or (is_all and seen.state == "stopped"):
                 return None
             count = 0 if is_all else max(1, seen.count - sum(ending.values()))
-            told = Decision(action="count", cause="person", why="stopped by a person", count=count)
             coming = tuple(job_id for job_id in seen.coming if job_id not in ending)
             changed = replace(seen, count=count, coming=coming, ending=(*seen.ending, *ending))
             if is_all:
-                return replace(changed, state="stopped", decider="").with_decisions(time.time(), told)
-            return replace(changed, least=min(seen.least, count)).with_decisions(time.time(), told)
+                changed = replace(changed, state="stopped", decider="")
+            else:
+                changed = replace(changed, least=min(seen.least, count))
+            return _by_person(changed, "stopped by a person", time.time())
 
         change_wanted(store, service, change)
 
@@ -286,4 +277,4 @@ def end_what_comes(store: ServiceStore, service: str) -> tuple[str, ...]:
     found = read_wanted(store, service)
     if found is None or found.state != "stopped":
         return ()
-    return settle(looker_of(store, service), drain_s=0.0).ended
+    return settle(store, service, drain_s=0.0).ended

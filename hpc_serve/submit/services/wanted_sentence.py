@@ -19,15 +19,22 @@ def asleep_sentence(service: str, wanted: Wanted) -> str:
 
 def bounds_sentence(wanted: Wanted) -> str:
     """How many replicas there may be."""
-    words = [f"{wanted.least} of them" if wanted.least == wanted.most else f"{wanted.least} to {wanted.most}"]
+    words = [f"{_bounds(wanted)} of them" if wanted.least == wanted.most else _bounds(wanted)]
     if (per_job := wanted.replicas_per_job) > 1 and (wanted.least % per_job or wanted.most % per_job):
         jobs = f"{-(-wanted.least // per_job)} to {-(-wanted.most // per_job)}"
         words.append(f"rounded up to {jobs} whole jobs of {per_job}")
     if wanted.least != wanted.most:
         words.append("more while requests wait")
-    if wanted.idle_stop_s is not None:
-        words.append(f"none after {shown_time(wanted.idle_stop_s)} without a request")
-    return ", ".join(words)
+    return ", ".join([*words, *_idle_stop(wanted)])
+
+
+def _bounds(wanted: Wanted) -> str:
+    return f"{wanted.least}" if wanted.least == wanted.most else f"{wanted.least} to {wanted.most}"
+
+
+def _idle_stop(wanted: Wanted) -> list[str]:
+    seconds = wanted.idle_stop_s
+    return [] if seconds is None else [f"none after {shown_time(seconds)} without a request"]
 
 
 def wanted_lines(service: str, wanted: Wanted, live: Sequence[ReplicaStatus], now: float) -> list[str]:
@@ -40,12 +47,10 @@ def wanted_lines(service: str, wanted: Wanted, live: Sequence[ReplicaStatus], no
         return [asleep_sentence(service, wanted)]
     if not wanted.is_kept or wanted.state == "stopped" or not (live or wanted.submitting):
         return []
-    bounds = f"{wanted.least}" if wanted.least == wanted.most else f"{wanted.least} to {wanted.most}"
-    words = [f"{service}: {sum(one.state != 'draining' for one in live)} of {bounds} replicas"]
+    words = [f"{service}: {sum(one.state != 'draining' for one in live)} of {_bounds(wanted)} replicas"]
     if wanted.least != wanted.most:
         words.append(f"{wanted.count} wanted now")
-    if wanted.idle_stop_s is not None:
-        words.append(f"none after {shown_time(wanted.idle_stop_s)} without a request")
+    words += _idle_stop(wanted)
     if wanted.keep_up:
         words.append("each job is replaced before its time limit")
     if wanted.submitting:

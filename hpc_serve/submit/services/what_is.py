@@ -15,10 +15,11 @@ from hpc_serve.errors import RendezvousError
 from hpc_serve.job.engine.health import EngineAddress, read_load
 from hpc_serve.rendezvous.drain import drain_file_of, read_drain_request
 from hpc_serve.rendezvous.entries import read_submitted
+from hpc_serve.rendezvous.gate_headers import EngineLoad
 from hpc_serve.rendezvous.record import SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.services.jobs import Job, JobStage, WhatIs
-from hpc_serve.submit.services.load import LoadHistory, LoadSummary, ReplicaLoad
+from hpc_serve.submit.services.load import LoadHistory, LoadSummary
 from hpc_serve.submit.services.stop import write_end
 from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.slurm.slurm import JobState
@@ -28,43 +29,24 @@ from hpc_serve.submit.status.status_reader import read_status
 from hpc_serve.trust.connection import Identity
 
 SETTLED_S = 600.0  # a job that has served for so long did not fail at its start
-_ASK_SLURM_S = 15.0
 _MOST_AT_ONCE = 8
 _COMING = ("pending", "starting")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Look:
-    """What was seen of a service: its jobs, and the report that they were read from."""
-
-    what_is: WhatIs
-    report: StatusReport
-
-    def replicas_of(self, job_ids: Sequence[str]) -> list[ReplicaStatus]:
-        """The replicas of these jobs that are not over."""
-        return [one for one in self.report.replicas if one.job_id in job_ids and not one.is_over]
-
-
 @dataclass(kw_only=True)
 class Looker:
-    """Looks at one service, again and again. With a `history` it asks the engines for their load.
-
-    It `asks_anew` with each look, or believes Slurm's list of jobs for some seconds.
-    """
+    """Looks at one service, again and again. With a `history` it asks the engines for their load."""
 
     store: ServiceStore
     service: str
     own_job: str = ""
     history: LoadHistory | None = None
-    slurm: SchedulerView = field(default_factory=lambda: SchedulerView(max_age_s=_ASK_SLURM_S))
+    slurm: SchedulerView = field(default_factory=SchedulerView)
     clock: Callable[[], float] = time.monotonic
-    asks_anew: bool = False
     _times: dict[str, tuple[float, float, float]] = field(default_factory=dict, init=False)
 
-    def look(self) -> Look:
+    def look(self) -> WhatIs:
         """Read everything, and write down the ends of jobs that published nothing. Raises StoreError."""
-        if self.asks_anew:
-            self.slurm = SchedulerView()
         report = read_status(self.store, self.service, slurm=self.slurm)
         submitted = {job.job_id: job for job in read_submitted(self.store.service_dir(self.service), self.service, [])}
         loads = self._loads(report)
@@ -78,10 +60,10 @@ class Looker:
         summary: LoadSummary | None = None
         if self.history is not None:
             summary = self.history.note(loads, self.clock(), is_complete=is_complete)
-        return Look(what_is=WhatIs(jobs=jobs, load=summary, is_complete=is_complete), report=report)
+        return WhatIs(jobs=jobs, load=summary, is_complete=is_complete)
 
     def _job(
-        self, found: Sequence[ReplicaStatus], submitted: SubmittedJob | None, loads: Mapping[str, ReplicaLoad | None]
+        self, found: Sequence[ReplicaStatus], submitted: SubmittedJob | None, loads: Mapping[str, EngineLoad | None]
     ) -> Job:
         last, now = found[-1], time.time()
         in_queue = self.slurm.queued(last.job_id) if last.job.cluster == "slurm" else None
@@ -95,6 +77,7 @@ class Looker:
             job_id=last.job_id,
             stage=stage,
             replicas=(submitted or last.job).replicas_per_job,
+            live=tuple(one for one in found if not one.is_over),
             requests=sum(requests),
             ends_at=ends_at,
             limit_s=limit_s,
@@ -141,7 +124,7 @@ class Looker:
                 self._times.pop(job_id, None)
         return self._times.get(job_id) or (None, float("inf"), 0.0)
 
-    def _loads(self, report: StatusReport) -> dict[str, ReplicaLoad | None]:
+    def _loads(self, report: StatusReport) -> dict[str, EngineLoad | None]:
         """The load of each replica that serves; None where it cannot be asked."""
         if self.history is None:
             return {}
@@ -156,20 +139,11 @@ class Looker:
         return {one.record.name: load for one, load in zip(serving, loads, strict=True) if one.record is not None}
 
 
-def _load(status: ReplicaStatus, api_key: str) -> ReplicaLoad | None:
+def _load(status: ReplicaStatus, api_key: str) -> EngineLoad | None:
     record, host = status.record, status.host
     if status.state != "ready" or record is None or host is None:
         return None
     try:
-        address = EngineAddress(host=host, port=record.port, identity=Identity.of(record, api_key))
+        return read_load(EngineAddress(host=host, port=record.port, identity=Identity.of(record, api_key)))
     except RendezvousError:
         return None
-    found = read_load(address)
-    if found is None:
-        return None
-    return ReplicaLoad(
-        running=found.running,
-        waiting=found.waiting,
-        under_way=found.requests.under_way,
-        counts={found.requests.gate: found.requests.count},
-    )

@@ -47,11 +47,14 @@ def load_site_models(path: str | None) -> Mapping[str, SiteModel]:
         document = read_yaml(Path(path))
     except (OSError, ValueError) as error:
         raise SiteFileError(f"models file {path} cannot be read: {error}") from error
-    entries = document.value if document is not None else []
-    if document is not None and document.id != "sequence":
+    if document is None:
+        return {}
+    import yaml
+
+    if not isinstance(document, yaml.SequenceNode):
         raise SiteFileError(f"models file {path} must be a list of entries, each with a name and a model.")
     found: dict[str, SiteModel] = {}
-    for node in entries:
+    for node in document.value:
         model, where = _model(node, Path(path)), place_of(node, Path(path))
         if model.name.lower() in found:
             raise SiteFileError(f"{where}: {model.name} is there twice; keep one of the two.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -84,9 +85,10 @@ def _value(node: yaml.Node, kind: Any, where: str) -> Any:
             return tuple(str(item.value) for item in items if item.value)
         raise SiteFileError(f"{where} must be a list of words, as [one, two].")
     if kind == Mapping[str, str]:
-        pairs = [] if node.tag == _NOTHING else node.value if isinstance(node, yaml.MappingNode) else [(node, None)]
-        if all(isinstance(one, yaml.ScalarNode) for pair in pairs for one in pair):
-            return {str(name.value): str(value.value) for name, value in pairs}
+        if node.tag == _NOTHING:
+            return {}
+        if isinstance(node, yaml.MappingNode) and all(isinstance(one, yaml.ScalarNode) for one in chain(*node.value)):
+            return {str(name.value): str(value.value) for name, value in node.value}
         raise SiteFileError(f"{where} must hold variables, as {{NAME: value}}.")
     if not isinstance(node, yaml.ScalarNode):
         raise SiteFileError(f"{where} must be one value, not a list or a mapping.")

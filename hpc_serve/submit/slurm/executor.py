@@ -12,7 +12,6 @@ import os
 import subprocess
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import submitit
@@ -23,15 +22,6 @@ from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.slurm import sbatch_argv
 from hpc_serve.submit.slurm.slurm_answers import parse_sbatch, says_unreachable
 from hpc_serve.submit.slurm.slurm_messages import refusal, refusal_hint
-
-
-@dataclass(frozen=True, kw_only=True)
-class SubmittedScript:
-    """A script that a scheduler took. `script` is where it is kept; `pid` is that of a local run."""
-
-    job_id: str
-    script: Path
-    pid: int | None = None
 
 
 class ScriptSlurmExecutor(submitit.SlurmExecutor):  # type: ignore[misc]  # submitit is not typed strictly
@@ -59,8 +49,10 @@ class ScriptSlurmExecutor(submitit.SlurmExecutor):  # type: ignore[misc]  # subm
         return parse_sbatch(string.decode() if isinstance(string, bytes) else string)
 
 
-def submit_to_slurm(script_text: str, folder: Path, options: Sequence[str] = ()) -> SubmittedScript:
-    """Give the script to sbatch and keep it in `folder`, which is private. A refused one is not kept.
+def submit_to_slurm(script_text: str, folder: Path, options: Sequence[str] = ()) -> tuple[str, Path]:
+    """Give the script to sbatch and keep it in `folder`, which is private; returns the job's id, and the file.
+
+    A refused script is not kept.
 
     `options` of sbatch win over those in the script.
 
@@ -77,11 +69,12 @@ def submit_to_slurm(script_text: str, folder: Path, options: Sequence[str] = ())
         raise _refusal(str(error)) from None
     finally:  # a refused script, or the link that submitit leaves beside an accepted one
         (folder / f".submission_file_{executor.submission_uid}.sh").unlink(missing_ok=True)
-    return SubmittedScript(job_id=job.job_id, script=job.paths.submission_file)
+    return job.job_id, job.paths.submission_file
 
 
-def start_locally(script_text: str, folder: Path, log_dir: Path) -> SubmittedScript:
-    """Run the script on this machine, in the background, and keep it in `folder`, which is private.
+def start_locally(script_text: str, folder: Path, log_dir: Path) -> tuple[int, Path]:
+    """Run the script on this machine, in the background, and keep it in `folder`, which is private; returns its pid,
+    and the file.
 
     It runs in a new session, so that Ctrl-C here does not reach it. Its output goes to `log_dir/local-<pid>.log`.
     Raises StoreError.
@@ -100,11 +93,10 @@ def start_locally(script_text: str, folder: Path, log_dir: Path) -> SubmittedScr
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-        job_id = f"local-{process.pid}"
-        log.rename(log_dir / f"{job_id}.log")
+        log.rename(log_dir / f"local-{process.pid}.log")
     except OSError as error:
         raise StoreError(f"the local job cannot be started: {error}") from error
-    return SubmittedScript(job_id=job_id, script=script, pid=process.pid)
+    return process.pid, script
 
 
 def why_it_never_starts(job_id: str) -> str:

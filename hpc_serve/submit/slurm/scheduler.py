@@ -213,11 +213,7 @@ class SchedulerView:
         known: dict[str, JobState] = {}
         for first in range(0, len(old), _MOST_IDS):
             ids = old[first : first + _MOST_IDS]
-            if self._has_accounting:
-                try:
-                    known |= _from_accounting(ids, user_name(), min(begun_at[job_id] for job_id in ids))
-                except SchedulerError:
-                    self._has_accounting = False
+            known |= self._accounted(ids, min(begun_at[job_id] for job_id in ids))
         for job_id in old:
             found = known.get(job_id)
             self._ends[job_id] = found if found and found.is_over else JobState(job_id=job_id, state=GONE)
@@ -236,18 +232,23 @@ class SchedulerView:
         """
         if job_id in self._ends:
             return self._ends[job_id]
-        is_listed = any(job.is_over for job in self._listed(job_id))
         found = None
-        if is_listed:
+        if any(job.is_over for job in self._listed(job_id)):
             found = job_state(job_id, submitted_at=since)
-        elif since is not None and self._has_accounting and not self.problem:
-            try:
-                found = _from_accounting([job_id], user_name(), since).get(job_id)
-            except SchedulerError:
-                self._has_accounting = False
+        elif since is not None and not self.problem:
+            found = self._accounted([job_id], since).get(job_id)
         if not self.problem:
             self._ends[job_id] = found if found is not None and found.is_over else None
         return self._ends.get(job_id)
+
+    def _accounted(self, job_ids: Sequence[str], since: float) -> dict[str, JobState]:
+        """Return the jobs that accounting knows; it is not asked again once it did not answer."""
+        if self._has_accounting:
+            try:
+                return _from_accounting(job_ids, user_name(), since)
+            except SchedulerError:
+                self._has_accounting = False
+        return {}
 
     def _listed(self, job_id: str, max_age_s: float = math.inf) -> list[JobState]:
         seen = self.jobs(max_age_s=max_age_s)

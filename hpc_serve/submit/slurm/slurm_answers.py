@@ -63,7 +63,7 @@ def _squeue_line(line: str) -> JobState:
 def parse_scontrol_job(stdout: str, job_id: str) -> JobState | None:
     """Return the job's state from `scontrol show job` (one line for each task of an array); None if it is not there."""
     for line in stdout.splitlines():
-        values = _scontrol_values(line)
+        values = scontrol_values(line)
         if "JobState" in values and _is_about(values, job_id):
             exit_code, signal = _exit_status(values.get("ExitCode", ""))
             return JobState(
@@ -110,13 +110,16 @@ def _has_task(tasks: str, task: str) -> bool:
     return False
 
 
-def _scontrol_values(line: str) -> dict[str, str]:
-    """The `Name=value` words of one job. The job's name may hold any text: it ends where the next field begins."""
+def scontrol_values(line: str) -> dict[str, str]:
+    """Return the `Name=value` words of one job, node or partition.
+
+    A job's name may hold any text: it ends where the next field begins.
+    """
     values: dict[str, str] = {}
     if job_name := re.search(r" JobName=(.*?)(?= UserId=)", line):
         values["JobName"] = job_name[1]
         line = line.replace(job_name[0], "", 1)
-    for name, value in re.findall(r"(?<!\S)([A-Za-z:/]+)=(\S*)", line):
+    for name, value in re.findall(r"(?<!\S)([A-Za-z_:/]+)=(\S*)", line):
         values.setdefault(name, value)  # the first counts: free text (a comment) comes after Slurm's own fields
     return values
 

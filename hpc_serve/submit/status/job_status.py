@@ -80,22 +80,24 @@ def add_job_state(status: ReplicaStatus, job: JobState | None) -> ReplicaStatus:
     return status
 
 
-def explain_missing_record(status: ReplicaStatus, job: JobState, *, home: Path) -> ReplicaStatus:
-    """Say so when a job of `submit` should have published a record in `home` by now, and has not."""
-    if status.state == "starting" and job.run_time_s > RECORD_EXPECTED_WITHIN_S:
-        return replace(status, reason=_no_record(job, home))
-    return status
+def explain_missing_record(
+    status: ReplicaStatus, job: JobState, *, home: Path, is_by_hand: bool = False, other_home: Path | None = None
+) -> ReplicaStatus:
+    """Say so when a job should have published a record in `home` by now, and has not.
 
-
-def explain_job_by_hand(status: ReplicaStatus, job: JobState, *, home: Path, other_home: Path | None) -> ReplicaStatus:
-    """Explain a job that is known by its name in the queue alone: without a record nobody can tell whether it
-    serves."""
-    if status.state == "starting" and job.run_time_s > RECORD_EXPECTED_WITHIN_S:
-        where = _no_record(job, home)
-        if other_home is not None:
-            where = f"its records are not in {home}: set HPC_SERVE_HOME={other_home}"
-        return replace(status, state="unknown", stage="", reason=f"Slurm runs it, but {where}")
-    return status
+    A job `is_by_hand` that is known by its name in the queue alone: nobody can tell whether it serves.
+    """
+    if status.state != "starting" or job.run_time_s <= RECORD_EXPECTED_WITHIN_S:
+        return status
+    where = (
+        f"there is no record of it in {home} after {job.run_time_s / 60:.0f} min: "
+        "its script has not come so far, or it has another HPC_SERVE_HOME"
+    )
+    if not is_by_hand:
+        return replace(status, reason=where)
+    if other_home is not None:
+        where = f"its records are not in {home}: set HPC_SERVE_HOME={other_home}"
+    return replace(status, state="unknown", stage="", reason=f"Slurm runs it, but {where}")
 
 
 def _of_job_alone(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
@@ -167,13 +169,6 @@ def _without_scheduler(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
     if status.is_overdue and status.state != "unresponsive":
         return replace(status, state="unknown", reason=job.detail)
     return status
-
-
-def _no_record(job: JobState, home: Path) -> str:
-    return (
-        f"there is no record of it in {home} after {job.run_time_s / 60:.0f} min: "
-        "its script has not come so far, or it has another HPC_SERVE_HOME"
-    )
 
 
 def never_starts(status: ReplicaStatus) -> bool:

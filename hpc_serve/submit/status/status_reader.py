@@ -35,7 +35,6 @@ from hpc_serve.submit.status.job_status import (
     RECORD_EXPECTED_WITHIN_S,
     StatusReport,
     add_job_state,
-    explain_job_by_hand,
     explain_missing_record,
 )
 
@@ -267,7 +266,8 @@ def _by_hand(
             service=name, model="", cluster="slurm", job_id=job.job_id, submitted_at=job.submitted_at or 0.0
         )
         status = ReplicaStatus(job=named, state="unknown", submitted_at=job.submitted_at, batch_log=job.batch_log)
-        yield explain_job_by_hand(add_job_state(status, job), job, home=store.home, other_home=other_home)
+        status = add_job_state(status, job)
+        yield explain_missing_record(status, job, home=store.home, is_by_hand=True, other_home=other_home)
 
 
 def _other_home(store: ServiceStore, job: JobState, service: str) -> Path | None:

@@ -8,7 +8,7 @@ import pytest
 
 from hpc_serve.cli.main import run
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit.diagnosis import job_logs
+from hpc_serve.submit.diagnosis import diagnosis
 from hpc_serve.submit.logs import log_files
 from tests.support.stubs import make_record
 
@@ -33,7 +33,7 @@ def logs(stand_ins, tmp_path, monkeypatch):
 
         return is_over
 
-    monkeypatch.setattr(job_logs, "end_of", end_of)
+    monkeypatch.setattr(diagnosis, "end_of", end_of)
     return store.log_dir("8b"), steps
 
 

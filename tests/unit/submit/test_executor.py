@@ -78,10 +78,10 @@ def test_our_hooks_are_the_ones_that_submitit_calls():
 def test_sbatch_gets_our_script_and_it_is_kept_privately(bin_folder, tmp_path):
     answer = 'echo "Submitted batch job 4711 on cluster x"'
     command(bin_folder, "sbatch", f'cat "$1" > {tmp_path}/seen; umask > {tmp_path}/umask; {answer}')
-    done = submit_to_slurm("#!/bin/bash\necho 'ü'\n", scripts(tmp_path))
-    assert done.job_id == "4711"
-    assert (tmp_path / "seen").read_text() == done.script.read_text() == "#!/bin/bash\necho 'ü'\n"
-    assert list((tmp_path / "scripts").iterdir()) == [done.script]
+    job_id, script = submit_to_slurm("#!/bin/bash\necho 'ü'\n", scripts(tmp_path))
+    assert job_id == "4711"
+    assert (tmp_path / "seen").read_text() == script.read_text() == "#!/bin/bash\necho 'ü'\n"
+    assert list((tmp_path / "scripts").iterdir()) == [script]
     assert stat.S_IMODE((tmp_path / "scripts").stat().st_mode) == 0o700
     assert (tmp_path / "umask").read_text() == "0077\n"  # Slurm makes the job's output with the umask of sbatch
 
@@ -137,9 +137,8 @@ def test_inside_a_job_its_sizes_are_not_handed_on(bin_folder, tmp_path, monkeypa
 
 
 def start(tmp_path: Path, text: str) -> SubmittedJob:
-    done = start_locally(f"#!/bin/bash\n{text}\n", scripts(tmp_path), tmp_path)
-    assert done.pid is not None
-    return local_job(pid=done.pid, pid_start_time=process_start_time(done.pid))
+    pid, _ = start_locally(f"#!/bin/bash\n{text}\n", scripts(tmp_path), tmp_path)
+    return local_job(pid=pid, pid_start_time=process_start_time(pid))
 
 
 def local_job(*, pid: int, pid_start_time: int | None, host: str = os.uname().nodename) -> SubmittedJob:

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import signal
 import ssl
 import subprocess
 import sys
@@ -31,8 +30,7 @@ from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.script.render import render_script
 from hpc_serve.submit.services import services
 from hpc_serve.submit.services.load import Windows
-from hpc_serve.submit.services.script_environ import submission_environ
-from hpc_serve.submit.services.service_keeper import Ending, Keeper, run
+from hpc_serve.submit.services.service_keeper import Keeper, run, submission_environ
 from hpc_serve.submit.services.wait import wait
 from hpc_serve.submit.services.want import scale, wake, want_stop_of
 from hpc_serve.submit.slurm.scheduler import SchedulerView
@@ -133,7 +131,7 @@ def requests(stubs: StubService, job: Keeper, count: int, *, waiting: int) -> No
     job.step()
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if job.looker.look().what_is.load.waiting == waiting:
+        if job.looker.look().load.waiting == waiting:
             return
     raise AssertionError("the requests did not wait")
 
@@ -634,33 +632,14 @@ class TestProgram:
     def test_it_keeps_its_pid_until_the_script_ends_it(self, job, store, stubs):
         path = drain_file(store, SERVICE, job_id="101", restart=0, replica=0)
         ask_to_drain(path, DrainRequest(by="Slurm", deadline_s=10))
-        ending = Ending()
-        program = threading.Thread(target=run, args=(job, ending), daemon=True)
+        ending = threading.Event()
+        program = threading.Thread(target=run, args=(job, ending.wait), daemon=True)
         program.start()
         program.join(1.0)
         assert program.is_alive()
-        ending.note(signal.SIGHUP)
+        ending.set()
         program.join(60)
         assert not program.is_alive()
-
-    def test_a_signal_that_finds_the_program_already_waiting_is_seen(self):
-        """Its handler runs in the main thread alone, which the signal of another thread does not wake by itself."""
-        code = (
-            "import signal, sys, threading\n"
-            "from hpc_serve.submit.services.service_keeper import Ending\n"
-            "ending, main = Ending(), threading.main_thread().ident\n"
-            "ending.listen()\n"
-            "def send():\n"
-            "    looks = 0\n"
-            "    while looks < 20:\n"
-            "        looks += 'wait' in sys._current_frames()[main].f_code.co_name\n"
-            "        threading.Event().wait(0.01)\n"
-            "    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)\n"
-            "threading.Thread(target=send, daemon=True).start()\n"
-            "print(ending.wait(60))"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-        assert done.stdout == "True\n", done.stderr
 
     def test_a_successor_gets_the_environment_of_the_submission(self, slurm):
         of_script = {"SLURM_JOB_ID": "101", "PATH": str(slurm.bin), "HPC_SERVE_MODEL": "m"}

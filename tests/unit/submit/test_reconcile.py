@@ -10,14 +10,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.rendezvous.gate_headers import EngineLoad, RequestCount
 from hpc_serve.rendezvous.wanted import Decision, Wanted
 from hpc_serve.submit.services.jobs import Job, WhatIs, counted
-from hpc_serve.submit.services.load import LoadHistory, ReplicaLoad, Windows, windows_of
+from hpc_serve.submit.services.load import LoadHistory, Windows, windows_of
 from hpc_serve.submit.services.reconcile import after, noted, reconcile
 
 LOOK_S = 5.0
 LIMIT_S = 3600.0
 WINDOWS = Windows(add_after_s=20.0, leave_after_s=60.0)
+
+
+def engine_load(running: int, waiting: int = 0, *, under_way: int | None = None, count: int = 0) -> EngineLoad:
+    requests = RequestCount(gate="gate", count=count, under_way=running if under_way is None else under_way)
+    return EngineLoad(running=running, waiting=waiting, requests=requests)
 
 
 @dataclass
@@ -102,7 +108,7 @@ class Simulated:
         for job in ready:
             share = min(waiting, 2)
             waiting -= share
-            loads[job.job_id] = ReplicaLoad(running=share, waiting=0, under_way=share, counts={})
+            loads[job.job_id] = engine_load(share)
         if ready and waiting:
             first = ready[0].job_id
             loads[first] = replace(loads[first], waiting=waiting)
@@ -405,33 +411,27 @@ class TestPeople:
         assert reconcile(wanted, WhatIs(jobs=(replace(job, stage="starting"),)), 5.0) == []
 
 
-@pytest.mark.parametrize(("running", "waiting", "idle"), [(0, 0, True), (1, 0, True), (2, 0, False), (0, 3, False)])
-def test_idle_is_no_request_but_one_canary(running, waiting, idle):
+@pytest.mark.parametrize(
+    ("load", "idle_s"),
+    [
+        (lambda at: engine_load(0, count=7), 90.0),
+        (lambda at: engine_load(1, under_way=0, count=7), 90.0),  # a canary
+        (lambda at: engine_load(2, under_way=0, count=7), 0.0),
+        (lambda at: engine_load(0, 3, under_way=3, count=7), 0.0),
+        (lambda at: engine_load(0, count=at), 0.0),  # a request between two looks
+        (lambda at: None, 0.0),  # unknown is not idle
+    ],
+)
+def test_for_how_long_there_was_no_request(load, idle_s):
     history = LoadHistory(WINDOWS, 0.0)
     for at in range(5, 100, 5):
-        load = ReplicaLoad(running=running, waiting=waiting, under_way=waiting, counts={"gate": 7})
-        seen = history.note({"a": load}, float(at))
-    assert (seen.idle_s == 90) == idle
-
-
-def test_unknown_is_not_idle():
-    history = LoadHistory(WINDOWS, 0.0)
-    for at in range(5, 100, 5):
-        seen = history.note({"a": None}, float(at))
-    assert (seen.is_known, seen.idle_s) == (False, 0.0)
-
-
-def test_a_request_between_two_looks_is_seen():
-    history = LoadHistory(WINDOWS, 0.0)
-    for at in range(5, 100, 5):
-        load = ReplicaLoad(running=0, waiting=0, under_way=0, counts={"gate": at})
-        seen = history.note({"a": load}, float(at))
-    assert seen.idle_s == 0.0
+        seen = history.note({"a": load(at)}, float(at))
+    assert (seen.idle_s, seen.is_known) == (idle_s, load(5) is not None)
 
 
 def test_after_a_pause_of_the_watcher_the_times_begin_anew():
     history = LoadHistory(WINDOWS, 0.0)
-    free = ReplicaLoad(running=0, waiting=0, under_way=0, counts={})
+    free = engine_load(0)
     history.note({"a": free}, 5.0)
     assert history.note({"a": free}, 500.0).idle_s == 0.0
 

@@ -115,18 +115,6 @@ def test_a_share_of_a_cpu_node_is_asked_for_in_cores_and_memory():
         script("8b", None, gpu="cpu", gpu_memory_bytes=64 * GIB, slurm=SlurmOptions(exclusive=False))
 
 
-@pytest.mark.parametrize("method", ["int8", "nvfp4"])
-def test_a_method_that_vllm_does_not_have_is_no_word_for_it(method):
-    with pytest.raises(InvalidRequestError, match="name a checkpoint that is quantised so"):
-        script("8b", None, engine_args=("--quantization", method))
-
-
-@pytest.mark.parametrize("gpu", ["gaudi3", "v7x"])
-def test_what_is_planned_for_alone_has_no_script(gpu):
-    with pytest.raises(InvalidRequestError, match="has no script for it"):
-        script("8b", None, gpu=gpu)
-
-
 @pytest.mark.parametrize(
     ("alias", "num_nodes", "directives", "options"),
     [
@@ -252,11 +240,6 @@ def test_amd_gpus_are_given_to_podman_as_devices():
     assert "--gpu " not in text[text.index("podman-hpc") :].partition("python")[0]
 
 
-def test_pyxis_is_refused_without_slurm():
-    with pytest.raises(InvalidRequestError, match="pyxis is a part of Slurm"):
-        request_of("8b", cluster="local", environment=in_image("pyxis"))
-
-
 @pytest.mark.parametrize("kind", RUNTIMES)
 def test_a_site_overrides_the_block_of_a_runtime(tmp_path, kind):
     block = kind.replace("-", "_")
@@ -290,47 +273,27 @@ def test_what_cannot_stand_in_a_directive_is_refused(name, value):
         SlurmOptions(**{name: value})
 
 
-@pytest.mark.parametrize("word", ["--output=/x.log", "-o=/x.log"])
-def test_the_log_is_not_put_where_hpc_serve_would_not_find_it(word):
-    with pytest.raises(InvalidRequestError, match="--log-dir"):
-        SlurmOptions(extra=(word,))
-
-
-@pytest.mark.parametrize("word", ["no-dashes", "--x=a\nb", "--x=a b", "-", "--"])
-def test_an_extra_directive_is_checked_too(word):
-    with pytest.raises(InvalidRequestError, match="extra sbatch option"):
+@pytest.mark.parametrize(
+    ("word", "words"),
+    [
+        *((word, "--log-dir") for word in ("--output=/x.log", "-o=/x.log")),  # `logs` would not find it
+        *((word, "extra sbatch option") for word in ("no-dashes", "--x=a\nb", "--x=a b", "-", "--")),
+    ],
+)
+def test_an_extra_directive_is_checked_too(word, words):
+    with pytest.raises(InvalidRequestError, match=words):
         SlurmOptions(extra=(word,))
 
 
 def test_site_options_become_directives():
-    options = SlurmOptions(
-        partition="gpu",
-        account="proj",
-        qos="high",
-        time="2-00:00:00",
-        gpu_directive="gres",
-        gres_type="h100",
-        exclusive=False,
-        mem="100G",
-        cpus_per_task=7,
-        extra=("--switches=1",),
-    )
-    lines = [line for line in script(slurm=options).splitlines() if line.startswith("#SBATCH")]
-    assert lines == [
-        "#SBATCH --job-name=hpc-serve-405b",
-        "#SBATCH --partition=gpu",
-        "#SBATCH --account=proj",
-        "#SBATCH --qos=high",
-        "#SBATCH --nodes=2",
-        "#SBATCH --ntasks-per-node=1",
-        "#SBATCH --gres=gpu:h100:8",
-        "#SBATCH --cpus-per-task=7",
-        "#SBATCH --mem=100G",
-        "#SBATCH --time=2-00:00:00",
-        "#SBATCH --signal=B:USR1@120",
-        "#SBATCH --output=%x-%j.log",
-        "#SBATCH --open-mode=append",
-        "#SBATCH --switches=1",
+    options = {"partition": "gpu", "account": "proj", "qos": "high", "time": "2-00:00:00", "mem": "100G"}
+    how = {"gpu_directive": "gres", "gres_type": "h100", "exclusive": False, "cpus_per_task": 7}
+    text = script(slurm=SlurmOptions(**options, **how, extra=("--switches=1",)))
+    words = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert words == [
+        *("--job-name=hpc-serve-405b", "--partition=gpu", "--account=proj", "--qos=high", "--nodes=2"),
+        *("--ntasks-per-node=1", "--gres=gpu:h100:8", "--cpus-per-task=7", "--mem=100G", "--time=2-00:00:00"),
+        *("--signal=B:USR1@120", "--output=%x-%j.log", "--open-mode=append", "--switches=1"),
     ]
 
 
@@ -440,11 +403,17 @@ def test_the_header_cannot_be_left_by_a_newline():
         ({"log_dir": "/a b"}, "log-dir"),
         ({"log_dir": "/logs/%x_%N"}, "of Slurm's patterns"),
         ({"concurrency": 0}, "concurrency is 0"),
+        ({"cluster": "local", "environment": in_image("pyxis")}, "pyxis is a part of Slurm"),
+        *(({"gpu": gpu}, "has no script for it") for gpu in ("gaudi3", "v7x")),
+        *(
+            ({"engine_args": ("--quantization", method)}, "name a checkpoint that is quantised so")
+            for method in ("int8", "nvfp4")
+        ),
     ],
 )
-def test_a_request_that_cannot_be_is_refused(fields, why):
+def test_what_cannot_be_is_refused(fields, why):
     with pytest.raises(InvalidRequestError, match=why):
-        ServeRequest(model="8b", service="8b", **fields)
+        script("8b", **{"num_nodes": None, **fields})
 
 
 def test_a_batch_log_that_slurm_opened_for_everybody_is_closed_to_others(tmp_path):

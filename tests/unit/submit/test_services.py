@@ -32,7 +32,7 @@ from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.drain import DrainRequest, drain_file, read_drain_request
 from hpc_serve.rendezvous.record import JobEnd, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit.diagnosis import job_logs
+from hpc_serve.submit.diagnosis import diagnosis
 from hpc_serve.submit.logs.log_files import files_of
 from hpc_serve.submit.plans.planned_speed import planned_tokens_per_s
 from hpc_serve.submit.request.environment import Environment
@@ -129,16 +129,15 @@ class TestSubmit:
 
     def test_what_the_service_has_already_is_told(self, store, slurm, environ):
         first = services.submit(request(), environ=environ)
-        assert services.own_and_others(first, environ=environ)[1] == []
+        assert first.others == ()
         slurm.name_in_queue("55", "hpc-serve-8b")  # submitted by hand
         second = services.submit(request(), environ=environ)
-        _, others = services.own_and_others(second, environ=environ)
-        assert sorted((one.job_id, one.state) for one in others) == [("101", "pending"), ("55", "pending")]
+        assert sorted((one.job_id, one.state) for one in second.others) == [("101", "pending"), ("55", "pending")]
         slurm.queue()
         slurm.job("101", "CANCELLED")
         slurm.job("102", "FAILED", exit_code="1:0")
         third = services.submit(request(), environ=environ)
-        assert services.own_and_others(third, environ=environ)[1] == []
+        assert third.others == ()
 
     def test_a_refused_job_leaves_no_claim_and_no_note(self, store, slurm, environ):
         slurm.refuse("sbatch: error: Batch job submission failed: Invalid qos specification")
@@ -220,45 +219,34 @@ class TestSubmit:
         assert not files(store.home)
 
     @pytest.mark.parametrize(
-        ("content", "words"),
-        [(None, "not a folder"), ([], "no config.json"), (["config.json"], "holds no weights")],
+        ("files", "engine_args", "words"),
+        [
+            (None, (), "not a folder"),
+            ({}, (), "no config.json"),
+            ({"config.json": "{}"}, (), "holds no weights"),
+            ({"config.json": "{}"}, ("--load-format", "dummy"), ""),
+            ({"config.json": "{}", "hpc-serve-args.txt": "--load-format dummy\n"}, (), ""),
+            ({"config.json": "{}", "hpc-serve-args.txt": "# no dummy weights\n"}, (), "holds no weights"),
+            ({"config.json": "{}", "hpc-serve-args.txt": "--served-model-name dummy\n"}, (), "holds no weights"),
+            (
+                {"config.json": "{}", "hpc-serve-args.txt": "--load-format dummy --worker-cls a.B\n"},
+                (),
+                r"hpc-serve-args\.txt holds --worker-cls",
+            ),
+        ],
     )
-    def test_weights_that_are_not_there_are_found_before_the_queue(
-        self, store, slurm, environ, tmp_path, content, words
+    def test_the_folder_of_a_stand_in_is_looked_at_before_the_queue(
+        self, store, slurm, environ, tmp_path, files, engine_args, words
     ):
-        if content is not None:
+        """Random weights need no files: as an option, or in the folder's file of options."""
+        if files is not None:
             (tmp_path / "model").mkdir()
-            for name in content:
-                (tmp_path / "model" / name).write_text("{}")
-        with pytest.raises(InvalidRequestError, match=words):
-            services.submit(request(), environ=environ | {"HPC_SERVE_MODEL": str(tmp_path / "model")})
-        assert slurm.scripts == []
-
-    def test_random_weights_need_no_files(self, store, slurm, environ, tmp_path):
-        (tmp_path / "model").mkdir()
-        (tmp_path / "model" / "config.json").write_text("{}")
-        stand_in = environ | {"HPC_SERVE_MODEL": str(tmp_path / "model")}
-        services.submit(request(engine_args=("--load-format", "dummy")), environ=stand_in)
-        (tmp_path / "model" / "hpc-serve-args.txt").write_text("--load-format dummy\n")
-        services.submit(request(), environ=stand_in)
-        assert len(slurm.scripts) == 2
-
-    @pytest.mark.parametrize("text", ["# no dummy weights\n", "--served-model-name dummy\n"])
-    def test_dummy_weights_are_an_option_of_the_file_and_no_word_in_it(self, store, slurm, environ, tmp_path, text):
-        (tmp_path / "model").mkdir()
-        (tmp_path / "model" / "config.json").write_text("{}")
-        (tmp_path / "model" / "hpc-serve-args.txt").write_text(text)
-        with pytest.raises(InvalidRequestError, match="holds no weights"):
-            services.submit(request(), environ=environ | {"HPC_SERVE_MODEL": str(tmp_path / "model")})
-        assert slurm.scripts == []
-
-    def test_a_file_of_arguments_that_names_code_is_found_before_the_queue(self, store, slurm, environ, tmp_path):
-        (tmp_path / "model").mkdir()
-        (tmp_path / "model" / "config.json").write_text("{}")
-        (tmp_path / "model" / "hpc-serve-args.txt").write_text("--load-format dummy --worker-cls a.B\n")
-        with pytest.raises(InvalidRequestError, match=r"hpc-serve-args\.txt holds --worker-cls"):
-            services.submit(request(), environ=environ | {"HPC_SERVE_MODEL": str(tmp_path / "model")})
-        assert slurm.scripts == []
+        for name, text in (files or {}).items():
+            (tmp_path / "model" / name).write_text(text)
+        asked, environ = request(engine_args=engine_args), environ | {"HPC_SERVE_MODEL": str(tmp_path / "model")}
+        with pytest.raises(InvalidRequestError, match=words) if words else contextlib.nullcontext():
+            services.submit(asked, environ=environ)
+        assert len(slurm.scripts) == (not words)
 
     def test_without_an_environment_nothing_is_queued(self, store, slurm, environ, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
@@ -288,23 +276,17 @@ class TestSubmit:
 
 
 class TestStatus:
-    def test_a_job_in_the_queue_says_why_it_waits(self, store, slurm):
+    def test_how_far_a_job_is(self, store, slurm):
         submitted_job(store)
         slurm.queue(("7", "PENDING", "Resources"))
-        status = the_one(store)
-        assert (status.state, status.reason) == ("pending", "waiting for free nodes (Resources)")
-
-    def test_a_script_that_has_begun(self, store, slurm):
-        submitted_job(store)
+        assert (the_one(store).state, the_one(store).reason) == ("pending", "waiting for free nodes (Resources)")
         slurm.queue(("7", "RUNNING", "None"))
         assert (the_one(store).state, the_one(store).stage) == ("starting", "its script has begun")
-
-    def test_a_record_says_how_far_a_start_is(self, store, slurm):
-        submitted_job(store)
         record(store)
-        slurm.queue(("7", "RUNNING", "None"))
         status = the_one(store)
         assert (status.state, status.stage, status.time_left) == ("starting", "loading weights", "1:00:00")
+        slurm.be_silent()  # a fresh record is believed
+        assert (the_one(store).state, the_one(store).stage) == ("starting", "loading weights")
 
     @pytest.mark.parametrize("published", [False, True], ids=["before its record", "after its record"])
     @pytest.mark.parametrize(
@@ -348,12 +330,6 @@ class TestStatus:
         assert report.replicas[0].state == "unknown"
         assert not report.replicas[0].is_over
         assert "does not answer" in report.problems[-1]
-
-    def test_a_fresh_record_is_believed_while_the_controller_is_silent(self, store, slurm):
-        submitted_job(store)
-        record(store)
-        slurm.be_silent()
-        assert (the_one(store).state, the_one(store).stage) == ("starting", "loading weights")
 
     def test_one_question_tells_the_ends_of_all_jobs_that_were_not_renewed_for_days(self, store, slurm):
         days_ago = time.time() - 3 * 86_400
@@ -595,27 +571,19 @@ class TestSlurmBesideARecordThatIsNotRenewed:
     def old(self, store):
         return record(store, updated_at=time.time() - 3600)
 
-    def test_a_job_that_runs_is_unresponsive(self, store, slurm, old):
+    def test_slurm_says_what_became_of_it(self, store, slurm, old):
         slurm.queue(("7", "RUNNING", "None"))
-        status = the_one(store)
-        assert status.sentence == (
-            "unresponsive: its record has not been renewed for 60 minutes; it was loading weights; its job still runs"
-        )
-        assert not status.is_over
-
-    def test_a_job_that_has_ended_ended_as_slurm_says(self, store, slurm, old):
-        slurm.job("7", "TIMEOUT")
-        assert the_one(store).state == "failed"
-
-    def test_a_job_that_is_ending_drains(self, store, slurm, old):
+        unrenewed = "its record has not been renewed for 60 minutes; it was loading weights"
+        assert the_one(store).sentence == f"unresponsive: {unrenewed}; its job still runs"
+        assert not the_one(store).is_over
         slurm.queue(("7", "COMPLETING", "None"))
         assert (the_one(store).state, the_one(store).stage) == ("draining", "stopping")
-
-    def test_without_an_answer_of_slurm_it_stays_unknown(self, store, slurm, old):
+        slurm.queue()
+        slurm.job("7", "TIMEOUT")
+        assert the_one(store).state == "failed"
         slurm.be_silent()
-        status = the_one(store)
-        assert status.state == "unknown"
-        assert status.reason.startswith("its record has not been renewed for 60 minutes; it was loading weights, and ")
+        assert the_one(store).state == "unknown"
+        assert the_one(store).reason.startswith(f"{unrenewed}, and ")
 
     def test_a_record_that_is_a_little_late_says_so(self, store, slurm, monkeypatch):
         now = time.time()
@@ -716,12 +684,8 @@ class TestWait:
         slurm.queue(("7", "PENDING", "PartitionTimeLimit"))
         with pytest.raises(ServiceFailedError, match=r"Time limits here: gpu 1-00:00:00\."):
             wait.wait(store, "8b", timeout_s=60)
-
-    def test_a_silent_sinfo_keeps_nobody_from_the_reason(self, store, slurm):
-        submitted_job(store)
-        slurm.queue(("7", "PENDING", "BadConstraints"))
         (slurm.bin / "sinfo").write_text("#!/bin/bash\nexit 1\n")
-        with pytest.raises(ServiceFailedError, match="no node can ever"):
+        with pytest.raises(ServiceFailedError, match="more time than its partition allows"):
             wait.wait(store, "8b", timeout_s=60)
 
     @pytest.mark.parametrize("reason", ["Resources", "AssocGrpNodeLimit", "ReqNodeNotAvail", "QOSMaxJobsPerUserLimit"])
@@ -833,21 +797,15 @@ class TestStop:
         assert request is not None
         assert request.deadline_s == 0
 
-    def test_one_that_has_not_begun_to_serve_is_cancelled_at_once(self, store, slurm):
+    @pytest.mark.parametrize(
+        "fields",
+        [{}, {"state": "unresponsive", "stage": "unresponsive", "reason": "its engine leaves /health unanswered"}],
+    )
+    def test_one_that_does_not_serve_is_cancelled_at_once(self, store, slurm, fields):
         submitted_job(store)
-        record(store)
+        record(store, **fields)
         slurm.queue(("7", "RUNNING", "None"))
         slurm.job("7", "CANCELLED", after_cancel=True)
-        stop(store, "8b")
-        assert slurm.cancelled == ["7"]
-        assert not list(store.service_dir("8b").glob("*.drain"))
-
-    def test_one_that_its_launcher_found_unresponsive_is_cancelled_at_once(self, store, slurm):
-        submitted_job(store)
-        record(store, state="unresponsive", stage="unresponsive", reason="its engine leaves /health unanswered")
-        slurm.queue(("7", "RUNNING", "None"))
-        slurm.job("7", "CANCELLED", after_cancel=True)
-        assert the_one(store).sentence == "unresponsive: its engine leaves /health unanswered"
         stop(store, "8b")
         assert slurm.cancelled == ["7"]
         assert not list(store.service_dir("8b").glob("*.drain"))
@@ -924,29 +882,26 @@ class TestStop:
 class TestLogs:
     """Whose logs a person means who names a service with several jobs."""
 
-    def test_of_a_service_the_job_that_is_ready_before_one_that_failed_later(self, store, slurm):
-        service = StubService(store.home, "8b")
-        slurm.queue(("7", "RUNNING", "None"))
-        try:
-            service.start(service="8b", model=MODEL, job_id="7")
-            record(store, "8", state="failed", reason="x")
-            status, others = job_logs.find_job(store, "8b")
-            assert (status.job_id, [one.job_id for one in others]) == ("7", ["8"])
-            assert job_logs.find_job(store, "8")[0].job_id == "8"
-        finally:
-            service.close()
-
-    def test_one_that_waits_has_nothing_to_show_but_may_be_followed(self, store, slurm):
+    def test_a_ready_one_then_one_that_runs_then_the_last_that_ended(self, store, slurm):
         record(store, "7", state="failed", reason="x")
         submitted_job(store, "8")
         slurm.queue(("8", "PENDING", "Priority"))
-        assert job_logs.find_job(store, "8b")[0].job_id == "7"
-        assert job_logs.find_job(store, "8b", to_follow=True)[0].job_id == "8"
+        assert diagnosis.find_job(store, "8b")[0].job_id == "7"
+        assert diagnosis.find_job(store, "8b", to_follow=True)[0].job_id == "8"  # it has nothing to show yet
         slurm.queue(("8", "RUNNING", "None"))
-        assert job_logs.find_job(store, "8b")[0].job_id == "8"
+        assert diagnosis.find_job(store, "8b")[0].job_id == "8"
+        service = StubService(store.home, "8b")
+        slurm.queue(("8", "RUNNING", "None"), ("9", "RUNNING", "None"))
+        try:
+            service.start(service="8b", model=MODEL, job_id="9")
+            status, others = diagnosis.find_job(store, "8b")
+            assert (status.job_id, {one.job_id for one in others}) == ("9", {"7", "8"})
+            assert diagnosis.find_job(store, "7")[0].job_id == "7"
+        finally:
+            service.close()
 
     def test_of_several_that_ended_the_last(self, store, slurm):
         for job_id, age_s in (("7", 100), ("8", 50)):
             record(store, job_id, state="failed", reason="x", updated_at=time.time() - age_s)
-        status, others = job_logs.find_job(store, "8b")
+        status, others = diagnosis.find_job(store, "8b")
         assert (status.job_id, [one.job_id for one in others]) == ("8", ["7"])

@@ -59,16 +59,11 @@ class TestScript:
         assert "for replica in 0 1 2 3; do" in text
         assert 'HPC_SERVE_JOB_ID-$replica-node%n.log"' in text
 
-    @pytest.mark.parametrize(("per_job", "width"), [(1, 1), (2, 4), (4, 2), (8, 1)])
-    def test_each_engine_uses_all_of_its_part(self, per_job, width):
-        text = script(replicas_per_job=per_job)
+    @pytest.mark.parametrize(("per_job", "asked", "width"), [(1, None, 1), (2, None, 4), (8, None, 1), (4, 1, 1)])
+    def test_each_engine_uses_all_of_its_part_unless_sizes_are_asked_for(self, per_job, asked, width):
+        text = script(replicas_per_job=per_job, tensor_parallel_size=asked)
         assert f"--tensor-parallel-size {width} \\\n" in text
         assert f"--gpus-per-node={width * per_job}" in directives(text)
-
-    def test_sizes_that_were_asked_for_are_kept(self):
-        text = script(tensor_parallel_size=1)
-        assert "--gpus-per-node=4" in directives(text)
-        assert "--tensor-parallel-size 1 \\\n" in text
 
     def test_replicas_are_those_of_all_jobs(self):
         text = script(replicas=8)
@@ -243,13 +238,10 @@ def states(store: ServiceStore) -> dict[str, str]:
     return {status.name: status.state for status in read_status(store, "8b").replicas}
 
 
-def end_of(store: ServiceStore, replica: int, state: str = "stopped") -> None:
-    """What its launcher writes at its end."""
-    store.write(
-        make_record(
-            service="8b", job_id="7", replica=replica, replicas_per_job=4, model=MODEL, state=state, reason="as asked"
-        )
-    )
+def write(store: ServiceStore, replica: int, state: str = "stopped", **fields) -> None:
+    """What the launcher of a replica writes, at its end if nothing else is said."""
+    of_job = {"service": "8b", "job_id": "7", "replica": replica, "replicas_per_job": 4, "model": MODEL}
+    store.write(make_record(**{**of_job, "state": state, "reason": "as asked", **fields}))
 
 
 class TestStatus:
@@ -270,29 +262,19 @@ class TestStatus:
         submitted(store, slurm)
         slurm.queue(("101", "RUNNING", "None"))
         slurm.job("101", "RUNNING")
-        store.write(
-            make_record(service="8b", job_id="101", replica=2, replicas_per_job=4, model=MODEL, state="starting")
-        )
+        write(store, 2, "starting", job_id="101")
         assert states(store) == {f"101-{replica}": "starting" for replica in range(4)}
 
     def test_one_that_ended_is_over_while_its_job_runs(self, store, slurm, live):
-        end_of(store, 1, "failed")
+        write(store, 1, "failed")
         assert states(store) == {"7-0": "ready", "7-1": "failed", "7-2": "ready", "7-3": "ready"}
 
     def test_the_end_of_the_job_is_the_end_of_all(self, store, slurm):
         for replica in range(2):
-            store.write(
-                make_record(
-                    service="8b", job_id="7", replica=replica, replicas_per_job=4, model=MODEL, state="starting"
-                )
-            )
+            write(store, replica, "starting")
         slurm.queue()
         slurm.job("7", "NODE_FAIL")
         assert states(store) == {"7-0": "failed", "7-1": "failed"}
-
-    def test_they_are_found_by_job_and_by_name(self, store, slurm, live):
-        assert [status.name for status in find(store, "7")] == [f"7-{replica}" for replica in range(4)]
-        assert [status.name for status in find(store, "7-2")] == ["7-2"]
 
     def test_the_logs_of_each_are_its_own(self, store, slurm, live, capsys):
         store.log_dir("8b").mkdir(exist_ok=True)
@@ -303,7 +285,8 @@ class TestStatus:
         files = capsys.readouterr().out.split()
         assert [path.rpartition("/")[2] for path in files] == ["7.log", "7-2-node0.log"]
 
-    def test_as_json(self, store, slurm, live, capsys):
+    def test_they_are_found_by_job_and_by_name(self, store, slurm, live, capsys):
+        assert [status.name for status in find(store, "7")] == [f"7-{replica}" for replica in range(4)]
         assert run(["status", "7-3", "--json"]) == 0
         (one,) = json.loads(capsys.readouterr().out)["services"]
         assert (one["name"], one["job_id"], one["replica"], one["replicas_per_job"]) == ("7-3", "7", 3, 4)
@@ -330,7 +313,7 @@ class TestStop:
                 for replica in list(left):
                     if (path := folder / f"7-r0-{replica}.drain").exists():
                         path.unlink()
-                        end_of(store, replica)
+                        write(store, replica)
                         left.discard(replica)
                 time.sleep(0.01)
 
@@ -380,7 +363,7 @@ class TestStop:
         assert slurm.cancelled == []
 
     def test_a_job_with_one_that_serves_nobody_is_cancelled_once_the_others_have_drained(self, store, slurm, live):
-        store.write(make_record(service="8b", job_id="7", replica=3, replicas_per_job=4, model=MODEL, state="starting"))
+        write(store, 3, "starting")
         slurm.job("7", "CANCELLED", after_cancel=True, nodes="")
         watch = self.asked(store, then=[0, 1, 2])
         ended = stopping.stop(store, find(store, "8b"))

@@ -66,20 +66,17 @@ def test_the_recorded_commands_are_those_we_run():
 # sbatch
 
 
-@pytest.mark.parametrize(("situation", "job_id"), [("accepted", "24"), ("parsable", "25")])
-def test_sbatch_tells_the_job_id(situation, job_id):
-    assert parse_sbatch(SBATCH[situation]["stdout"]) == job_id
-
-
 @pytest.mark.parametrize(
     ("stdout", "job_id"),
-    [  # from the documentation
-        ("Submitted batch job 12 on cluster gpu2\n", "12"),
+    [
+        (SBATCH["accepted"]["stdout"], "24"),
+        (SBATCH["parsable"]["stdout"], "25"),
+        ("Submitted batch job 12 on cluster gpu2\n", "12"),  # from the documentation
         ("12;gpu2\n", "12"),
         ("sbatch: welcome to the job submit plugin\nSubmitted batch job 7\n", "7"),
     ],
 )
-def test_sbatch_tells_the_job_id_in_other_ways(stdout, job_id):
+def test_sbatch_tells_the_job_id(stdout, job_id):
     assert parse_sbatch(stdout) == job_id
 
 

@@ -10,13 +10,12 @@ import pytest
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.hub.hub_requests import check_access
-from hpc_serve.submit.plans import weights
+from hpc_serve.submit.plans import preflight as weights
 from hpc_serve.submit.plans.planning import plan_service
 from hpc_serve.submit.plans.preflight import check_parsers, check_weights
 from hpc_serve.submit.request.environment import JobSettings
 from hpc_serve.submit.request.request import ServeRequest
-from hpc_serve.submit.script.engine_words import engine_words
-from hpc_serve.submit.script.render import render_script
+from hpc_serve.submit.script.render import engine_words, render_script
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 SHARDS = ("model-1.safetensors", "model-2.safetensors")

@@ -1,10 +1,12 @@
-"""What commands print on clusters of several kinds, written by hand after the fields of the version that is named.
+"""What commands print on clusters of several kinds: a real Slurm 22.05 (../slurm_outputs), others by hand.
 
-Names and numbers are made up. What a real Slurm printed is in tests/unit/submit/slurm_outputs.
+Those are written after the fields of the version that is named; names and numbers are made up.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -48,35 +50,14 @@ def config(version: str, **values: str) -> str:
     return _CONFIG.format(version=version, **usual | values)
 
 
-# Debian 12's, with the partitions and the nodes of the test cluster.
+_RECORDED = json.loads((Path(__file__).parents[1] / "slurm_outputs" / "cluster.json").read_text())
+# Debian 12's: what the test cluster printed of its partitions and nodes.
 SLURM_22_05 = Printed(
     sinfo="gpu*|up|7-00:00:00|3|gpu:h100:8\nlowprio|up|7-00:00:00|3|gpu:h100:8\n",
     config=config("22.05.8", enforce="none", storage="accounting_storage/none", name="hs"),
-    partition=(
-        "PartitionName=gpu AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=YES QoS=N/A "
-        "DefaultTime=NONE DisableRootJobs=NO ExclusiveUser=NO GraceTime=0 Hidden=NO MaxNodes=UNLIMITED "
-        "MaxTime=7-00:00:00 MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED Nodes=n[1-3] PriorityJobFactor=1 "
-        "PriorityTier=10 RootOnly=NO ReqResv=NO OverSubscribe=NO OverTimeLimit=NONE PreemptMode=OFF State=UP "
-        "TotalCPUs=192 TotalNodes=3 SelectTypeParameters=NONE JobDefaults=(null) DefMemPerNode=UNLIMITED "
-        "MaxMemPerNode=UNLIMITED TRES=cpu=192,mem=1536G,node=3,billing=192\n"
-        "PartitionName=lowprio AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=NO QoS=N/A "
-        "DefaultTime=NONE DisableRootJobs=NO ExclusiveUser=NO GraceTime=0 Hidden=NO MaxNodes=UNLIMITED "
-        "MaxTime=7-00:00:00 MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED Nodes=n[1-3] PriorityJobFactor=1 "
-        "PriorityTier=1 RootOnly=NO ReqResv=NO OverSubscribe=NO OverTimeLimit=NONE PreemptMode=REQUEUE State=UP "
-        "TotalCPUs=192 TotalNodes=3 SelectTypeParameters=NONE JobDefaults=(null) DefMemPerNode=UNLIMITED "
-        "MaxMemPerNode=UNLIMITED TRES=cpu=192,mem=1536G,node=3,billing=192\n"
-    ),
-    node="".join(
-        f"NodeName=n{number} Arch=x86_64 CoresPerSocket=1 CPUAlloc=0 CPUEfctv=64 CPUTot=64 CPULoad=0.48 "
-        f"AvailableFeatures=(null) ActiveFeatures=(null) Gres=gpu:h100:8 NodeAddr=10.77.0.1{number} "
-        f"NodeHostName=n{number} Version=22.05.8 OS=Linux 6.1.0 #1 SMP PREEMPT_DYNAMIC Debian 6.1.1 (2026-01-01) "
-        f"RealMemory=524288 AllocMem=0 FreeMem=20000 Sockets=64 Boards=1 State=IDLE ThreadsPerCore=1 TmpDisk=0 "
-        f"Weight=1 Owner=N/A MCS_label=N/A Partitions=gpu,lowprio BootTime=2026-11-21T22:09:00 "
-        f"SlurmdStartTime=2026-11-22T13:00:00 LastBusyTime=2026-11-22T13:00:00 CfgTRES=cpu=64,mem=512G,billing=64 "
-        f"AllocTRES= CapWatts=n/a CurrentWatts=0 AveWatts=0 ExtSensorsJoules=n/s ExtSensorsWatts=0 "
-        f"ExtSensorsTemp=n/s\n"
-        for number in (1, 2, 3)
-    ),
+    partition=_RECORDED["partitions"]["stdout"],
+    node=_RECORDED["nodes"]["stdout"],
+    associations=_RECORDED["no-accounting"]["stdout"],
 )
 
 
@@ -92,33 +73,17 @@ def _node_24_11(name: str, partitions: str, gres: str, state: str, features: str
     )
 
 
+_PARTITION_24_11 = (
+    "AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=NO QoS=N/A DefaultTime=01:00:00 "
+    "DisableRootJobs=NO ExclusiveUser=NO ExclusiveTopo=NO GraceTime=0 Hidden=NO MaxNodes=UNLIMITED MaxTime=1-00:00:00 "
+    "MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED MaxCPUsPerSocket=UNLIMITED OverSubscribe=NO State=UP TotalCPUs=288 "
+    "TotalNodes=4 SelectTypeParameters=NONE"
+)
+
+
 def _partition_24_11(name: str, **changed: str) -> str:
-    fields = {
-        "AllowGroups": "ALL",
-        "AllowAccounts": "ALL",
-        "AllowQos": "ALL",
-        "AllocNodes": "ALL",
-        "Default": "NO",
-        "QoS": "N/A",
-        "DefaultTime": "01:00:00",
-        "DisableRootJobs": "NO",
-        "ExclusiveUser": "NO",
-        "ExclusiveTopo": "NO",
-        "GraceTime": "0",
-        "Hidden": "NO",
-        "MaxNodes": "UNLIMITED",
-        "MaxTime": "1-00:00:00",
-        "MinNodes": "0",
-        "LLN": "NO",
-        "MaxCPUsPerNode": "UNLIMITED",
-        "MaxCPUsPerSocket": "UNLIMITED",
-        "OverSubscribe": "NO",
-        "State": "UP",
-        "TotalCPUs": "288",
-        "TotalNodes": "4",
-        "SelectTypeParameters": "NONE",
-    }
-    return f"PartitionName={name} " + " ".join(f"{key}={value}" for key, value in (fields | changed).items()) + "\n"
+    fields = dict(word.split("=") for word in _PARTITION_24_11.split()) | changed
+    return f"PartitionName={name} " + " ".join(f"{key}={value}" for key, value in fields.items()) + "\n"
 
 
 # A site with accounting: CPUs by default, whole nodes with GPUs of two types, a partition of a group, one that is down.
