@@ -122,5 +122,5 @@ def _unit(results: list[PlanResult]) -> str:
 
 def _table(*headings: str) -> Table:
     table = plain_table("GPU", *headings, right=headings)
-    table.padding = 0  # type: ignore[assignment]
+    table.padding = 0
     return table

@@ -31,7 +31,7 @@ _WIDE = 80
 def wide_table(console: Console, *headings: str, left: Sequence[str] = ()) -> Table:
     """Return an empty table with many columns of numbers; those in `left` are of words."""
     table = plain_table(*headings, right=[heading for heading in headings if heading not in left])
-    table.padding = (0, 1) if console.width >= _WIDE else 0  # type: ignore[assignment]
+    table.padding = (0, 1) if console.width >= _WIDE else 0
     return table
 
 

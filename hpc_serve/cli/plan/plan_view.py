@@ -147,7 +147,9 @@ def _widths(sizes: list[int], columns: int) -> list[int]:
 
 def _print_layouts(console: Console, result: PlanResult, candidates: Sequence[Candidate]) -> None:
     """The candidates, and the reason of each; with `--max-model-len auto` the context that each holds."""
-    verdicts = {candidate.layout: (candidate.verdict, (candidate.reason,)) for candidate in candidates}
+    verdicts: dict[Layout, tuple[str, tuple[str, ...]]] = {
+        candidate.layout: (candidate.verdict, (candidate.reason,)) for candidate in candidates
+    }
     data = ("DP",) if any(layout.data_parallel_size > 1 for layout in verdicts) else ()
     sizes = (*data, "TP", "PP", "NODES")
     if result.contexts:

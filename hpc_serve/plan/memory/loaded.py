@@ -198,8 +198,8 @@ def _lora_slots(weight: Weight, engine: EngineConfig) -> Iterator[Linear]:
     b_split = "column" if weight.split == "column" or sharded else "none"
     plain = replace(weight, bias=False, scheme=BF16)
     a_outputs = (Part(rank * len(weight.outputs)),)
-    yield replace(plain, name=f"{weight.name}.lora_a", outputs=a_outputs, split=a_split)
-    yield replace(plain, name=f"{weight.name}.lora_b", inputs=Part(rank), split=b_split)
+    yield replace(plain, name=f"{weight.name}.lora_a", outputs=a_outputs, split=a_split)  # type: ignore[arg-type]
+    yield replace(plain, name=f"{weight.name}.lora_b", inputs=Part(rank), split=b_split)  # type: ignore[arg-type]
 
 
 def _is_target(name: str, targets: tuple[str, ...] | None) -> bool:
