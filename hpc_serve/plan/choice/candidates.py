@@ -73,6 +73,10 @@ class PlanInputs:
             return Candidate(layout=layout, memory=memory, verdict="fits", reason=cache_room_text(memory, layout))
         return Candidate(layout=layout, memory=memory, verdict="too small", reason=self._shortfall_text(layout, memory))
 
+    def fits(self, layout: Layout) -> bool:
+        """Return whether a layout holds the load asked for."""
+        return self.evaluate(layout).verdict == "fits"
+
     def engine_for(self, layout: Layout) -> EngineConfig:
         """Return the engine's options in a layout. A data-parallel layout that nobody asked for divides whole experts.
 

@@ -31,12 +31,14 @@ def longest_context(inputs: PlanInputs, layout: Layout) -> int:
     """
     whole = inputs.max_model_len
     inputs = replace(inputs, workload=replace(inputs.workload, request_tokens=None))
-    if _fits(inputs, layout, whole):
+    if inputs.fits(layout):
         return whole
     low, high = 0, (whole - 1) // CONTEXT_STEP
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if _fits(inputs, layout, middle * CONTEXT_STEP) else (low, middle - 1)
+        low, high = (
+            (middle, high) if replace(inputs, max_model_len=middle * CONTEXT_STEP).fits(layout) else (low, middle - 1)
+        )
     return low * CONTEXT_STEP
 
 
@@ -58,7 +60,3 @@ def contexts_of(inputs: PlanInputs, layouts: Iterable[Layout]) -> list[LayoutCon
         if lengths[0][1]:
             found.append(LayoutContexts(layout=layout, by_requests=tuple(lengths)))
     return found
-
-
-def _fits(inputs: PlanInputs, layout: Layout, length: int) -> bool:
-    return replace(inputs, max_model_len=length).evaluate(layout).verdict == "fits"

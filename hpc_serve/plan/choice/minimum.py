@@ -54,6 +54,6 @@ def _usable(inputs: PlanInputs, counts: range) -> int | None:
             layout = Layout(
                 tensor_parallel_size=width, pipeline_parallel_size=gpus // width, num_nodes=1, gpus_per_node=gpus
             )
-            if one_request.evaluate(layout).verdict == "fits":
+            if one_request.fits(layout):
                 return gpus
     return None

@@ -54,34 +54,31 @@ def suggestions(asked: PlanInputs, nearest: list[Layout]) -> list[Remedy]:
     `asked` has the machines of all replicas. `nearest` are layouts of one replica that miss least.
     """
     inputs = asked.for_one_replica()
+    context, weights = _shorter_context(inputs, nearest), _smaller_weights(inputs)
     tries = (
         _fewer_sequences(inputs, nearest),
         _smaller_steps(inputs, nearest),
         _more_nodes(asked) or _other_sizes(asked),
         _fewer_requests(inputs, nearest),
-        _shorter_context(inputs, nearest),
+        context,
         _smaller_cache(inputs, nearest),
-        _smaller_weights(inputs),
-        _several_at_once(inputs, nearest),
+        weights,
+        None if context or weights else _several_at_once(inputs, nearest),
     )
     return [remedy for remedy in tries if remedy]
 
 
 def _several_at_once(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None:
-    """Return smaller weights with a shorter context, if neither helps alone.
+    """Return smaller weights with a shorter context.
 
     A smaller cache is added if the context would be too short without it.
 
     A context below a quarter of the one asked for is not worth a smaller cache or another checkpoint.
     """
-    if inputs.model.quantization.method != "none" or _smaller_weights(inputs) or _shorter_context(inputs, nearest):
-        return None
     most = max((layout.num_nodes for layout in nearest), default=0)
     there = list(layouts_on(most, inputs.cluster, inputs.engine)) if most else []
     small = replace(inputs, engine=replace(inputs.engine, kv_cache_dtype="fp8"))
-    for method, gives, scheme in _QUANTIZATIONS if there else ():
-        if scheme is FP8_TENSOR and inputs.cluster.accelerator.kind == "cpu":
-            continue  # vLLM 0.32 has no fp8 kernels for CPUs
+    for method, gives, scheme in _quantizations(inputs) if there else ():
         for tried, cache in ((inputs, {}), (small, {"--kv-cache-dtype": "fp8"})):
             if cache and not _has_plain_cache(inputs):
                 continue
@@ -111,7 +108,7 @@ def _smaller_steps(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None:
     tokens = max_num_batched_tokens(inputs.engine, inputs.cluster.accelerator, inputs.max_model_len)
     while nearest and (tokens := tokens // 2) >= _LEAST_STEP:
         small = replace(inputs, engine=replace(inputs.engine, max_num_batched_tokens=tokens))
-        if any(small.evaluate(layout).verdict == "fits" for layout in nearest):
+        if any(map(small.fits, nearest)):
             return Remedy(options={"--max-num-batched-tokens": str(tokens)})
     return None
 
@@ -161,7 +158,7 @@ def _other_sizes(asked: PlanInputs) -> Remedy | None:
         return off, -layout.tensor_parallel_size, layout.num_gpus
 
     there = layouts_on(first.num_nodes, free.cluster, free.engine)
-    best = min((layout for layout in there if free.evaluate(layout).verdict == "fits"), key=distance, default=first)
+    best = min(filter(free.fits, there), key=distance, default=first)
     options = {
         "--tensor-parallel-size": str(best.tensor_parallel_size),
         "--pipeline-parallel-size": str(best.pipeline_parallel_size),
@@ -193,8 +190,7 @@ def _smaller_cache(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None:
     if not _has_plain_cache(inputs):
         return None
     small = replace(inputs, engine=replace(inputs.engine, kv_cache_dtype="fp8"))
-    fits = any(small.evaluate(layout).verdict == "fits" for layout in nearest)
-    return Remedy(options={"--kv-cache-dtype": "fp8"}) if fits else None
+    return Remedy(options={"--kv-cache-dtype": "fp8"}) if any(map(small.fits, nearest)) else None
 
 
 def _has_plain_cache(inputs: PlanInputs) -> bool:
@@ -202,15 +198,18 @@ def _has_plain_cache(inputs: PlanInputs) -> bool:
 
 
 def _smaller_weights(inputs: PlanInputs) -> Remedy | None:
-    if inputs.model.quantization.method != "none":
-        return None
-    for method, gives, scheme in _QUANTIZATIONS:
-        if scheme is FP8_TENSOR and inputs.cluster.accelerator.kind == "cpu":
-            continue  # vLLM 0.32 has no fp8 kernels for CPUs
+    for method, gives, scheme in _quantizations(inputs):
         layout = _first_that_fits(replace(inputs, model=_quantized(inputs.model, scheme)))
         if layout is not None:
             return Remedy(options={"--quantization": method}, gives=f"{gives}: {layout.sizes()}")
     return None
+
+
+def _quantizations(inputs: PlanInputs) -> list[tuple[str, str, Scheme]]:
+    """Return the formats that the weights are not in yet. vLLM 0.32 has no fp8 kernels for CPUs."""
+    has_fp8 = inputs.cluster.accelerator.kind != "cpu"
+    free = inputs.model.quantization.method == "none"
+    return [one for one in _QUANTIZATIONS if free and (has_fp8 or one[2] is not FP8_TENSOR)]
 
 
 def _quantized(model: ModelSpec, scheme: Scheme) -> ModelSpec:
@@ -231,9 +230,6 @@ def _first_that_fits(asked: PlanInputs) -> Layout | None:
     """Return the layout of one replica that a plan would choose."""
     try:
         inputs = asked.for_one_replica()
-        for layout in layouts(inputs.cluster, inputs.engine):
-            if inputs.evaluate(layout).verdict == "fits":
-                return layout
+        return next(filter(inputs.fits, layouts(inputs.cluster, inputs.engine)), None)
     except (DoesNotFitError, InvalidRequestError):
         return None
-    return None

@@ -79,6 +79,8 @@ def plan_notes(model: ModelSpec, engine: EngineConfig) -> Iterator[str]:
     ):
         if asked:
             yield f"Not counted: buffers and copies of {option}, in GPU memory and in speed."
+    if engine.all2all_backend != EngineConfig.all2all_backend:
+        yield f"--all2all-backend {engine.all2all_backend}: what it sends counts, the buffers that it keeps do not."
     if engine.uncounted:
         yield (
             f"Not counted: {', '.join(engine.uncounted)}. vLLM may need other memory with it, or be faster or slower; "

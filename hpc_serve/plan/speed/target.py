@@ -104,7 +104,7 @@ def choose_deployment(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget)
     if not met:
         raise DoesNotFitError(_unmet_target_text(deployments, target))
     reasons = _reasons(met, [deployment for deployment in deployments if not deployment.meets], small, target)
-    largest = max(deployments, key=lambda deployment: deployment.layout.tensor_parallel_size)
+    largest = max(deployments, key=lambda one: (one.layout.tensor_parallel_size, -one.layout.data_parallel_size))
     roofline = Roofline(inputs.model, inputs.cluster.accelerator, inputs.engine_for(largest.layout), largest.layout)
     asked = inputs.engine.pipeline_parallel_size
     ranks = _why_ranks(met[0], deployments, target)

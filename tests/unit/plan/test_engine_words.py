@@ -43,6 +43,11 @@ COUNTED: dict[str, tuple[str, list[str], tuple[str, ...]]] = {
     "--kv-cache-dtype": ("8b", ["fp8"], ()),
     "--enforce-eager": ("8b", [""], ()),
     "--enable-expert-parallel": ("gpt-oss-120b", [""], ("--tensor-parallel-size", "4")),
+    "--all2all-backend": (
+        "gpt-oss-120b",
+        ["deepep_low_latency"],
+        ("--enable-expert-parallel", "--data-parallel-size", "4", "--tensor-parallel-size", "1"),
+    ),
     "--async-scheduling": ("8b", [""], ()),
     "--enable-lora": ("8b", [""], ()),
     "--max-loras": ("8b", ["2", "8"], LORA),
