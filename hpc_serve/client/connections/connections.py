@@ -1,20 +1,22 @@
 """The connections below an OpenAI client: of one process, and of one event loop where there are several.
 
-A transport of the HTTP library keeps connections by the host of their URL. Here that host stands for one engine, at one
-address, with one way to verify it (`origins`), so that no request meets a connection that was verified for another.
-Which replica a request goes to is decided above these transports.
+Event loops of asyncio have a pool of ours (`engine_pool`). Threads, trio, and asyncio without httptools have the HTTP
+library's, which keeps connections by the host of their URL. There that host stands for one engine, at one address, with
+one way to verify it (`origins`), so that no request meets a connection that was verified for another.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import ssl
 from typing import Any
 
 from hpc_serve.client.connections.answer_wait import Judge
+from hpc_serve.client.connections.message import Answer, Message
 from hpc_serve.client.connections.origins import Origins
-from hpc_serve.client.connections.verified_streams import AsyncConnection, AsyncVerifyingBackend, VerifyingBackend
-from hpc_serve.client.replicas.event_loops import InLoop, InThread, has_ended, running_loop
+from hpc_serve.client.connections.verified_streams import AsyncVerifyingBackend, VerifyingBackend
+from hpc_serve.client.replicas.event_loops import InLoop, InThread, has_ended, is_asyncio, running_loop
 from hpc_serve.client.replicas.fork import leave_behind, renew_after_fork
 from hpc_serve.client.replicas.sdk import core, http
 
@@ -30,12 +32,13 @@ class ThreadConnections(InThread):
         self._inner = _transport(self.origins)
         renew_after_fork(self)
 
-    async def send(self, request: http.Request) -> http.Response:
+    async def send(self, message: Message) -> http.Response:
         """Return the response to a request; its body was not read."""
-        return self._inner.handle_request(request)
+        return self._inner.handle_request(message.as_http(self.origins.origin_of(message.replica)))
 
-    async def read(self, response: http.Response) -> bytes:
-        return response.read()
+    async def read(self, response: Any) -> bytes:
+        data: bytes = response.read()
+        return data
 
     def iterate(self, body: Any) -> Any:
         return iter(body)
@@ -63,18 +66,21 @@ class LoopConnections(InLoop):
 
     def __init__(self, judge: Judge) -> None:
         self.origins = Origins(judge)
-        self._inner: dict[Any, http.AsyncHTTPTransport] = {}
+        self._inner: dict[Any, Any] = {}
         renew_after_fork(self)
 
-    async def send(self, request: http.Request) -> http.Response:
+    async def send(self, message: Message) -> http.Response | Answer:
         """Return the response to a request; its body was not read."""
         loop = running_loop()
         if (inner := self._inner.get(loop)) is None:
             self._forget_ended_loops()
-            inner = self._inner[loop] = _async_transport(self.origins)
-        return await inner.handle_async_request(request)
+            inner = self._inner[loop] = _loop_connections(loop, self.origins)
+        if isinstance(inner, http.AsyncHTTPTransport):
+            return await inner.handle_async_request(message.as_http(self.origins.origin_of(message.replica)))
+        answer: Answer = await inner.send(message)
+        return answer
 
-    async def read(self, response: http.Response) -> bytes:
+    async def read(self, response: http.Response | Answer) -> bytes:
         return await response.aread()
 
     def iterate(self, body: Any) -> Any:
@@ -100,8 +106,7 @@ class LoopConnections(InLoop):
             self._inner.pop(loop, None)
         if ended:
             for connection in self.origins.connections():
-                if isinstance(connection, AsyncConnection):
-                    connection.end_with_loop()
+                connection.end_with_loop()
 
     def after_fork(self) -> None:
         leave_behind(self._inner)
@@ -119,7 +124,11 @@ def _transport(origins: Origins) -> http.HTTPTransport:
     return transport
 
 
-def _async_transport(origins: Origins) -> http.AsyncHTTPTransport:
+def _loop_connections(loop: Any, origins: Origins) -> Any:
+    if is_asyncio(loop) and importlib.util.find_spec("httptools"):
+        from hpc_serve.client.connections.engine_pool import EnginePool
+
+        return EnginePool(origins, POOL)
     transport = http.AsyncHTTPTransport(verify=_unused_context(), trust_env=False)
     transport._pool = core.AsyncConnectionPool(network_backend=AsyncVerifyingBackend(origins), **POOL)
     return transport

@@ -17,6 +17,8 @@ class OpenConnection(Protocol):
 
     def leave(self) -> None: ...
 
+    def end_with_loop(self) -> None: ...
+
 
 class Origins:
     """The engines that URLs of a transport stand for, and its connections to them. `judge` says which are lost."""

@@ -15,12 +15,11 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from hpc_serve.client.connections.answer_wait import AnswerWait, Judge
-from hpc_serve.client.connections.asyncio_streams import connect_in_asyncio
 from hpc_serve.client.connections.origins import Origins
 from hpc_serve.client.connections.thread_streams import connect_in_thread
-from hpc_serve.client.replicas.event_loops import has_ended, is_asyncio, run_blocking, running_loop
+from hpc_serve.client.replicas.event_loops import has_ended, run_blocking, running_loop
 from hpc_serve.client.replicas.pool import ReplicaAddress
-from hpc_serve.client.replicas.sdk import core, http
+from hpc_serve.client.replicas.sdk import core
 from hpc_serve.errors import RecordError
 from hpc_serve.trust.connection import pinned_context, tls_refusal
 
@@ -28,7 +27,7 @@ _DEFAULT_CONNECT_S = 5.0
 
 # A host without power answers nothing, not even that a connection is closed. The kernel asks an idle one after 10 s,
 # and gives up 25 s after the last packet. That counts where no other replica is ready: else silence decides sooner.
-_KEEPALIVE = [
+KEEPALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     *(
         (socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -92,6 +91,9 @@ class _Connection:
         number: int = self.get_extra_info("socket").fileno()
         return number
 
+    def end_with_loop(self) -> None:
+        """Do nothing: a connection in threads has no event loop."""
+
     def leave(self) -> None:
         """Give this process's hold of the connection up; the process that it was forked from keeps its own.
 
@@ -135,15 +137,15 @@ class AsyncConnection(_Connection, core.AsyncNetworkStream):
             same.shutdown(socket.SHUT_RDWR)
 
 
-def answer_begins(response: http.Response) -> None:
+def answer_begins(response: Any) -> None:
     """Note that an answer has begun: within one that is no stream of events no signs come."""
     connection = response.extensions.get("network_stream")
     if isinstance(connection, Connection | AsyncConnection) and not is_event_stream(response):
         connection.wait.expects_signs = False
 
 
-def is_event_stream(response: http.Response) -> bool:
-    return response.headers.get("content-type", "").startswith("text/event-stream")
+def is_event_stream(response: Any) -> bool:
+    return bool(response.headers.get("content-type", "").startswith("text/event-stream"))
 
 
 Verified = TypeVar("Verified", Connection, AsyncConnection)
@@ -160,7 +162,7 @@ class VerifyingBackend(core.NetworkBackend):
 
 
 class AsyncVerifyingBackend(core.AsyncNetworkBackend):
-    """Connects event loops: asyncio's by streams of ours, trio's by the library's own."""
+    """Connects event loops by the library's own streams: those of trio, and of asyncio without httptools."""
 
     def __init__(self, origins: Origins) -> None:
         self._origins = origins
@@ -168,8 +170,7 @@ class AsyncVerifyingBackend(core.AsyncNetworkBackend):
     async def connect_tcp(
         self, host: str, port: int, timeout: float | None = None, *_: Any, **__: Any
     ) -> core.AsyncNetworkStream:
-        connect = connect_in_asyncio if is_asyncio(running_loop()) else core.AnyIOBackend().connect_tcp
-        return await _connect(self._origins, host, timeout, connect, AsyncConnection)
+        return await _connect(self._origins, host, timeout, core.AnyIOBackend().connect_tcp, AsyncConnection)
 
 
 async def _connect(
@@ -182,7 +183,7 @@ async def _connect(
     def left_s() -> float:
         return max(ends_at_s - time.monotonic(), 0.001)
 
-    stream = await connect(replica.host, replica.port, timeout=left_s(), socket_options=_KEEPALIVE)
+    stream = await connect(replica.host, replica.port, timeout=left_s(), socket_options=KEEPALIVE)
     connection = kind(stream, replica, origins.judge)
     origins.add_connection(connection)
     try:

@@ -43,7 +43,7 @@ class Attempt:
         self.shows_signs = shows_signs
         self.is_whole = False
 
-    def answered(self, response: http.Response) -> None:
+    def answered(self, response: Any) -> None:
         """The replica's answer has begun."""
         answer_begins(response)
         if response.status_code == 200:  # a refusal is quick
@@ -103,7 +103,7 @@ class Body(http.SyncByteStream, http.AsyncByteStream):
 class AttemptBody(Body):
     """The body of an attempt's answer. Its end ends the attempt; a body that breaks makes the replica suspect."""
 
-    def __init__(self, response: http.Response, attempt: Attempt, here: Connections) -> None:
+    def __init__(self, response: Any, attempt: Attempt, here: Connections) -> None:
         self._here = here
         self._body = response.stream
         self._pieces: Any = here.iterate(self._body)  # one: who iterates again after the end must not wait for more

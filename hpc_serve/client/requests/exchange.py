@@ -10,22 +10,27 @@ from __future__ import annotations
 import json
 
 from hpc_serve.client.connections.connections import Connections
+from hpc_serve.client.connections.message import Answer, Message
 from hpc_serve.client.connections.verified_streams import answer_begins, is_event_stream
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
-from hpc_serve.client.requests.addressing import CONNECT_FIRST_S, CONNECT_S, addressed, own_request, shown_url
 from hpc_serve.client.requests.attempt import Attempt, AttemptBody
 from hpc_serve.client.requests.repeats import MOST_ENGINES, Repeats, never_arrived
 from hpc_serve.client.resume.received import CannotResumeError
 from hpc_serve.client.resume.relay import Ask, Relay, Steps
 from hpc_serve.client.resume.request import read_request
 from hpc_serve.errors import HpcServeError, StreamBrokenError
-from hpc_serve.rendezvous.gate_headers import SIGNS, is_draining
+from hpc_serve.rendezvous.gate_headers import is_draining
 
 # A request that was lost waits for another replica as long as `connect(wait=…)` says, and for so long without it.
 LOST_WAIT_S = 10.0
+CONNECT_S = 5.0
+CONNECT_FIRST_S = 1.5  # where another replica can be tried: one lost packet is sent again after 1 s
+
+
+Response = http.Response | Answer
 
 
 class NoReplicaError(http.ConnectError):
@@ -38,9 +43,7 @@ class Exchange:
     `sent` counts how often it was sent from its beginning, `resumed` how often its stream went on at another replica.
     """
 
-    def __init__(
-        self, watch: ServiceWatch, here: Connections, request: http.Request, *, resume: bool, wait: Wait
-    ) -> None:
+    def __init__(self, watch: ServiceWatch, here: Connections, request: Message, *, resume: bool, wait: Wait) -> None:
         self._watch = watch
         self._here = here
         self._request = request
@@ -51,11 +54,11 @@ class Exchange:
         self._repeats = Repeats(request)
         self.sent = 0
         self.resumed = 0
-        content = request.content if self._repeats.is_replayable else None
-        asked = read_request(request.url.path, content) if resume and content is not None else None
+        content = request.content
+        asked = read_request(request.path, content, request.fields) if resume and content is not None else None
         self.relay: Relay | None = Relay(asked) if asked is not None else None
 
-    async def answer(self) -> http.Response:
+    async def answer(self) -> Response:
         """The response of the first replica that has one."""
         failure: BaseException | None = None
         while True:
@@ -65,7 +68,7 @@ class Exchange:
                 if not self._repeats.lost:
                     raise
                 raise self._repeats.as_lost(f"no other one is ready: {error}") from failure
-            self._request.url = shown_url(self._request.url, attempt.replica)
+            self._request.show(attempt.replica)
             self.sent += 1
             try:
                 response = await self._send(self._addressed(attempt), attempt)
@@ -89,11 +92,11 @@ class Exchange:
                 raise
             await self._here.close(response)
 
-    def goes_on(self, response: http.Response) -> bool:
+    def goes_on(self, response: Response) -> bool:
         """Whether a break of this response is ours to mend."""
         return self.relay is not None and is_event_stream(response) and "content-encoding" not in response.headers
 
-    async def go_on(self, relay: Relay, replica: str, failure: BaseException) -> http.Response:
+    async def go_on(self, relay: Relay, replica: str, failure: BaseException) -> Response:
         """The response that continues a stream which broke at a replica. Raises StreamBrokenError."""
         self._repeats.lost += 1
         while True:
@@ -157,11 +160,11 @@ class Exchange:
         replica = self._watch.pick(tried)
         if replica is None:
             return None
-        return Attempt(self._watch, replica, shows_signs=SIGNS[0].decode() in self._request.headers)
+        return Attempt(self._watch, replica, shows_signs=self._request.wants_signs)
 
     # -- whether again
 
-    async def _is_for_another(self, response: http.Response, replica: ReplicaAddress) -> bool:
+    async def _is_for_another(self, response: Response, replica: ReplicaAddress) -> bool:
         """Whether this 5xx means that no work was begun, so that another replica may get the request.
 
         vLLM answers 500 to requests that arrive while it shuts down, and to requests that broke it. The record tells
@@ -177,31 +180,31 @@ class Exchange:
 
     # -- sending
 
-    async def _send(self, request: http.Request, attempt: Attempt) -> http.Response:
+    async def _send(self, message: Message, attempt: Attempt) -> Response:
         """The response to a request; its body was not read."""
-        response = await self._here.send(request)
+        response = await self._here.send(message)
         attempt.answered(response)
         response.stream = AttemptBody(response, attempt, self._here)
         return response
 
-    async def _fetch(self, request: http.Request) -> bytes:
+    async def _fetch(self, message: Message) -> bytes:
         """The whole body of the response to a request of our own."""
-        return await self._read(await self._here.send(request))
+        return await self._read(await self._here.send(message))
 
-    async def _read(self, response: http.Response) -> bytes:
+    async def _read(self, response: Response) -> bytes:
         answer_begins(response)
         try:
             return await self._here.read(response)
         finally:
             await self._here.close(response)
 
-    def _addressed(self, attempt: Attempt) -> http.Request:
+    def _addressed(self, attempt: Attempt) -> Message:
         content = self.relay.request.content if self.relay is not None else None
         connect_s = CONNECT_FIRST_S if self._watch.pool.has_others(self._tried) else CONNECT_S
-        return addressed(self._request, attempt.replica, self._here.origins, content=content, connect_s=connect_s)
+        return self._request.to(attempt.replica, content=content, connect_s=connect_s)
 
-    def _asking(self, ask: Ask, attempt: Attempt) -> http.Request:
-        return own_request(self._request, attempt.replica, self._here.origins, ask)
+    def _asking(self, ask: Ask, attempt: Attempt) -> Message:
+        return self._request.own(attempt.replica, ask.method, ask.path.encode(), ask.content, CONNECT_S)
 
 
 def _next(asks: Steps, answer: bytes | None = None) -> tuple[Ask, bool]:

@@ -6,6 +6,7 @@ has no side effects, and to three in all: it may be what ends engines. Any other
 
 from __future__ import annotations
 
+from hpc_serve.client.connections.message import Message
 from hpc_serve.client.replicas.sdk import http, openai
 
 MOST_ENGINES = 3
@@ -20,7 +21,7 @@ _WITHOUT_EFFECT = (
 class Repeats:
     """One request, and with how many replicas it was lost."""
 
-    def __init__(self, request: http.Request) -> None:
+    def __init__(self, request: Message) -> None:
         self._request = request
         self.lost = 0
 
@@ -35,16 +36,12 @@ class Repeats:
 
     @property
     def is_without_effect(self) -> bool:
-        path = self._request.url.path
-        return self._request.method in ("GET", "HEAD") or path.endswith(_WITHOUT_EFFECT)
+        return self._request.method in ("GET", "HEAD") or self._request.path.endswith(_WITHOUT_EFFECT)
 
     @property
     def is_replayable(self) -> bool:
         """Whether the body is held in memory. An upload that was streamed is gone."""
-        try:
-            return self._request.content is not None
-        except http.RequestNotRead:
-            return False
+        return self._request.content is not None
 
     def count(self, failure: BaseException) -> None:
         """The request failed at a replica."""
@@ -61,13 +58,13 @@ class Repeats:
         if was_lost(failure):
             return self.as_lost(self.why_over if self.is_without_effect else "it may have had an effect")
         if isinstance(failure, http.ReadTimeout | http.WriteTimeout) and not self.is_without_effect:
-            return openai.APITimeoutError(request=self._request)
+            return openai.APITimeoutError(request=self._request.of_user)
         return failure
 
     def as_lost(self, reason: str) -> openai.APIConnectionError:
         """The error of a request that was lost; `reason` is why it is not sent again."""
         text = f"The request was lost with its replica and is not sent again: {reason}."
-        return openai.APIConnectionError(message=text, request=self._request)
+        return openai.APIConnectionError(message=text, request=self._request.of_user)
 
 
 def never_arrived(error: BaseException) -> bool:

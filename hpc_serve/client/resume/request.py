@@ -113,12 +113,12 @@ class StreamRequest:
         return isinstance(options, dict) and bool(options.get("include_usage"))
 
 
-def read_request(path: str, content: bytes) -> StreamRequest | None:
-    """The request, if it asks for a stream of tokens; None for any other."""
+def read_request(path: str, content: bytes, body: Any = None) -> StreamRequest | None:
+    """Return the request, if it asks for a stream of tokens; None for any other. `body` is its JSON, if it was read."""
     if not path.endswith(COMPLETIONS) or not _MAY_STREAM(content):
         return None
     try:
-        body = json.loads(content)
+        body = json.loads(content) if body is None else body
     except ValueError:
         return None
     if not isinstance(body, dict) or body.get("stream") is not True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import threading
@@ -35,18 +36,25 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubSer
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The connections that clients have opened for requests."""
     made: list[Any] = []
-    connect_tcp, connect_tcp_async = VerifyingBackend.connect_tcp, AsyncVerifyingBackend.connect_tcp
+    connect_tcp = VerifyingBackend.connect_tcp
 
     def opening(*args: Any, **options: Any) -> Any:
         made.append(connect_tcp(*args, **options))
         return made[-1]
 
-    async def opening_async(*args: Any, **options: Any) -> Any:
-        made.append(await connect_tcp_async(*args, **options))
-        return made[-1]
+    def note_all_of(backend: Any, name: str) -> None:
+        connect = getattr(backend, name)
+
+        async def opening_async(*args: Any, **options: Any) -> Any:
+            made.append(await connect(*args, **options))
+            return made[-1]
+
+        monkeypatch.setattr(backend, name, opening_async)
 
     monkeypatch.setattr(VerifyingBackend, "connect_tcp", opening)
-    monkeypatch.setattr(AsyncVerifyingBackend, "connect_tcp", opening_async)
+    note_all_of(AsyncVerifyingBackend, "connect_tcp")
+    if importlib.util.find_spec("httptools"):
+        note_all_of(importlib.import_module("hpc_serve.client.connections.engine_pool").EnginePool, "connect")
     return made
 
 

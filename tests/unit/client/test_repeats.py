@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from hpc_serve.client.connections.message import Message
 from hpc_serve.client.connections.origins import Origins
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas.event_loops import InThread, run_blocking
@@ -42,7 +43,7 @@ class Given(InThread):
         elif function == self._watch.find_one:
             raise WaitTimeoutError("none is ready")
 
-    async def send(self, request: http.Request) -> http.Response:
+    async def send(self, message: Any) -> http.Response:
         self.count += 1
         assert self.count < 50, "it is repeated without an end"
         outcome = self._sent.pop(0) if len(self._sent) > 1 else self._sent[0]
@@ -70,7 +71,7 @@ def watch(service):
 
 
 def exchange_of(watch, given, request=None, *, resume=False):
-    return Exchange(watch, given, request or post(CHAT), resume=resume, wait=None)
+    return Exchange(watch, given, Message.of(request or post(CHAT)), resume=resume, wait=None)
 
 
 @pytest.mark.parametrize("returns", [True, False])

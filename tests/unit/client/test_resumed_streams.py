@@ -12,6 +12,7 @@ import pytest
 
 from hpc_serve.client import connect, connect_async
 from hpc_serve.client.connections.connections import ThreadConnections
+from hpc_serve.client.connections.message import Message
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.wait import WaitPolicy
 from hpc_serve.client.replicas.event_loops import run_blocking
@@ -323,7 +324,7 @@ def test_what_may_have_had_an_effect_is_not_sent_again(service, path, error, rai
     service.start()
     watch = ServiceWatch(service.store, "405b")
     watch.refresh()
-    request = http.Request("POST", f"http://x{path}", content=b"{}")
+    request = Message.of(http.Request("POST", f"http://x{path}", content=b"{}"))
     sent = []
 
     class Failing(ThreadConnections):

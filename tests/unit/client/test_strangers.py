@@ -14,6 +14,7 @@ import pytest
 from hpc_serve.cli.main import run
 from hpc_serve.client import connect, connect_async
 from hpc_serve.client.connections.connections import LoopConnections, ThreadConnections
+from hpc_serve.client.connections.message import Message
 from hpc_serve.client.discovery import discovery
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas import proofs
@@ -219,9 +220,11 @@ def ask_at(request, service):
     run_it = run_blocking if request.param is ThreadConnections else loop.run_until_complete
 
     async def ask(address, connect_s):
-        url = f"http://{connections.origins.origin_of(address)}/health"
-        timeout = {"connect": connect_s, "read": 60.0, "write": 60.0, "pool": 60.0}
-        response = await connections.send(http.Request("GET", url, extensions={"timeout": timeout}))
+        extensions = {"timeout": {"connect": connect_s, "read": 60.0, "write": 60.0, "pool": 60.0}}
+        headers, target = [(b"host", b"engine")], b"/health"
+        response = await connections.send(
+            Message(replica=address, method="GET", target=target, headers=headers, content=b"", extensions=extensions)
+        )
         await connections.read(response)
         return response.status_code
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from hpc_serve.client.connections import connections
-from hpc_serve.client.connections.verified_streams import AsyncVerifyingBackend
+from hpc_serve.client.connections.engine_pool import EnginePool
 from hpc_serve.client.discovery import discovery
 from hpc_serve.client.requests import attempt, exchange
 from tests.cluster import wait_for
@@ -225,13 +225,13 @@ def test_streams_whose_clients_leave_at_their_last_event_take_one_connection(ser
     monkeypatch.setattr(attempt, "END_S", 60.0)
     monkeypatch.setitem(connections.POOL, "keepalive_expiry", 600.0)
     opened: list = []
-    connect_tcp = AsyncVerifyingBackend.connect_tcp
+    connect = EnginePool.connect
 
     async def opening(*args, **options):
-        opened.append(await connect_tcp(*args, **options))
+        opened.append(await connect(*args, **options))
         return opened[-1]
 
-    monkeypatch.setattr(AsyncVerifyingBackend, "connect_tcp", opening)
+    monkeypatch.setattr(EnginePool, "connect", opening)
     service.start(*GREEDY)
     front = gateway()
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{front.port}/v1", api_key="none", max_retries=0)

@@ -1,0 +1,153 @@
+"""A request to a service, as every kind of connection sends it to one replica; and an answer of our own connections.
+
+The HTTP library's own values cost more than all else that a request costs in an event loop.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpc_serve.client.replicas.pool import ReplicaAddress
+from hpc_serve.client.replicas.sdk import http
+from hpc_serve.rendezvous.gate_headers import SIGNS
+
+Header = tuple[bytes, bytes]
+_OURS = frozenset((b"host", b"authorization", b"content-length", SIGNS[0]))
+
+
+@dataclass(kw_only=True, slots=True)
+class Message:
+    """A request to a service; with a `replica`, as that one gets it. `target` is its path with the query.
+
+    The body is `content`, or an `upload` that can be read once; `fields` are those of its JSON, if they are known.
+    `of_user` is the same request as its user has it.
+    """
+
+    method: str
+    target: bytes
+    headers: list[Header]
+    content: bytes | None
+    upload: Any = None
+    extensions: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] | None = None
+    wants_signs: bool = False
+    of_user: Any = None
+    replica: Any = None
+    connect_s: float = math.inf
+
+    @classmethod
+    def of(cls, request: http.Request) -> Message:
+        """Return a user's request."""
+        try:
+            content: bytes | None = request.content
+        except http.RequestNotRead:
+            content = None
+        left_out = _OURS if content is not None else _OURS - {b"content-length"}
+        return cls(
+            method=request.method,
+            target=request.url.raw_path,
+            headers=[header for header in request.headers.raw if header[0].lower() not in left_out],
+            content=content,
+            upload=request.stream if content is None else None,
+            extensions=request.extensions,
+            wants_signs=SIGNS[0].decode() in request.headers,
+            of_user=request,
+        )
+
+    @property
+    def path(self) -> str:
+        return self.target.partition(b"?")[0].decode("latin-1")
+
+    def show(self, replica: ReplicaAddress) -> None:
+        """Let the user see where the request goes, in errors and answers."""
+        if self.of_user is not None:
+            self.of_user.url = _url_at(self.target, "https", replica.host, replica.port)
+
+    def to(self, replica: ReplicaAddress, *, content: bytes | None, connect_s: float) -> Message:
+        """Return the request as a replica gets it. `content` takes the place of its body."""
+        return self.own(replica, self.method, self.target, self.content if content is None else content, connect_s)
+
+    def own(
+        self, replica: ReplicaAddress, method: str, target: bytes, content: bytes | None, connect_s: float
+    ) -> Message:
+        """Return a request of our own, with the headers and timeouts of the user's."""
+        headers = [
+            (b"host", b"%b:%d" % (replica.host.encode(), replica.port)),
+            *self.headers,
+            # Always the service's own: the SDK may have taken a key that is meant for OpenAI from the environment.
+            (b"authorization", b"Bearer " + replica.identity.api_key.encode()),
+            SIGNS,
+        ]
+        if content or (content is not None and method not in ("GET", "HEAD")):
+            headers.append((b"content-length", b"%d" % len(content)))
+        upload = self.upload if content is None else None
+        return Message(
+            method=method,
+            target=target,
+            headers=headers,
+            content=content,
+            upload=upload,
+            extensions=self.extensions,
+            replica=replica,
+            connect_s=connect_s,
+        )
+
+    # -- as it is sent
+
+    def timeout_s(self, name: str) -> float | None:
+        """Return a time limit of the user's."""
+        seconds: float | None = (self.extensions.get("timeout") or {}).get(name)
+        return seconds
+
+    @property
+    def connect_timeout_s(self) -> float:
+        return min(self.timeout_s("connect") or self.connect_s, self.connect_s)
+
+    def head(self) -> bytes:
+        """Return all before the body."""
+        lines = [b"%b: %b\r\n" % header for header in self.headers]
+        return b"%b %b HTTP/1.1\r\n%b\r\n" % (self.method.encode(), self.target, b"".join(lines))
+
+    def as_http(self, origin: str) -> http.Request:
+        """Return the same for the HTTP library, which keeps its connections by the host of the URL."""
+        timeout = {**(self.extensions.get("timeout") or {}), "connect": self.connect_timeout_s}
+        return http.Request(
+            self.method,
+            _url_at(self.target, "http", origin, self.replica.port),
+            headers=self.headers,
+            stream=self.upload if self.content is None else http.ByteStream(self.content),
+            extensions={**self.extensions, "timeout": timeout},
+        )
+
+
+class Answer:
+    """An answer whose body is the pieces of a `stream`. It has what `exchange` reads of the HTTP library's answers."""
+
+    def __init__(self, status_code: int, raw_headers: list[Header], stream: Any, extensions: dict[str, Any]) -> None:
+        self.status_code = status_code
+        self.raw_headers = raw_headers
+        self.stream = stream
+        self.extensions = extensions
+
+    @functools.cached_property
+    def headers(self) -> Mapping[str, str]:
+        return {name.decode("latin-1"): value.decode("latin-1") for name, value in self.raw_headers}
+
+    async def aread(self) -> bytes:
+        return b"".join([piece async for piece in self.stream])
+
+    async def aclose(self) -> None:
+        await self.stream.aclose()
+
+    def as_http(self) -> http.Response:
+        return http.Response(self.status_code, headers=self.raw_headers, stream=self.stream, extensions=self.extensions)
+
+
+@functools.lru_cache(maxsize=256)
+def _url_at(target: bytes, scheme: str, host: str, port: int) -> http.URL:
+    # Kept, as a new one costs fifty times as much, which is a good part of what a request costs here.
+    return http.URL(scheme=scheme, host=host, port=port, raw_path=target)

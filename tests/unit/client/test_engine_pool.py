@@ -1,0 +1,283 @@
+"""The connections of asyncio to engines, against servers that write down their answers byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from hpc_serve.client.connections.message import Message
+from hpc_serve.client.connections.origins import Origins
+from hpc_serve.client.replicas.pool import ReplicaAddress
+from hpc_serve.client.replicas.sdk import http
+from hpc_serve.client.replicas.silence_limit import SilenceLimit
+from hpc_serve.trust.connection import Identity
+from tests.support.patience import wait_until
+from tests.support.tls_servers import server_context
+
+pytest.importorskip("httptools", reason="without it the HTTP library's own connections are used")
+from hpc_serve.client.connections.engine_pool import EnginePool
+
+LATE_S = 60.0
+MUCH = b"x" * 5_000_000
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+CHUNKS = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+class NoJudge:
+    """It never knows that a replica is lost."""
+
+    clock = staticmethod(time.monotonic)
+
+    def limit_of(self, name: str) -> SilenceLimit:
+        return SilenceLimit()
+
+    def why_lost(self, replica: ReplicaAddress, since_s: float, *, is_silent: bool) -> str | None:
+        return None
+
+
+class Trial:
+    """A pool, and an engine that answers each connection by `serve(reader, writer)`."""
+
+    def __init__(self, certificate: Any, serve: Callable[..., Awaitable[None]], limits: dict[str, Any]) -> None:
+        self.connections = 0
+        self._certificate = certificate
+        self._serve = serve
+        self._limits = {"max_connections": 100, "keepalive_expiry": LATE_S, **limits}
+
+    async def start(self) -> None:
+        shown = self._certificate
+        context = server_context(shown.certificate_file, shown.key_file)
+        self._server = await asyncio.start_server(self._count, "127.0.0.1", 0, ssl=context)
+        identity = Identity(certificate=shown.certificate, api_key="k")
+        port = self._server.sockets[0].getsockname()[1]
+        self.replica = ReplicaAddress(name="1.json", host="127.0.0.1", port=port, identity=identity)
+        self.pool = EnginePool(Origins(NoJudge()), self._limits)
+
+    async def _count(self, reader: Any, writer: Any) -> None:
+        self.connections += 1
+        await self._serve(reader, writer)
+
+    async def ask(self, method: str = "POST", *, read_s: float = LATE_S, pool_s: float = LATE_S, **fields: Any) -> Any:
+        timeout = {"connect": LATE_S, "read": read_s, "pool": pool_s}
+        given = {"headers": [(b"host", b"engine")], "content": b"", "extensions": {"timeout": timeout}, **fields}
+        return await self.pool.send(Message(replica=self.replica, method=method, target=b"/", **given))
+
+    async def close(self) -> None:
+        await self.pool.aclose()
+        self._server.close()  # what still serves ends with the loop
+
+
+@pytest.fixture
+def run(service):
+    """Run `trial(Trial)` against an engine."""
+
+    def run_it(trial: Callable[[Trial], Awaitable[None]], serve: Callable[..., Awaitable[None]], **limits: Any) -> None:
+        async def whole() -> None:
+            tried = Trial(service.certificate(), serve, limits)
+            await tried.start()
+            try:
+                await trial(tried)
+            finally:
+                await tried.close()
+
+        asyncio.run(whole())
+
+    return run_it
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Return once the condition is true."""
+    await asyncio.to_thread(wait_until, condition)
+
+
+def says(*answers: bytes, closes: bool = False) -> Callable[..., Awaitable[None]]:
+    """An engine that gives these answers on each of its connections, and then waits or `closes`."""
+
+    async def serve(reader: Any, writer: Any) -> None:
+        for answer in answers:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+        if not closes:
+            await reader.read()
+        writer.close()
+
+    return serve
+
+
+@pytest.mark.parametrize(
+    ("answer", "closes", "body"),
+    [
+        (OK, False, b"ok"),
+        (b"HTTP/1.1 102 Processing\r\n\r\n" * 2 + OK, False, b"ok"),
+        (CHUNKS + b"2\r\nab\r\n3;x=y\r\ncde\r\n0\r\n\r\n", False, b"abcde"),
+        (b"HTTP/1.1 200 OK\r\n\r\nuntil the end", True, b"until the end"),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", False, b""),
+    ],
+)
+def test_an_answer_ends_where_it_says(run, answer, closes, body):
+    async def trial(tried):
+        assert await (await tried.ask()).aread() == body
+
+    run(trial, says(answer, closes=closes))
+
+
+def test_an_answer_to_head_has_no_body_whatever_length_it_names(run):
+    async def trial(tried):
+        answer = await tried.ask("HEAD")
+        assert (answer.headers["content-length"], await answer.aread()) == ("2", b"")
+
+    run(trial, says(OK.removesuffix(b"ok")))
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_connection_serves_until_the_engine_ends_it(run, closes):
+    answer = OK.replace(b"200 OK\r\n", b"200 OK\r\nconnection: close\r\n") if closes else OK
+
+    async def trial(tried):
+        for _ in range(3):
+            assert await (await tried.ask()).aread() == b"ok"
+        assert tried.connections == (3 if closes else 1)
+
+    run(trial, says(answer, answer, answer))
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (OK[:-1], http.RemoteProtocolError),
+        (CHUNKS + b"2\r\nab\r\n", http.RemoteProtocolError),
+        (CHUNKS + b"no number\r\n", http.RemoteProtocolError),
+        (b"", http.RemoteProtocolError),
+        (b"SSH-2.0-x\r\n\r\n", http.RemoteProtocolError),
+    ],
+)
+def test_an_answer_that_breaks_off_is_an_error_once(run, answer, error):
+    async def trial(tried):
+        with pytest.raises(error):
+            await (await tried.ask()).aread()
+        assert tried.pool._idle == {}
+
+    run(trial, says(answer, closes=True))
+
+
+def test_a_reset_is_an_error_of_reading(run):
+    async def reset(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+
+    async def trial(tried):
+        with pytest.raises((http.ReadError, http.RemoteProtocolError)):
+            await tried.ask()
+
+    run(trial, reset)
+
+
+def test_much_waits_at_the_engine_until_it_is_read(run):
+    sent: list[int] = []
+
+    async def much(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(MUCH))
+        for begin in range(0, len(MUCH), 100_000):
+            writer.write(MUCH[begin : begin + 100_000])
+            await writer.drain()
+            sent.append(begin)
+        await reader.read()
+
+    async def trial(tried):
+        answer = await tried.ask()
+        await until(lambda: answer.stream.unread_bytes > 256 * 1024)
+        await until(lambda: answer.stream._connection._is_paused)
+        assert answer.stream.unread_bytes < len(MUCH) / 2
+        assert len(await answer.aread()) == len(MUCH)
+        assert len(sent) == len(MUCH) / 100_000
+
+    run(trial, much)
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_an_upload_is_sent_as_its_headers_say(run, chunked):
+    async def pieces():
+        yield b"ab"
+        yield b"cde"
+
+    got: list[bytes] = []
+
+    async def take(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        got.append(await reader.readuntil(b"0\r\n\r\n") if chunked else await reader.readexactly(5))
+        writer.write(OK)
+        await reader.read()
+
+    async def trial(tried):
+        length = (b"transfer-encoding", b"chunked") if chunked else (b"content-length", b"5")
+        answer = await tried.ask(headers=[(b"host", b"x"), length], content=None, upload=pieces())
+        assert await answer.aread() == b"ok"
+
+    run(trial, take)
+    assert got == [b"2\r\nab\r\n3\r\ncde\r\n0\r\n\r\n" if chunked else b"abcde"]
+
+
+def test_an_engine_that_says_nothing_is_late(run):
+    async def trial(tried):
+        with pytest.raises(http.ReadTimeout):
+            await tried.ask(read_s=0.2)
+
+    run(trial, says())
+
+
+def test_a_request_that_is_given_up_ends_its_connection(run):
+    left = []
+
+    async def wait(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        assert await reader.read() == b""
+        left.append(True)
+        writer.close()
+
+    async def trial(tried):
+        asking = asyncio.create_task(tried.ask())
+        await until(lambda: tried.connections)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await until(lambda: left)
+
+    run(trial, wait)
+
+
+def test_requests_over_the_bound_wait_for_an_answer_to_end(run):
+    async def trial(tried):
+        first = await tried.ask()
+        with pytest.raises(http.PoolTimeout):
+            await tried.ask(pool_s=0.05)
+        second = asyncio.create_task(tried.ask())
+        assert await first.aread() == b"ok"
+        await first.aclose()
+        await (await second).aclose()
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(CHUNKS + b"2\r\nok\r\n")
+        await asyncio.sleep(0.2)
+        writer.write(b"0\r\n\r\n")
+        await says(OK)(reader, writer)
+
+    run(trial, serve, max_connections=1)
+
+
+def test_an_idle_connection_is_closed_in_time(run):
+    async def trial(tried):
+        assert await (await tried.ask()).aread() == b"ok"
+        await until(lambda: not tried.pool._connections)
+        assert await (await tried.ask()).aread() == b"ok"
+        assert tried.connections == 2
+
+    run(trial, says(OK, OK), keepalive_expiry=0.05)
