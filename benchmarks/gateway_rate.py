@@ -36,7 +36,7 @@ from hpc_serve.trust.connection import pinned_context
 from tests.cluster import wait_for
 from tests.support.stubs import StubEngine, StubService
 
-IN_FLIGHT = (1, 16, 64, 256)
+IN_FLIGHT = (1, 16, 64, 256, 1000)
 DIRECT, GATEWAY, ROUTER = "direct", "gateway", "vllm-router"
 KINDS = {"whole answers": False, "streams": True}
 WORDS = 4

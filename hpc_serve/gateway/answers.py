@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from hpc_serve.client.replicas.sdk import http, openai
 from hpc_serve.client.requests.exchange import NoReplicaError
@@ -14,6 +13,7 @@ from hpc_serve.errors import HpcServeError, StreamBrokenError
 FULL_RETRY_S = 1
 NO_REPLICA_RETRY_S = 5
 
+JSON = (b"content-type", b"application/json")
 _NOT_AGAIN: Mapping[str, str] = {"x-should-retry": "false"}  # read by OpenAI's SDKs
 
 
@@ -29,8 +29,13 @@ class Refusal(Exception):
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def content(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+    def body(self) -> bytes:
+        content = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": content}, ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+    @property
+    def raw_headers(self) -> list[tuple[bytes, bytes]]:
+        return [JSON, *((name.encode(), value.encode()) for name, value in self.headers.items())]
 
 
 def refusal_of(error: Exception, service: str) -> Refusal:

@@ -1,4 +1,4 @@
-"""The ASGI application of a gateway: who may ask, what the gateway answers itself, and what is passed on.
+"""The application of a gateway: who may ask, what the gateway answers itself, and what is passed on.
 
 On a Unix socket in a private folder everybody who can connect may ask; on a port, who shows the key. Requests of web
 pages are refused but for the origins that were allowed: a socket that is forwarded to a laptop is open to its browser.
@@ -8,223 +8,239 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
-from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, PlainTextResponse, Response
-
-from hpc_serve.gate.connection_limits import HAS_KEY
-from hpc_serve.gate.gate import discard_body
-from hpc_serve.gateway.answers import Refusal, refusal_of
-from hpc_serve.gateway.bodies import asked_model
+from hpc_serve.gateway.answers import JSON, Refusal, refusal_of
+from hpc_serve.gateway.bodies import asked_model, fields_of
 from hpc_serve.gateway.directory import Directory
-from hpc_serve.gateway.forwarding import (
-    Asked,
-    Bodies,
-    BrokenAnswerError,
-    ClientLeftError,
-    Receive,
-    Scope,
-    Send,
-    forward,
-)
-from hpc_serve.gateway.headers import BadHeaderError, for_engine, hosts_of, is_own_host, value_of
+from hpc_serve.gateway.forwarding import Asked, BrokenAnswerError, forward
+from hpc_serve.gateway.headers import BadHeaderError, Header, for_engine, hosts_of, is_own_host
 from hpc_serve.gateway.metrics import CONTENT_TYPE, Metrics
+from hpc_serve.gateway.request import Request
 from hpc_serve.gateway.routes import route_of
-from hpc_serve.gateway.settings import Settings
+from hpc_serve.gateway.settings import MIB, Settings
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore
 
 CLIENT_LEFT = 499
-_MODELS = "/v1/models"
+_MODELS = b"/v1/models"
+_VARY = (b"vary", b"Origin")
 
 _log = logging.getLogger(__name__)
 
 
 class Gateway:
-    """One gateway; see `make_app`."""
+    """One gateway to the services of `store`."""
 
     def __init__(self, store: ServiceStore, settings: Settings) -> None:
         self._settings = settings
         self._key = settings.key.encode() if settings.key is not None else None
-        self._directory = Directory(store, settings)
-        self._metrics = Metrics(self._directory)
-        self._bodies = Bodies(most_bytes=settings.most_body_bytes, most_held_bytes=settings.most_held_bytes)
+        self._metrics = Metrics()
+        self._directory = Directory(store, settings, self._metrics.of)
+        self._metrics.directory = self._directory
+        self._held_bytes = 0
+        self._following: asyncio.Task[None] | None = None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._live(receive, send)
-        elif scope["type"] == "http":
-            await self._answer(scope, receive, send)
-        else:
-            raise RuntimeError(f"the gateway does not know {scope['type']} connections and refuses them")
+    def start(self) -> None:
+        """Look for services from now on, in the event loop that runs."""
+        self._following = asyncio.get_running_loop().create_task(self._directory.follow())
 
-    async def _live(self, receive: Receive, send: Send) -> None:
-        await receive()
-        following = asyncio.create_task(self._directory.follow())
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-        following.cancel()
+    async def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
         await self._directory.close()
-        await send({"type": "lifespan.shutdown.complete"})
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        own: Response | None
-        try:
-            self._check_host(scope)
-            if scope["path"] == "/health" and scope["method"] in ("GET", "HEAD"):
-                own = JSONResponse({"status": "ok"})
-            else:
-                self._admit(scope)
-                own = await self._own_answer(scope)
-        except Refusal as refusal:
-            await discard_body(receive)
-            await _refuse(scope, receive, send, refusal)
-            return
-        if own is not None:
-            await own(scope, receive, send)
-        else:
-            await self._pass_on(scope, receive, send)
 
     # -- who may ask
 
-    def _check_host(self, scope: Scope) -> None:
+    @property
+    def asks_for_key(self) -> bool:
+        return self._key is not None
+
+    def let_in(self, request: Request) -> None:
+        """Raise Refusal for a request that is refused by its head."""
+        if self._is_preflight(request):
+            return
+        self._check_host(request)
+        if not _is_health(request):
+            self._admit(request)
+        request.connection.show_key()
+        if request.length > self._settings.most_body_bytes:
+            raise self._too_large()
+
+    def _check_host(self, request: Request) -> None:
         """Raise Refusal for a foreign host: a web page may have had its name resolved to this one (DNS rebinding)."""
         named = self._settings.hosts
-        foreign = next((host for host in hosts_of(scope["headers"]) if not is_own_host(host, named or ())), None)
-        if named is not None and foreign is not None:
+        if named is None:
+            return
+        foreign = next((host for host in hosts_of(request.headers) if not is_own_host(host, named)), None)
+        if foreign is not None:
             text = (
                 f"The gateway does not answer as {foreign[:80]!r}: ask it as localhost, or start it with --allow-host."
             )
             raise Refusal(status=421, code="host_not_allowed", message=text)
 
-    def _admit(self, scope: Scope) -> None:
+    def _admit(self, request: Request) -> None:
         """Raise Refusal for whoever may not ask."""
-        origin = value_of(scope["headers"], b"origin").decode("latin-1")
+        origin = request.value_of(b"origin").decode("latin-1")
         if origin and origin not in self._settings.origins:
             text = "Web pages of this origin may not ask the gateway: start it with --allow-origin to let them."
             raise Refusal(status=403, code="origin_not_allowed", message=text)
-        if self._key is not None and not self._has_key(scope):
+        if self._key is not None and not self._has_key(request):
             text = "This gateway asks for its key: send `Authorization: Bearer KEY`. Its owner has the file of the key."
             headers = {"www-authenticate": "Bearer"}
             raise Refusal(status=401, code="invalid_api_key", message=text, headers=headers)
-        if tell_connection := scope.get(HAS_KEY):
-            tell_connection()
 
-    def _has_key(self, scope: Scope) -> bool:
-        scheme, _, given = value_of(scope["headers"], b"authorization").partition(b" ")
+    def _has_key(self, request: Request) -> bool:
+        scheme, _, given = request.value_of(b"authorization").partition(b" ")
         if scheme.lower() != b"bearer":
-            given = value_of(scope["headers"], b"x-api-key")  # of Anthropic's SDKs
+            given = request.value_of(b"x-api-key")  # of Anthropic's SDKs
         assert self._key is not None
         return hmac.compare_digest(given.strip(), self._key)
 
+    # -- bodies that are held
+
+    def hold(self, request: Request, size: int) -> None:
+        """Count bytes of a body. Raises Refusal."""
+        if request.held_bytes + size > self._settings.most_body_bytes:
+            raise self._too_large()
+        if self._held_bytes + size > self._settings.most_held_bytes:
+            text = (
+                f"The gateway holds {self._held_bytes / MIB:.0f} MiB of requests, and takes no more until some have"
+                " ended."
+            )
+            raise Refusal(
+                status=429, code="memory_full", kind="rate_limit_error", message=text, headers={"retry-after": "1"}
+            )
+        self._held_bytes += size
+        request.held_bytes += size
+
+    def release(self, request: Request) -> None:
+        """Count the bytes of a body no more."""
+        self._held_bytes -= request.held_bytes
+        request.held_bytes = 0
+
+    def _too_large(self) -> Refusal:
+        most = self._settings.most_body_bytes / MIB
+        text = f"The body is larger than {most:g} MiB. Send less, or start the gateway with another --max-body."
+        return Refusal(status=413, code="body_too_large", message=text)
+
     # -- what the gateway answers itself
 
-    async def _own_answer(self, scope: Scope) -> Response | None:
-        path, method = scope["path"], scope["method"]
-        if method not in ("GET", "HEAD"):
-            return None
-        if path == "/metrics":
-            return PlainTextResponse(self._metrics.text(), media_type=CONTENT_TYPE)
-        if path == _MODELS:
-            return JSONResponse({"object": "list", "data": await self._directory.models()})
-        if path.startswith(f"{_MODELS}/"):
-            wanted = path.removeprefix(f"{_MODELS}/")
-            for model in await self._directory.models():
-                if model["id"] == wanted:
-                    return JSONResponse(model)
-            raise Refusal(status=404, code="model_not_found", message=f"There is no model {wanted[:80]!r}.")
-        return None
+    async def answer(self, request: Request) -> None:
+        """Answer a request that was let in."""
+        if request.method not in ("GET", "HEAD"):
+            if self._is_preflight(request):
+                self._answer_preflight(request)
+            else:
+                await self._pass_on(request)
+        elif _is_health(request):
+            self._respond(request, {"status": "ok"})
+        elif request.path == b"/metrics":
+            headers = [(b"content-type", CONTENT_TYPE.encode()), *self._for_page(request)]
+            request.respond(200, self._metrics.text(), headers)
+        elif request.path == _MODELS:
+            self._respond(request, {"object": "list", "data": await self._directory.models()})
+        elif request.path.startswith(_MODELS + b"/"):
+            await self._answer_model(request)
+        else:
+            await self._pass_on(request)
+
+    async def _answer_model(self, request: Request) -> None:
+        wanted = unquote_to_bytes(request.path.removeprefix(_MODELS + b"/")).decode(errors="replace")
+        for model in await self._directory.models():
+            if model["id"] == wanted:
+                self._respond(request, model)
+                return
+        refusal = Refusal(status=404, code="model_not_found", message=f"There is no model {wanted[:80]!r}.")
+        request.refuse(refusal, *self._for_page(request))
+
+    def _respond(self, request: Request, content: dict[str, Any]) -> None:
+        request.respond(200, json.dumps(content).encode(), [JSON, *self._for_page(request)])
+
+    # -- web pages that were let in
+
+    def _for_page(self, request: Request) -> Sequence[Header]:
+        """Return the headers that let a web page read an answer."""
+        origin = request.value_of(b"origin") if self._settings.origins else b""
+        return ((b"access-control-allow-origin", origin), _VARY) if origin else ()
+
+    def _is_preflight(self, request: Request) -> bool:
+        return (
+            request.method == "OPTIONS"
+            and request.value_of(b"origin").decode("latin-1") in self._settings.origins
+            and bool(request.value_of(b"access-control-request-method"))
+        )
+
+    def _answer_preflight(self, request: Request) -> None:
+        headers = [
+            *self._for_page(request),
+            (b"access-control-allow-methods", b"GET, POST"),
+            (b"access-control-allow-headers", request.value_of(b"access-control-request-headers") or b"*"),
+            (b"access-control-max-age", b"600"),
+        ]
+        request.respond(200, b"OK", headers)
 
     # -- what is passed on
 
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held: list[int] = []
+    async def _pass_on(self, request: Request) -> None:
         service, route, status = "", "other", CLIENT_LEFT
         try:
-            asked = await self._read(scope, receive, held)
+            asked = self._read(request)
             route = asked.route
             front = await self._directory.find(asked.model)
             service = front.service
-            status = await _while_there(forward(front, asked, send, self._metrics), receive)
-        except ClientLeftError:
-            pass
+            status = await forward(front, asked, request, self._for_page(request))
         except BrokenAnswerError:
-            status = 200  # uvicorn closes the connection of an answer that does not end
+            status = 200
+            request.break_off()
         except asyncio.CancelledError:
-            raise
+            if not request.has_left:
+                raise
         except Exception as error:
             refusal = refusal_of(error, service)
             status = refusal.status
             if status >= 500:
                 _log.warning("%s", printable(f"{service or 'no service'}, {route}: HTTP {status}: {refusal.message}"))
-            await _refuse(scope, receive, send, refusal)
+            request.refuse(refusal, *self._for_page(request))
         finally:
-            self._bodies.release(held)
-            self._metrics.requests.labels(service, route, str(status)).inc()
+            self._metrics.count(service, route, status)
 
-    async def _read(self, scope: Scope, receive: Receive, held: list[int]) -> Asked:
-        """Return the request that is to be passed on. Raises Refusal, ClientLeftError."""
-        route = route_of(scope["method"], scope["raw_path"])
+    def _read(self, request: Request) -> Asked:
+        """Return the request that is to be passed on. Raises Refusal."""
+        route = route_of(request.method, request.path)
         if route is None:
-            text = f"{scope['method']} {scope['path'][:200]} is no route that this gateway passes on."
-            raise Refusal(status=404, code="not_found", message=text)
+            path = request.path[:200].decode("latin-1")
+            raise Refusal(
+                status=404,
+                code="not_found",
+                message=f"{request.method} {path} is no route that this gateway passes on.",
+            )
         try:
-            headers = for_engine(scope["headers"])
+            headers = for_engine(request.headers)
         except BadHeaderError as error:
             raise Refusal(status=400, code="bad_header", message=f"{error}.") from None
-        query = scope["query_string"]
+        query = request.query
         if not all(0x21 <= byte <= 0x7E for byte in query):
             raise Refusal(
                 status=400, code="bad_query", message="The query of the URL has characters that none may have."
             )
-        content_type = value_of(headers, b"content-type").decode("latin-1")
-        body = await self._bodies.read(receive, value_of(scope["headers"], b"content-length"), held)
+        content_type = request.value_of(b"content-type").decode("latin-1")
+        fields = fields_of(content_type, request.body)
         return Asked(
-            method=scope["method"],
+            method=request.method,
             route=route,
-            query=b"?" + query if query else b"",
+            target=route.encode() + (b"?" + query if query else b""),
             headers=headers,
             content_type=content_type,
-            body=body,
-            model=asked_model(content_type, body),
+            body=request.body,
+            fields=fields,
+            model=asked_model(content_type, request.body, fields),
         )
 
 
-def make_app(store: ServiceStore, settings: Settings) -> Any:
-    """Return the application of a gateway to the services of `store`."""
-    gateway = Gateway(store, settings)
-    if not settings.origins:
-        return gateway
-    return CORSMiddleware(
-        gateway, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"], max_age=600
-    )
-
-
-async def _while_there(work: Any, receive: Receive) -> int:
-    """Return what `work` returns. Cancel it when the client leaves, and raise ClientLeftError."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_left(receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            status: int = working.result()
-            return status
-        raise ClientLeftError
-    finally:
-        for task in (working, leaving):
-            if not task.done():
-                task.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await task
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _refuse(scope: Scope, receive: Receive, send: Send, refusal: Refusal) -> None:
-    await JSONResponse(refusal.content, status_code=refusal.status, headers=dict(refusal.headers))(scope, receive, send)
+def _is_health(request: Request) -> bool:
+    return request.path == b"/health" and request.method in ("GET", "HEAD")

@@ -16,28 +16,30 @@ _IS_MODEL = re.compile(
 _LONGEST_NAME = 1_000
 
 
-def asked_model(content_type: str, body: bytes) -> str | None:
-    """Return the model that a request is for.
+def fields_of(content_type: str, body: bytes) -> dict[str, Any]:
+    """Return the fields of a JSON body; none of another body, or if the engine has to say what is wrong with it."""
+    return _read(body) if body and not _is_form(content_type) else {}
 
-    None if the request names none, or if the engine has to say what is wrong with it.
-    """
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind == "multipart/form-data":
+
+def asked_model(content_type: str, body: bytes, fields: dict[str, Any] | None = None) -> str | None:
+    """Return the model that a request is for; None if it names none. `fields` are those of its body, if known."""
+    if _is_form(content_type):
         found = _model_part(content_type, body)
         return found[1].decode(errors="replace") if found is not None else None
-    if not body:
-        return None
-    model = _read(body).get("model")
+    model = (fields_of(content_type, body) if fields is None else fields).get("model")
     return model if isinstance(model, str) and model else None
 
 
 def with_model(content_type: str, body: bytes, model: str) -> bytes:
     """Return the same body, for another name of the model."""
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind == "multipart/form-data":
+    if _is_form(content_type):
         found = _model_part(content_type, body)
         return body if found is None else body[: found[0]] + model.encode() + body[found[0] + len(found[1]) :]
     return json.dumps({**_read(body), "model": model}, separators=(",", ":")).encode()
+
+
+def _is_form(content_type: str) -> bool:
+    return content_type.partition(";")[0].strip().lower() == "multipart/form-data"
 
 
 def _read(body: bytes) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.errors import HpcServeError, StoreError
 from hpc_serve.gateway.answers import Refusal
 from hpc_serve.gateway.front import Front
+from hpc_serve.gateway.metrics import Counts
 from hpc_serve.gateway.settings import Settings
 from hpc_serve.rendezvous.entries import EntryFiles
 from hpc_serve.rendezvous.record import EndpointRecord
@@ -47,8 +48,9 @@ class Found:
 class Directory:
     """All services that are served. Used in one event loop."""
 
-    def __init__(self, store: ServiceStore, settings: Settings) -> None:
+    def __init__(self, store: ServiceStore, settings: Settings, counts_of: Callable[[str], Counts]) -> None:
         self._store = store
+        self._counts_of = counts_of
         self._settings = settings
         self._live: dict[str, EntryFiles] = {}
         self._found: dict[str, Found] = {}
@@ -114,7 +116,7 @@ class Directory:
 
     def _front(self, service: str) -> Front:
         if (front := self._fronts.get(service)) is None:
-            front = self._fronts[service] = Front(self._store, service, self._settings)
+            front = self._fronts[service] = Front(self._store, service, self._settings, self._counts_of(service))
             front.names = self._found[service].names
         return front
 

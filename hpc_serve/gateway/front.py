@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
 from typing import Any
 
+from hpc_serve.client.connections.message import Message
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.wait import WaitPolicy, wait_for_replica
 from hpc_serve.client.replicas.event_loops import InLoop
@@ -14,6 +15,7 @@ from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests.exchange import NoReplicaError
 from hpc_serve.client.requests.transport import AsyncServiceTransport
 from hpc_serve.errors import HpcServeError, WaitTimeoutError
+from hpc_serve.gateway.metrics import Counts
 from hpc_serve.gateway.settings import Settings
 from hpc_serve.gateway.turns import Turns
 from hpc_serve.rendezvous.store import ServiceStore
@@ -28,10 +30,11 @@ _MODELS_S = 3.0
 class Front:
     """One service. Its engines answer to `names`."""
 
-    def __init__(self, store: ServiceStore, service: str, settings: Settings) -> None:
+    def __init__(self, store: ServiceStore, service: str, settings: Settings, counts: Counts) -> None:
         self.service = service
         self.watch = ServiceWatch(store, service, may_wake=settings.wake)
         self.turns = Turns(service, most_in_flight=settings.most_in_flight, most_queued=settings.most_queued)
+        self.counts = counts
         self.names: tuple[str, ...] = ()
         self._wait_s = settings.wait_s
         self._transport = AsyncServiceTransport(self.watch, wait=settings.wait_s or None)
@@ -74,13 +77,13 @@ class Front:
             self._search = asyncio.get_running_loop().create_task(wait)
         return self._search
 
-    async def send(self, make_request: Callable[[], http.Request]) -> http.Response:
+    async def send(self, request: Message) -> Any:
         """Return the answer to a request, with its body unread. Raises what the client's transport raises."""
         rounds_left = _MOST_ROUNDS
         while True:
             rounds_left -= 1
             try:
-                return await self._transport.handle_async_request(make_request())
+                return await self._transport.ask(request)
             except NoReplicaError:
                 if not rounds_left:
                     raise
@@ -88,7 +91,8 @@ class Front:
 
     async def models(self) -> list[dict[str, Any]]:
         """Return an engine's list of models; without an answer in time, the names in the records."""
-        request = http.Request("GET", "http://gateway/v1/models", headers={"accept-encoding": "identity"})
+        headers = [(b"accept-encoding", b"identity")]
+        request = Message(method="GET", target=b"/v1/models", headers=headers, content=b"")
         try:
             answer = await asyncio.wait_for(self._read(request), _MODELS_S)
             found = [card for card in answer["data"] if isinstance(card["id"], str)]
@@ -96,13 +100,12 @@ class Front:
             found = [{"id": name, "object": "model", "created": 0, "owned_by": "hpc-serve"} for name in self.names]
         return found
 
-    async def _read(self, request: http.Request) -> Any:
-        response = await self._transport.handle_async_request(request)
+    async def _read(self, request: Message) -> Any:
+        response = await self._transport.ask(request)
         try:
-            await response.aread()
+            return json.loads(await response.aread())
         finally:
             await response.aclose()
-        return response.json()
 
     async def close(self) -> None:
         if self._search is not None:

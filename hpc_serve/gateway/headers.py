@@ -6,8 +6,9 @@ with characters that no header may have is an error of the client: the engine's 
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -24,7 +25,7 @@ _NOT_FOR_THE_ENGINE = _OF_A_CONNECTION | {
     *(b"x-real-ip", b"http2-settings"),
 }
 _LEFT_OUT_BEGINNINGS = (b"x-forwarded-", b"x-hpc-serve", b"sec-", b"access-control-")
-_NOT_FOR_THE_CLIENT = _OF_A_CONNECTION | {b"server", b"date", b"proxy-authenticate", b"set-cookie"}
+_NOT_FOR_THE_CLIENT = _OF_A_CONNECTION | {b"server", b"proxy-authenticate", b"set-cookie"}
 
 _NAME = re.compile(rb"[-!#$%&'*+.^_`|~0-9A-Za-z]{1,256}")
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
@@ -71,7 +72,8 @@ def hosts_of(headers: Iterable[Header]) -> list[str]:
     return [value.decode("latin-1") for name, value in headers if name.lower() == b"host"]
 
 
-def is_own_host(host: str, named: Collection[str]) -> bool:
+@functools.lru_cache(maxsize=64)
+def is_own_host(host: str, named: tuple[str, ...]) -> bool:
     """Return whether a Host header means localhost, a loopback address or one of the names.
 
     >>> is_own_host("localhost:8000", ()), is_own_host("[::1]:8000", ()), is_own_host("evil.example:8000", ())

@@ -25,7 +25,7 @@ from hpc_serve.rendezvous.files import make_folders, make_private_folder
 from hpc_serve.rendezvous.ownership import require
 
 LONGEST_PATH = 100  # the kernel allows 107 bytes
-_MOST_WAITING = 1024
+MOST_WAITING = 1024
 _ANSWER_S = 1.0
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
@@ -70,7 +70,7 @@ def on_socket(path: Path) -> Iterator[ListenAddress]:
                 listener.bind(str(path))
             finally:
                 os.umask(before)
-            listener.listen(_MOST_WAITING)
+            listener.listen(MOST_WAITING)
             yield ListenAddress(listener=listener, path=path)
         finally:
             listener.close()
@@ -114,7 +114,7 @@ def on_port(host: str, port: int) -> Iterator[ListenAddress]:
     """Listen on a port of one address of this host, 0 for any port. Raises InvalidRequestError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.create_server((str(address[0]), port), family=family, backlog=_MOST_WAITING)
+        listener = socket.create_server((str(address[0]), port), family=family, backlog=MOST_WAITING)
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""Runs a gateway until it is told to end: uvicorn on one listener, with our limits on strangers' connections.
+"""Runs a gateway until it is told to end: an event loop that listens, with our limits on strangers' connections.
 
 At SIGTERM or SIGINT it takes no new requests, finishes those under way within a bound, and returns.
 """
@@ -6,37 +6,106 @@ At SIGTERM or SIGINT it takes no new requests, finishes those under way within a
 from __future__ import annotations
 
 import asyncio
+import signal
+import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.gateway.listening import ListenAddress
+from hpc_serve.gateway.listening import MOST_WAITING, ListenAddress
 from hpc_serve.gateway.settings import Settings
 from hpc_serve.rendezvous.store import ServiceStore
 
 try:
-    import uvicorn
-
-    from hpc_serve.gateway.app import make_app
+    from hpc_serve.gateway.app import Gateway
+    from hpc_serve.gateway.client_connection import ClientConnection
 except ImportError as error:
     raise InvalidRequestError(
         f"the gateway needs packages that are not here ({error}): pip install 'hpc-serve[gateway]', or use the"
         " environment of vLLM, which has them."
     ) from error
 
-from hpc_serve.gate import connection_limits
+from hpc_serve.gate.connection_limits import MAX_CONNECTIONS_WITHOUT_KEY, TLS_HANDSHAKE_TIMEOUT_S
 
-KEEP_ALIVE_S = 65
+_LOOK_S = 1.0
 
 
-class Server(uvicorn.Server):
-    """uvicorn, which after a signal would end this process by that signal."""
+class Server:
+    """All connections of clients. `stop` ends it, within `grace_s` for the requests that are under way."""
 
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        super().handle_exit(sig, frame)
-        self._captured_signals.clear()
+    def __init__(self, app: Gateway, *, grace_s: float) -> None:
+        self.app = app
+        self.is_ending = False
+        self._grace_s = grace_s
+        self._connections: set[ClientConnection] = set()
+        self._without_key: dict[ClientConnection, None] = {}  # the oldest first
+        self._stops = 0
+        self._told = asyncio.Event()
+
+    async def run(self, listener: socket.socket, context: ssl.SSLContext | None, on_start: Callable[[], None]) -> None:
+        """Serve until `stop`. `on_start` is called when requests are answered."""
+        loop = asyncio.get_running_loop()
+        handshake_s = TLS_HANDSHAKE_TIMEOUT_S if context is not None else None
+        make = partial(ClientConnection, self, loop)
+        self.app.start()
+        listening = await loop.create_server(
+            make, sock=listener, ssl=context, ssl_handshake_timeout=handshake_s, backlog=MOST_WAITING
+        )
+        on_start()
+        while not self._stops:
+            await self._wait(_LOOK_S)
+            for connection in list(self._connections):
+                connection.check_time(loop.time())
+        self.is_ending = True
+        listening.close()
+        until_s = loop.time() + self._grace_s
+        while self._stops < 2 and self._connections and loop.time() < until_s:
+            for connection in list(self._connections):
+                connection.end_when_answered()
+            self._told.clear()
+            await self._wait(min(_LOOK_S, max(until_s - loop.time(), 0.0)))
+        for connection in list(self._connections):
+            connection.transport.abort()
+        await asyncio.sleep(0)
+        await self.app.close()
+
+    def stop(self) -> None:
+        """End; the second call ends at once."""
+        self._stops += 1
+        self._told.set()
+
+    async def _wait(self, seconds: float) -> None:
+        """Wait until something is told."""
+        timer = asyncio.get_running_loop().call_later(seconds, self._told.set)
+        await self._told.wait()
+        timer.cancel()
+        self._told.clear()
+
+    # -- what connections tell
+
+    def add(self, connection: ClientConnection) -> None:
+        self._connections.add(connection)
+        if not self.app.asks_for_key:  # who can connect may ask
+            connection.has_key = True
+            return
+        self._without_key[connection] = None
+        if len(self._without_key) > MAX_CONNECTIONS_WITHOUT_KEY:  # a flood must not keep out who has the key
+            oldest = next(iter(self._without_key))
+            del self._without_key[oldest]
+            oldest.transport.abort()
+
+    def remove(self, connection: ClientConnection) -> None:
+        self._connections.discard(connection)
+        self._without_key.pop(connection, None)
+        if self.is_ending:
+            self._told.set()
+
+    def note_key(self, connection: ClientConnection) -> None:
+        connection.has_key = True
+        self._without_key.pop(connection, None)
 
 
 def serve(
@@ -52,29 +121,29 @@ def serve(
 
     `on_start` is called when requests are answered. Raises HpcServeError.
     """
-    connection_limits.install()
+    context = None
     if certificate is not None:
         settings = replace(settings, hosts=None)  # a foreign name is not in the certificate
-    config = uvicorn.Config(
-        _announced(make_app(store, settings), on_start),
-        lifespan="on",
-        ws="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(grace_s),
-        ssl_certfile=certificate,  # uvicorn reads the key from it, too
-    )
-    Server(config).run(sockets=[place.listener])
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)  # which has the key, too
+
+    async def run() -> None:
+        server = Server(Gateway(store, settings), grace_s=grace_s)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, server.stop)
+        await server.run(place.listener, context, on_start)
+
+    loop = new_event_loop()
+    try:
+        loop.run_until_complete(run())
+    finally:
+        loop.close()
 
 
-def _announced(app: Any, on_start: Callable[[], None]) -> Any:
-    async def announced(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            connection_limits.bound_tls_handshakes(asyncio.get_running_loop())
-            asyncio.get_running_loop().call_soon(on_start)
-        await app(scope, receive, send)
-
-    return announced
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Make uvloop's, which costs a third, where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 
 from hpc_serve.gateway.answers import FULL_RETRY_S, Refusal
 
@@ -20,9 +19,11 @@ class Turns:
         self.in_flight = 0
         self.queued = 0
 
-    @asynccontextmanager
-    async def turn(self, ready: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-        """Wait until the service is `ready` and the request has its turn. Raises Refusal, and what `ready` raises."""
+    async def enter(self, ready: Callable[[], Awaitable[None]]) -> None:
+        """Wait until the service is `ready` and the request has its turn, until `leave`.
+
+        Raises Refusal, and what `ready` raises.
+        """
         if self.in_flight + self.queued >= self._most_in_flight + self._most_queued:
             raise self._full()
         self.queued += 1
@@ -32,11 +33,11 @@ class Turns:
         finally:
             self.queued -= 1
         self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
-            self._turns.release()
+
+    def leave(self) -> None:
+        """End the turn of a request."""
+        self.in_flight -= 1
+        self._turns.release()
 
     def _full(self) -> Refusal:
         return Refusal(

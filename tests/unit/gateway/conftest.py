@@ -5,11 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,12 @@ import pytest
 
 from hpc_serve.cli.main import run
 from tests.cluster import wait_for
-from tests.support.asgi_server import served
 from tests.support.patience import PATIENCE_S
 from tests.unit.client.conftest import service
 
 assert service  # a fixture of the client's tests
 
-NEEDS = ("starlette", "uvicorn", "httptools", "prometheus_client")
+NEEDS = ("httptools", "prometheus_client")
 
 
 @dataclass
@@ -88,13 +88,36 @@ class Front:
         return total
 
 
+@contextmanager
+def served(store: Any, settings: Any) -> Iterator[int]:
+    """Serve a gateway in a thread; yields the port."""
+    from hpc_serve.gateway.app import Gateway
+    from hpc_serve.gateway.server import Server, new_event_loop
+
+    loop, ready, servers = new_event_loop(), threading.Event(), []
+
+    async def run() -> None:
+        servers.append(Server(Gateway(store, settings), grace_s=PATIENCE_S))
+        await servers[0].run(listener, None, ready.set)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=loop.run_until_complete, args=(run(),), daemon=True)
+        thread.start()
+        assert ready.wait(PATIENCE_S)
+        yield listener.getsockname()[1]
+        for _ in range(2):
+            loop.call_soon_threadsafe(servers[0].stop)
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+        loop.close()
+
+
 @pytest.fixture
 def gateway(service, monkeypatch) -> Iterator[Callable[..., Front]]:
     """Starts a gateway with some settings to the services of the test's home."""
     for package in NEEDS:
         pytest.importorskip(package, reason=f"the gateway needs {package}")
     from hpc_serve.gateway import directory, front
-    from hpc_serve.gateway.app import make_app
     from hpc_serve.gateway.settings import Settings
 
     for module, name in ((front, "_FIRST_LOOK_S"), (front, "_MODELS_S"), (directory, "_READ_S")):
@@ -103,8 +126,7 @@ def gateway(service, monkeypatch) -> Iterator[Callable[..., Front]]:
     with ExitStack() as stack:
 
         def start(**settings: Any) -> Front:
-            app = make_app(service.store, Settings(**{"wait_s": 0.0, **settings}))
-            return Front(stack.enter_context(served(app)))
+            return Front(stack.enter_context(served(service.store, Settings(**{"wait_s": 0.0, **settings}))))
 
         yield start
 

@@ -9,7 +9,6 @@ from contextlib import suppress
 
 import pytest
 
-from hpc_serve.gate import connection_limits
 from tests.support.stub_engine import greedy_answer
 
 GREEDY = ("--stub-greedy", "--stub-words", "3")
@@ -18,11 +17,7 @@ BODY = json.dumps({"model": "405b", "prompt": "Why?", "temperature": 0}).encode(
 
 
 @pytest.fixture
-def front(service, gateway, monkeypatch):
-    """With the limits on connections that the program has, for this test alone."""
-    auto = pytest.importorskip("uvicorn.protocols.http.auto")
-    monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)
-    connection_limits.install()
+def front(service, gateway):
     service.start(*GREEDY)
     return gateway(key=KEY)
 
