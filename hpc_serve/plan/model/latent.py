@@ -13,7 +13,7 @@ from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.moe import deepseek_half
 from hpc_serve.plan.model.ordinary import ordinary_layer
 from hpc_serve.plan.model.spec import DecoderLayer, LayerCache
-from hpc_serve.plan.model.weights import Block, Part, Weight
+from hpc_serve.plan.model.weights import Block, Linear, Part, Weight
 
 _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 _INDEX_SCALE_BLOCK = 128
@@ -117,7 +117,8 @@ def latent_cache(builder: LayerBuilder) -> LayerCache:
 def latent_derived(builder: LayerBuilder, weights: Sequence[Weight]) -> Block:
     """Return the weights that vLLM derives from the expanding matrix when it loads it: none from one in 16 bit, whose
     parts it uses where they are (`split_kv_b_proj` in layers/attention/mla_attention.py)."""
-    if any(one.name.endswith("kv_b_proj") and one.scheme.weight_bits == 16 for one in weights):
+    linears = (one for one in weights if isinstance(one, Linear))
+    if any(one.name.endswith("kv_b_proj") and one.scheme.weight_bits == 16 for one in linears):
         return Block()
     per_head = Part(builder.heads, builder.require("qk_nope_head_dim") + builder.require("v_head_dim"))
     return block(
