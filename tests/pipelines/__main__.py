@@ -93,6 +93,8 @@ def run(name: str, python: Path, package: str, ask: Callable[[Path], tuple[list[
                 "HF_HOME": str(folder / "hub"),
                 "HF_HUB_OFFLINE": "1",
                 "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_raylet_start_wait_time_s": "600",  # a busy machine
             }
             with (folder / "log").open("w+") as log:
                 argv = ["bash", str(EXAMPLES / "through_gateway.sh"), "405b", *command]
