@@ -472,7 +472,7 @@ class TestPeople:
             raise StoreError("cannot write: no space is left on the device.")
 
         monkeypatch.setattr("hpc_serve.submit.services.stop.ask_to_drain", full)
-        monkeypatch.setattr("hpc_serve.rendezvous.wanted_file.write_private", full)
+        monkeypatch.setattr("hpc_serve.rendezvous.wanted_file.write_json", full)
         slurm.job("101", "CANCELLED", after_cancel=True)
         stubs.engines[0].kill()
         stubs.publish(stubs.engines[0], job_id="101", model=MODEL, state="draining")
