@@ -69,7 +69,6 @@ class Server:
             await self._wait(min(_LOOK_S, max(until_s - loop.time(), 0.0)))
         for connection in list(self._connections):
             connection.transport.abort()
-        await asyncio.sleep(0)
         await self.app.close()
 
     def stop(self) -> None:
@@ -132,12 +131,21 @@ def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, server.stop)
         await server.run(place.listener, context, on_start)
+        await end_tasks()
 
     loop = new_event_loop()
     try:
         loop.run_until_complete(run())
     finally:
         loop.close()
+
+
+async def end_tasks() -> None:
+    """Cancel all other tasks of the event loop, which is to end."""
+    if left := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left, timeout=_LOOK_S)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

@@ -22,6 +22,7 @@ from hpc_serve.client.connections.message import Header, Message
 from hpc_serve.client.replicas.event_loops import has_ended
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
+from hpc_serve.rendezvous.gate_headers import PROCESSING
 
 # The engine waits when more has come than this and was not read.
 _MOST_UNREAD_BYTES = 256 * 1024
@@ -62,11 +63,9 @@ class EngineConnection(asyncio.Protocol):
         answer = self._answer = EngineAnswer(self, message)
         self.wait.begin_write(None)
         head, content = message.head(), message.content or b""
-        if len(content) <= _JOINED_BYTES:
-            self.transport.write(head + content)
-        else:
-            self.transport.write(head)
-            self.transport.write(content)
+        pieces = (head + content,) if len(content) <= _JOINED_BYTES else (head, content)
+        for piece in pieces:
+            self.transport.write(piece)
         return answer
 
     async def upload(self, message: Message) -> None:
@@ -136,6 +135,9 @@ class EngineConnection(asyncio.Protocol):
             return
         if answer.woken is not None:
             self.wait.end(data)
+            if not answer.status_code and not data.replace(PROCESSING, b""):  # signs: nobody need be woken
+                self.begin_wait(answer.timeout_s)
+                return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -227,7 +229,7 @@ class EngineAnswer(http.AsyncByteStream):
         self.ends_with_connection = False
         self.unread_bytes = 0
         self._connection = connection
-        self._timeout_s = message.timeout_s("read")
+        self.timeout_s = message.timeout_s("read")
         self._pieces: deque[bytes] = deque()
         self._is_over = False
         self._error: http.TransportError | None = None
@@ -259,7 +261,7 @@ class EngineAnswer(http.AsyncByteStream):
 
     async def _more(self) -> None:
         woken = self.woken = self._connection.loop.create_future()
-        self._connection.begin_wait(self._timeout_s)
+        self._connection.begin_wait(self.timeout_s)
         try:
             await woken
         finally:

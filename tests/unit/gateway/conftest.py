@@ -92,13 +92,14 @@ class Front:
 def served(store: Any, settings: Any) -> Iterator[int]:
     """Serve a gateway in a thread; yields the port."""
     from hpc_serve.gateway.app import Gateway
-    from hpc_serve.gateway.server import Server, new_event_loop
+    from hpc_serve.gateway.server import Server, end_tasks, new_event_loop
 
     loop, ready, servers = new_event_loop(), threading.Event(), []
 
     async def run() -> None:
         servers.append(Server(Gateway(store, settings), grace_s=PATIENCE_S))
         await servers[0].run(listener, None, ready.set)
+        await end_tasks()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=loop.run_until_complete, args=(run(),), daemon=True)
