@@ -53,7 +53,7 @@ def submit_batch(script: str, home: Path) -> tuple[str, Path]:
     """Hand the script to sbatch; return the job's id and the pattern of its logs. Raises HpcServeError."""
     make_private_folder(home)
     log_dir = make_log_dir(_log_dir(home), called="HPC_SERVE_HOME")
-    job_id = submit_to_slurm(script, make_private_folder(home / "batch" / "scripts")).job_id
+    job_id, _ = submit_to_slurm(script, make_private_folder(home / "batch" / "scripts"))
     return job_id, log_dir / f"{job_id}*.log"
 
 

@@ -59,6 +59,7 @@ class ReplicaView:
             progress.window = max(1, most // self._clients)
             return
         works = [work.now for work in self._works.look(ready)]
-        running, waiting = [work.running for work in works], [work.waiting for work in works]
-        if works and None not in (*running, *waiting):  # an engine may be too busy to say: then the window stays
+        running = [work.running for work in works if work.running is not None]
+        waiting = [work.waiting for work in works if work.waiting is not None]
+        if works and len(running) == len(waiting) == len(works):  # one too busy to say leaves the window as it is
             progress.window = next_window(progress.window, most, running=sum(running), waiting=sum(waiting))

@@ -16,6 +16,7 @@ from urllib.parse import unquote_to_bytes
 
 from hpc_serve.gateway.answers import JSON, Refusal, refusal_of
 from hpc_serve.gateway.bodies import asked_model, fields_of
+from hpc_serve.gateway.chat_page import PAGE_HEADERS, chat_page
 from hpc_serve.gateway.directory import Directory
 from hpc_serve.gateway.forwarding import Asked, BrokenAnswerError, forward
 from hpc_serve.gateway.headers import BadHeaderError, Header, for_engine, hosts_of, is_own_host
@@ -65,9 +66,9 @@ class Gateway:
         if self._is_preflight(request):
             return
         self._check_host(request)
-        if not _is_health(request):
+        if not _is_open(request):
             self._admit(request)
-        request.connection.show_key()
+            request.connection.show_key()
         if request.length > self._settings.most_body_bytes:
             raise self._too_large()
 
@@ -86,13 +87,18 @@ class Gateway:
     def _admit(self, request: Request) -> None:
         """Raise Refusal for whoever may not ask."""
         origin = request.value_of(b"origin").decode("latin-1")
-        if origin and origin not in self._settings.origins:
+        if origin and origin not in self._settings.origins and origin != self._own_origin(request):
             text = "Web pages of this origin may not ask the gateway: start it with --allow-origin to let them."
             raise Refusal(status=403, code="origin_not_allowed", message=text)
         if self._key is not None and not self._has_key(request):
             text = "This gateway asks for its key: send `Authorization: Bearer KEY`. Its owner has the file of the key."
             headers = {"www-authenticate": "Bearer"}
             raise Refusal(status=401, code="invalid_api_key", message=text, headers=headers)
+
+    def _own_origin(self, request: Request) -> str:
+        """Return the origin of a page that came from the address that is asked now: the gateway's own."""
+        scheme = "http" if self._settings.hosts is not None else "https"
+        return f"{scheme}://{request.value_of(b'host').decode('latin-1')}"
 
     def _has_key(self, request: Request) -> bool:
         scheme, _, given = request.value_of(b"authorization").partition(b" ")
@@ -137,8 +143,10 @@ class Gateway:
                 self._answer_preflight(request)
             else:
                 await self._pass_on(request)
-        elif _is_health(request):
+        elif request.path == b"/health":
             self._respond(request, {"status": "ok"})
+        elif request.path == b"/":
+            request.respond(200, chat_page(), PAGE_HEADERS)
         elif request.path == b"/metrics":
             headers = [(b"content-type", CONTENT_TYPE.encode()), *self._for_page(request)]
             request.respond(200, self._metrics.text(), headers)
@@ -242,5 +250,6 @@ class Gateway:
         )
 
 
-def _is_health(request: Request) -> bool:
-    return request.path == b"/health" and request.method in ("GET", "HEAD")
+def _is_open(request: Request) -> bool:
+    """Return whether everybody who can connect may ask this: it holds nothing secret."""
+    return request.path in (b"/health", b"/") and request.method in ("GET", "HEAD")

@@ -12,6 +12,14 @@ from markupsafe import Markup
 
 from hpc_serve.pages.frame import document
 
+PAGE_HEADERS = (
+    (b"content-type", b"text/html; charset=utf-8"),
+    (b"content-security-policy", b"frame-ancestors 'none'"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),
+)
+"""No other page may show this one inside of it."""
 _HERE = Path(__file__).parent
 _BODY = Markup(
     '<header><b>hpc-serve</b><label>Model <select id="model"></select></label>'

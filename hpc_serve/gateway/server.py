@@ -1,6 +1,6 @@
 """Runs a gateway until it is told to end: an event loop that listens, with our limits on strangers' connections.
 
-At SIGTERM or SIGINT it takes no new requests, finishes those under way within a bound, and returns.
+At SIGTERM, SIGINT or SIGHUP it takes no new requests, finishes those under way within a bound, and returns.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def serve(
     grace_s: float,
     on_start: Callable[[], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT, by TLS where there is a file with a key and its `certificate`.
+    """Serve until SIGTERM, SIGINT or SIGHUP, by TLS where there is a file with a key and its `certificate`.
 
     `on_start` is called when requests are answered. Raises HpcServeError.
     """
@@ -128,7 +128,7 @@ def serve(
 
     async def run() -> None:
         server = Server(Gateway(store, settings), grace_s=grace_s)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # SIGHUP: the ssh that started it has ended
             asyncio.get_running_loop().add_signal_handler(number, server.stop)
         await server.run(place.listener, context, on_start)
         await end_tasks()

@@ -88,12 +88,14 @@ def submit(request: QuantizeRequest, home: Path) -> Submitted:
     make_private_folder(home)
     log_dir = make_log_dir(Path(request.log_dir), called="--log-dir")
     scripts = make_private_folder(home / "quantize" / "scripts")
+    pid = None
     if request.cluster == "local":
-        done = executor.start_locally(script, scripts, log_dir)
+        pid, _ = executor.start_locally(script, scripts, log_dir)
+        job_id = f"local-{pid}"
     else:
-        done = executor.submit_to_slurm(script, scripts)
-    log = log_dir / f"{done.job_id}.log"
-    return Submitted(job_id=done.job_id, output=Path(request.output), log=log, end=_end_of(done.job_id, done.pid))
+        job_id, _ = executor.submit_to_slurm(script, scripts)
+    log = log_dir / f"{job_id}.log"
+    return Submitted(job_id=job_id, output=Path(request.output), log=log, end=_end_of(job_id, pid))
 
 
 def lines_until_end(submitted: Submitted) -> Iterator[str]:

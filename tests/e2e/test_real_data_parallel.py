@@ -163,8 +163,8 @@ def test_ranks_that_share_experts_answer_as_one_rank_does(alice, folders, answer
 @pytest.mark.parametrize("further", [(), ("--backend", "ray"), EACH_HOST], ids=["mp", "ray", "each-host"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_rank_of_the_other_host_that_ends_or_hangs_ends_all_and_is_named(alice, folders, number, further, show_table):
-    words = (*SHARED, "-tp", "1", "--data-parallel-size", "2", "--nodes", "2", "--gpus-per-node", "1")
-    words += ("--engine-restarts", "0")  # over Ray, an engine is started again
+    sizes = ("-tp", "1", "--data-parallel-size", "2", "--nodes", "2", "--gpus-per-node", "1")
+    words = (*SHARED, *sizes, "--engine-restarts", "0")  # over Ray, an engine is started again
     record = start(alice, folders["qwen2-moe"], f"fate-{number}", *words, *further)
     job_id, other = record["job_id"], record["nodes"][1]["name"]
     if further == EACH_HOST:

@@ -475,3 +475,50 @@ def test_a_page_whose_name_was_resolved_to_this_host_reads_nothing(service, gate
     for host in ("localhost", f"LOCALHOST:{front.port}", f"127.0.0.2:{front.port}", "[::1]:8000", "chat.site.example"):
         assert front.ask("GET", path, Host=host).status != 421
     assert gateway(hosts=None).ask("GET", path, Host="node-1.site.example").status != 421  # over TLS
+
+
+def test_the_gateway_has_a_page_that_may_ask_it_and_no_other(service, gateway):
+    service.start(*GREEDY)
+    front = gateway(key="k" * 32)
+    page = front.ask("GET", "/")
+    assert page.status == 200
+    assert page.headers["content-security-policy"] == "frame-ancestors 'none'"
+    assert b"connect-src &#39;self&#39;" in page.body or b"connect-src 'self'" in page.body
+    assert b"k" * 32 not in page.body
+    asked = {"model": "405b", "prompt": "Why?", "temperature": 0}
+    own, key = f"http://127.0.0.1:{front.port}", {"Authorization": f"Bearer {'k' * 32}"}
+    assert front.ask("POST", "/v1/completions", asked, Origin=own, **key).status == 200
+    assert front.ask("POST", "/v1/completions", asked, Origin=own).status == 401
+    for other in (f"https://127.0.0.1:{front.port}", f"http://127.0.0.1:{front.port + 1}", "http://127.0.0.1"):
+        assert front.ask("POST", "/v1/completions", asked, Origin=other, **key).code == "origin_not_allowed"
+    assert front.ask("GET", "/v1/models", Origin="http://evil.example", Host="evil.example", **key).status == 421
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "is_known"),
+    [
+        (b"/health", [], False),
+        (b"/", [], False),
+        (b"/v1/models", [(b"authorization", b"Bearer " + b"k" * 32)], True),
+    ],
+)
+def test_only_who_shows_the_key_is_out_of_a_strangers_limits(service, path, headers, is_known):
+    pytest.importorskip("httptools", reason="the gateway needs httptools")
+    from hpc_serve.gateway.app import Gateway
+    from hpc_serve.gateway.request import Request
+    from hpc_serve.gateway.settings import Settings
+
+    class Connection:
+        is_full = ends_now = has_shown = False
+
+        def write(self, data: bytes) -> None: ...
+
+        async def room(self) -> None: ...
+
+        def show_key(self) -> None:
+            self.has_shown = True
+
+    connection = Connection()
+    request = Request(connection, "GET", path, [(b"host", b"localhost"), *headers])
+    Gateway(service.store, Settings(key="k" * 32)).let_in(request)
+    assert connection.has_shown == is_known

@@ -127,8 +127,7 @@ async def test_a_descendant_that_left_the_session_is_found_and_ended():
     await child.wait()
     # While a program replaces another, /proc shows no environment for a moment.
     left = await asyncio.to_thread(wait_for, lambda: list(marked_pids(mark)), 60, what="what it has started")
-    left, ended = len(left), await end_marked(mark, grace_s=60)
-    assert left == ended == 1
+    assert (len(left), await end_marked(mark, grace_s=60)) == (1, 1)
     assert not list(marked_pids(mark))
 
 

@@ -29,7 +29,10 @@ WORDS = "vllm serve m -dp 2 --data-parallel-hybrid-lb"
 
 @pytest.fixture
 def both(tmp_path: Path):
-    """Runs a head and a worker beside `scenario(records)`; returns the exit codes, and the last records in order."""
+    """A function that runs a head and a worker beside `scenario(records)`, and their store.
+
+    The function returns the exit codes, and the last records in order.
+    """
     tmp_path.chmod(0o700)
     store = ServiceStore(tmp_path / "home")
     store.ensure_service("8b")
@@ -76,33 +79,36 @@ def both(tmp_path: Path):
 
         return asyncio.run(asyncio.wait_for(meet(), MOST_S)), records()
 
-    run.store = store
-    return run
+    return run, store
 
 
 def test_one_that_is_asked_to_drain_lets_all_drain(both):
+    run, store = both
+
     async def scenario(records):
         assert [(one.replica, one.replicas_per_job, one.nodes[0].name) for one in records] == [
             (0, 2, "n1"),
             (1, 2, "n2"),
         ]
         assert records[0].certificate != records[1].certificate
-        ask_to_drain(drain_file_of(both.store, records[1]), DrainRequest(by="a test", cause="stop", deadline_s=60))
+        ask_to_drain(drain_file_of(store, records[1]), DrainRequest(by="a test", cause="stop", deadline_s=60))
 
-    codes, records = both(scenario)
+    codes, records = run(scenario)
     assert codes == [0, 0]
     assert [(one.state, one.drain_cause) for one in records] == [("stopped", "stop")] * 2
     assert "a test" in (records[0].reason or "")
-    assert not list(both.store.home.glob("services/8b/*.drain"))
+    assert not list(store.home.glob("services/8b/*.drain"))
 
 
 @pytest.mark.parametrize(("rank", "part"), [(0, "engine"), (1, "engine on n2")])
 def test_the_end_of_one_ends_all_and_all_records_name_it(both, rank, part):
+    run, _ = both
+
     async def scenario(records):
         for pid in marked_pids(f"test-{os.getpid()}-{rank}"):
             os.kill(pid, signal.SIGKILL)
 
-    codes, records = both(scenario)
+    codes, records = run(scenario)
     assert codes[0] == 137
     assert [one.state for one in records] == ["failed", "failed"]
     assert records[0].failed_part == part

@@ -169,7 +169,7 @@ def test_what_it_may_say_by_kind(folds: Folds, later: list[Case]) -> None:
     rows += [(one, EXPECTED) for one in later if not one.left_out]
     for one, factors in rows:
         assert one.roofline
-        kind = one.roofline.accelerator.kind
+        kind: str = one.roofline.accelerator.kind
         if one.engine.startswith("vLLM") or kind == "cpu":
             kind = "ranks" if one.roofline.layout.data_parallel_size > 1 else kind
             found[kind].append(error(one, factors))

@@ -41,9 +41,9 @@ def performance(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, An
 def test_both_formulas_are_named_where_their_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     steady, burst = printed(capsys), printed(capsys, "--arrivals", "burst")
     assert "steady arrivals: so many are always in flight" in steady
-    assert "published measurements of steady arrivals, tokens/s of" in steady
+    assert "published sources of steady arrivals, each left out of the fit, are off by" in steady
     assert "in a burst: all arrive at once, answers of one length" in burst
-    assert "published measurements of bursts, tokens/s of" in burst
+    assert "published sources of bursts, each left out of the fit, are off by" in burst
     assert "answers of at most 2,000 tokens" in printed(
         capsys, "--arrivals", "burst", "--longest-output-tokens", "2000"
     )

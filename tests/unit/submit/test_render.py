@@ -286,8 +286,14 @@ def test_an_extra_directive_is_checked_too(word, words):
 
 
 def test_site_options_become_directives():
-    options = {"partition": "gpu", "account": "proj", "qos": "high", "time": "2-00:00:00", "mem": "100G"}
-    how = {"gpu_directive": "gres", "gres_type": "h100", "exclusive": False, "cpus_per_task": 7}
+    options: dict[str, Any] = {
+        "partition": "gpu",
+        "account": "proj",
+        "qos": "high",
+        "time": "2-00:00:00",
+        "mem": "100G",
+    }
+    how: dict[str, Any] = {"gpu_directive": "gres", "gres_type": "h100", "exclusive": False, "cpus_per_task": 7}
     text = script(slurm=SlurmOptions(**options, **how, extra=("--switches=1",)))
     words = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert words == [

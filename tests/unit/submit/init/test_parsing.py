@@ -148,5 +148,6 @@ def test_the_login_node():
 def test_words_that_are_not_understood_are_left_out(garbage):
     nothing = [parse_nodes(garbage), parse_partitions(garbage), parse_associations(garbage), parse_gres(garbage)]
     assert [*nothing, parse_df(garbage, ["/"])] == [()] * 5
-    assert parse_ip(garbage) == parse_quota(garbage) == {}
+    assert parse_ip(garbage) == {}
+    assert parse_quota(garbage) == {}
     parse_config(garbage), parse_modules(garbage), parse_net_dev(garbage), parse_default_account(garbage)
