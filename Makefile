@@ -113,6 +113,12 @@ docs-look: docs ## the site in Chromium: 400, 800, 1,400 px, light and dark, lin
 	@VENV=.venv-browser envs/venv.sh browser
 	@.venv-browser/bin/python envs/browser/look.py site $(ARGS)
 
+.PHONY: page-look
+page-look: packages venv ## the gateway's page in Chromium, light and dark, 400 and 1,000 px, with a stub engine; ARGS="--pictures FOLDER" keeps pictures
+	@envs/packages.sh chromium
+	@VENV=.venv-browser envs/venv.sh browser
+	@$(VENV)/bin/python -m tests.page_look .venv-browser/bin/python $(ARGS)
+
 .PHONY: samples
 samples: packages venv ## the printed samples of the documents and the recording, anew: real vLLM on the test cluster, four minutes
 	@$(PYTHON_AS_ROOT) -m tests.samples --cluster

@@ -303,10 +303,7 @@ def test_at_sigterm_what_takes_longer_than_the_grace_is_cut(service, program, tm
 
 
 def test_without_the_extra_it_says_what_to_install(service, tmp_path):
-    code = (
-        "import sys; sys.modules['httptools'] = None\n"
-        "from hpc_serve.cli.main import main; main(['gateway'])"
-    )
+    code = "import sys; sys.modules['httptools'] = None\nfrom hpc_serve.cli.main import main; main(['gateway'])"
     environ = {**os.environ, "HPC_SERVE_HOME": str(service.store.home)}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 2
