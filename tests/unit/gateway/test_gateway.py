@@ -11,7 +11,6 @@ import openai
 import pytest
 
 from hpc_serve.client.connections import connections
-from hpc_serve.client.connections.engine_pool import EnginePool
 from hpc_serve.client.discovery import discovery
 from hpc_serve.client.requests import attempt, exchange
 from tests.cluster import wait_for
@@ -225,6 +224,8 @@ def test_streams_whose_clients_leave_at_their_last_event_take_one_connection(ser
     monkeypatch.setattr(attempt, "END_S", 60.0)
     monkeypatch.setitem(connections.POOL, "keepalive_expiry", 600.0)
     opened: list = []
+    from hpc_serve.client.connections.engine_pool import EnginePool  # it needs httptools
+
     connect = EnginePool.connect
 
     async def opening(*args, **options):
