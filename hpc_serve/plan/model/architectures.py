@@ -284,16 +284,13 @@ def _max_model_len(builder: LayerBuilder) -> int:
     scaling = builder.first("rope_scaling", "rope_parameters", default={})
     # transformers 5 may have one object for each kind of layer
     objects = [CheckedConfig(value) for value in scaling.values() if isinstance(value, Mapping)] or [scaling]
-    factor = 1.0
-    for one in objects:
-        if one.get("rope_type", one.get("type")) not in _UNSCALED:
-            factor = one.get("factor", factor)
+    factors = [one.get("factor") for one in objects if one.get("rope_type", one.get("type")) not in _UNSCALED]
+    factor = next(filter(None, reversed(factors)), 1.0)
     return length if "gemma3" in str(builder.get("model_type")) else int(length * factor)
 
 
 def _rotary_bytes(builder: LayerBuilder) -> int:
-    """Return the bytes of the table of sines and cosines: `_compute_cos_sin_cache` in vLLM's
-    rotary_embedding/base.py."""
+    """Return the bytes of the table of sines and cosines (`_compute_cos_sin_cache` of vLLM's rotary embeddings)."""
     if builder.config.peek("hybrid_override_pattern"):
         return 0
     scaling = builder.get("rope_parameters", {})
