@@ -17,7 +17,7 @@ import click
 from hpc_serve.cli.complete import live_service_names
 from hpc_serve.errors import HpcServeError
 
-_PROGRAMS = Path(__file__).parent / "programs"
+_PROGRAMS = {path.stem: path for path in sorted((Path(__file__).parent / "programs").glob("*.txt"))}
 AGENT_TOKENS = 64_000
 """Context that coding agents are said to need, in tokens: Ollama's documents on Claude Code and Codex (2026)."""
 _ANSWER_SHARE = 4  # an agent's answer is given at most this part of the context
@@ -28,7 +28,7 @@ _ANSWER_SHARE = 4  # an agent's answer is given at most this part of the context
 @click.option(
     "--for",
     "program",
-    type=click.Choice(sorted(path.stem for path in _PROGRAMS.glob("*.txt"))),
+    type=click.Choice(list(_PROGRAMS)),
     help="Print what to paste into this program, and nothing else.",
 )
 @click.option("--local-port", type=click.IntRange(1, 65535), default=8000, help="The laptop's port [default: 8000].")
@@ -56,14 +56,14 @@ def access_command(service: str | None, program: str | None, local_port: int, lo
     if program is not None:
         length = context or AGENT_TOKENS
         words = {"url": url, "model": name, "context": length, "output": length // _ANSWER_SHARE}
-        click.echo(Template((_PROGRAMS / f"{program}.txt").read_text(encoding="utf-8")).substitute(words), nl=False)
+        click.echo(Template(_PROGRAMS[program].read_text(encoding="utf-8")).substitute(words), nl=False)
         return
     for line in _ssh_lines(local_port, login):
         click.echo(line)
     click.echo(f"\nThen {url}/v1 is the address and {name} the model. A program that wants a key takes any word.")
     click.echo(why_not or _for_agents(name, context))
     click.echo(f"\nWhat to paste into a program: hpc-serve access {name} --for NAME, with one of")
-    click.echo(f"  {', '.join(sorted(path.stem for path in _PROGRAMS.glob('*.txt')))}")
+    click.echo(f"  {', '.join(_PROGRAMS)}")
 
 
 def _ssh_lines(local_port: int, login: str | None) -> list[str]:
@@ -71,16 +71,15 @@ def _ssh_lines(local_port: int, login: str | None) -> list[str]:
     from hpc_serve.gateway.listening import default_socket, is_answered
     from hpc_serve.rendezvous.store import default_home
 
-    home, here = default_home(os.environ), os.uname().nodename
-    own = default_socket(home, os.environ)
-    elsewhere = [path for path in own.parent.glob("*.sock") if path != own]
+    home = default_home(os.environ)
+    path, host = default_socket(home, os.environ), os.uname().nodename
+    elsewhere = [other for other in path.parent.glob("*.sock") if other != path]
+    is_running = is_answered(path)
+    if not is_running and elsewhere:
+        path, host, is_running = elsewhere[0], elsewhere[0].stem, True
     options = f"-o ExitOnForwardFailure=yes -o ServerAliveInterval=15 -L {local_port}:"
-    if is_answered(own) or not elsewhere:
-        path, host = own, here
-    else:
-        path, host = elsewhere[0], elsewhere[0].stem
     line = f"{options}{shlex.quote(str(path))} {login or host}"
-    if is_answered(own) or elsewhere:
+    if is_running:
         return [f"On your laptop (a gateway runs on {host}):", f"  ssh -N {line}"]
     command = [f"HPC_SERVE_HOME={home}"] if os.environ.get("HPC_SERVE_HOME") else []
     command = ["env", *command, sys.executable, "-m", "hpc_serve.cli", "gateway"]
