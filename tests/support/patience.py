@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from hpc_serve.client import connect
-from hpc_serve.client.connections import verified_streams
 from hpc_serve.client.discovery import discovery, reading
 from hpc_serve.client.engine_work import WorkWatch
 from hpc_serve.client.replicas import pool, probe, silence_limit
@@ -34,7 +33,6 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
         (exchange, "CONNECT_FIRST_S"),
         (exchange, "LOST_WAIT_S"),
         (reading, "READ_S"),
-        (verified_streams, "_DEFAULT_CONNECT_S"),
     ):
         monkeypatch.setattr(module, name, PATIENCE_S)
     for function in (probe.probe, probe.probe_record, probe.probe_records, health.read_load, WorkWatch.__init__):

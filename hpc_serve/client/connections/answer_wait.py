@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from hpc_serve.client.replicas.pool import ReplicaAddress
-from hpc_serve.client.replicas.sdk import core
+from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.replicas.silence_limit import SilenceLimit
 from hpc_serve.rendezvous.gate_headers import COMMENT_CHUNK, PROCESSING
 
@@ -24,7 +24,7 @@ ASK_AGAIN_S = 0.1
 ASK_BEFORE_S = 0.5
 
 
-class ReplicaLostError(core.ReadError):
+class ReplicaLostError(http.ReadError):
     """The replica was lost while it had the request. The message says why that is believed."""
 
 

@@ -1,16 +1,13 @@
-"""One connection of asyncio to an engine, for one request at a time, and the answer to it as it comes.
+"""One connection to an engine, for one request at a time, and the answer to it as it comes.
 
-httptools finds where an answer begins and ends. Nothing is copied on the way but what the reader has not taken yet.
-`engine_pool` opens connections, verifies the engine by TLS, and looks after connections that wait.
+httptools finds where an answer begins and ends. Nothing is copied on the way but what the reader has not taken yet. How
+bytes travel is decided by the two kinds of connection, in `thread_pool` and in `loop_pool`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import math
 import os
-import socket
-import time
+import ssl
 from collections import deque
 from contextlib import suppress
 from typing import Any, Protocol
@@ -19,13 +16,9 @@ import httptools
 
 from hpc_serve.client.connections.answer_wait import AnswerWait, Judge, ReplicaLostError
 from hpc_serve.client.connections.message import Header, Message
-from hpc_serve.client.replicas.event_loops import has_ended
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
-from hpc_serve.rendezvous.gate_headers import PROCESSING
 
-# The engine waits when more has come than this and was not read.
-_MOST_UNREAD_BYTES = 256 * 1024
 _JOINED_BYTES = 64 * 1024
 
 
@@ -37,135 +30,117 @@ class Owner(Protocol):
     def note_end(self) -> None: ...
 
 
-class EngineConnection(asyncio.Protocol):
-    """A connection. Its engine is asked one question at a time by `ask`."""
+class EngineConnection:
+    """A connection. Its engine is asked one question at a time by `ask`, once it is `secure`."""
 
-    transport: Any = None
-
-    def __init__(self, owner: Owner, replica: ReplicaAddress, judge: Judge, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
+    def __init__(self, owner: Owner, replica: ReplicaAddress, judge: Judge, connected: Any) -> None:
         self.replica = replica
         self.wait = AnswerWait(replica, judge)
-        self.check_at_s = math.inf
+        self.socket = connected
         self.idle_since_s = 0.0
         self.is_lost = False
+        self.is_full = False
+        """The engine does not take what is sent."""
         self._owner = owner
         self._parser = httptools.HttpResponseParser(self)
         self._headers: list[Header] = []
         self._answer: EngineAnswer | None = None
-        self._is_full = self._is_paused = False
-        self._room: asyncio.Future[None] | None = None
+
+    async def secure(self, context: ssl.SSLContext, timeout_s: float) -> None:
+        """Begin TLS with the engine that the context trusts. Raises OSError."""
+        raise NotImplementedError
+
+    async def write(self, data: bytes, timeout_s: float | None) -> None:
+        """Send a part of a request. What fails ends the answer, which says so."""
+        raise NotImplementedError
+
+    async def room(self, timeout_s: float | None) -> None:
+        """Return once the engine takes more of an upload."""
+
+    def all_was_read(self) -> None:
+        """Let more of the answer come."""
+
+    async def more(self, answer: EngineAnswer) -> None:
+        """Return once more of an answer has come, or it has ended."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        raise NotImplementedError
 
     # -- asking
 
-    def ask(self, message: Message) -> EngineAnswer:
-        """Send a request but for what is left of an upload; return its answer, of which nothing has come."""
+    async def ask(self, message: Message, pieces: Any) -> EngineAnswer:
+        """Send a request, and the `pieces` of an upload; return its answer, of which the head has come."""
         answer = self._answer = EngineAnswer(self, message)
-        self.wait.begin_write(None)
-        head, content = message.head(), message.content or b""
-        pieces = (head + content,) if len(content) <= _JOINED_BYTES else (head, content)
-        for piece in pieces:
-            self.transport.write(piece)
+        timeout_s = message.timeout_s("write")
+        try:
+            head, content = message.head(), message.content or b""
+            for piece in (head + content,) if len(content) <= _JOINED_BYTES else (head, content):
+                await self.write(piece, timeout_s)
+            if pieces is not None:
+                is_chunked = any(name.lower() == b"transfer-encoding" for name, _ in message.headers)
+                async for piece in pieces:
+                    if piece:
+                        await self.write(b"%x\r\n%b\r\n" % (len(piece), piece) if is_chunked else piece, timeout_s)
+                        await self.room(timeout_s)
+                if is_chunked:
+                    await self.write(b"0\r\n\r\n", timeout_s)
+            while not answer.status_code:
+                answer.check()
+                await self.more(answer)
+        except BaseException:
+            answer.close()
+            raise
         return answer
 
-    async def upload(self, message: Message) -> None:
-        """Send the pieces of a body as the engine takes them."""
-        is_chunked = any(name.lower() == b"transfer-encoding" for name, _ in message.headers)
-        async for piece in message.upload:
-            if piece and not self.is_lost:
-                self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if is_chunked else piece)
-            while self._is_full and not self.is_lost:
-                self._room = self.loop.create_future()
-                await self._room
-        if is_chunked and not self.is_lost:
-            self.transport.write(b"0\r\n\r\n")
-
-    def begin_wait(self, timeout_s: float | None) -> None:
-        """Begin to wait for bytes of the answer."""
-        wait_s = self.wait.begin_write(timeout_s) if self._is_full else self.wait.begin(timeout_s)
-        self.check_at_s = time.monotonic() + wait_s
-
-    def check(self, now_s: float) -> None:
-        """Give the answer up if it has been waited for too long."""
+    def check(self) -> float | None:
+        """Return how long to wait on; None if the answer was waited for too long, and is given up."""
         try:
-            wait_s = self.wait.again()
+            if (wait_s := self.wait.again()) is not None:
+                return wait_s
         except ReplicaLostError as error:
-            failure = http.ReadError(str(error))
-            failure.__cause__ = error
-            self.fail(failure)
+            self.fail(error)
         else:
-            if wait_s is not None:
-                self.check_at_s = now_s + wait_s
-            elif self._is_full:
+            if self.is_full:
                 self.fail(http.WriteTimeout("the engine does not take the request"))
             else:
                 self.fail(http.ReadTimeout("the engine does not answer in time"))
+        return None
 
     def fail(self, error: http.TransportError) -> None:
         """End the connection and the answer that is under way."""
         if not self.is_lost:
-            self.transport.abort()
+            self.abort()
         self._end(error)
 
     def _end(self, error: http.TransportError | None = None) -> bool:
         """End the answer that is under way; return whether one was."""
         answer, self._answer = self._answer, None
-        self.check_at_s = math.inf
         if answer is not None:
             answer.end(error)
             self._owner.note_end()
         return answer is not None
 
-    def take_more(self) -> None:
-        """Let more come, after `data_received` had too much."""
-        if self._is_paused:
-            self._is_paused = False
-            self.transport.resume_reading()
+    # -- what comes
 
-    # -- what the event loop tells
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
-        self.socket = transport.get_extra_info("socket")
-
-    def data_received(self, data: bytes) -> None:
-        answer = self._answer
-        if answer is None:  # nothing was asked
-            self.transport.abort()
-            return
-        if answer.woken is not None:
-            self.wait.end(data)
-            if not answer.status_code and not data.replace(PROCESSING, b""):  # signs: nobody need be woken
-                self.begin_wait(answer.timeout_s)
-                return
+    def feed(self, data: bytes) -> None:
+        """Take bytes of the answer that is under way."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self.fail(http.RemoteProtocolError(f"the engine sent what is no HTTP: {error}"))
-            return
-        if answer.unread_bytes > _MOST_UNREAD_BYTES and self._answer is answer and not self._is_paused:
-            self._is_paused = True
-            self.transport.pause_reading()
-        answer.wake()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.is_lost, self._is_full = True, False
+    def ended(self, error: Exception | None = None) -> None:
+        """Nothing more comes, because of an error, or as the engine has closed the connection."""
+        self.is_lost, self.is_full = True, False
         self._owner.forget(self)
-        self.resume_writing()
-        if exc is not None:
-            self._end(http.ReadError(str(exc)))
+        if error is not None:
+            self._end(http.ReadError(str(error)))
         elif self._answer is not None and not self._answer.ends_with_connection:
             self._end(http.RemoteProtocolError("the engine closed the connection before the end of its answer"))
         else:
             self._end()
-
-    def pause_writing(self) -> None:
-        self._is_full = True
-
-    def resume_writing(self) -> None:
-        self._is_full = False
-        if self._room is not None and not self._room.done():
-            self._room.set_result(None)
 
     # -- what the parser tells
 
@@ -191,16 +166,23 @@ class EngineConnection(asyncio.Protocol):
     def _finish(self, *, may_serve: bool) -> None:
         if not self._end():
             return
-        self.take_more()
-        if may_serve and not self._is_full and not self.transport.get_write_buffer_size():
+        self.all_was_read()
+        if may_serve and self._sent_all:
             self._owner.release(self)
         else:
-            self.transport.abort()
+            self.abort()
 
-    # -- processes and loops that end
+    @property
+    def _sent_all(self) -> bool:
+        return not self.is_full
+
+    # -- processes that end
 
     def leave(self) -> None:
-        """Give this process's hold of the connection up; the process that it was forked from keeps its own."""
+        """Give this process's hold of the connection up; the process that it was forked from keeps its own.
+
+        The socket's number stands for nothing then. To close it, or to tell a loop, would reach into the other process.
+        """
         self.is_lost = True
         with suppress(OSError, ValueError):
             if (number := self.socket.fileno()) >= 0:
@@ -208,71 +190,51 @@ class EngineConnection(asyncio.Protocol):
                 os.dup2(nothing, number, inheritable=False)
                 os.close(nothing)
 
-    def end_with_loop(self) -> None:
-        """Break the connection if its event loop has ended."""
-        if not has_ended(self.loop):
-            return
-        # Event loops give out no socket of the standard library: a second number of the same connection is one.
-        with suppress(OSError, ValueError), socket.socket(fileno=os.dup(self.socket.fileno())) as same:
-            same.shutdown(socket.SHUT_RDWR)
 
-
-class EngineAnswer(http.AsyncByteStream):
-    """The answer to one request, for one reader: its head once it has `begun`, and the pieces of its body."""
+class EngineAnswer:
+    """The answer to one request, for one reader: its head, and the pieces of its body."""
 
     status_code = 0
     is_event_stream = False
+    woken: Any = None
+    """What wakes the reader that waits in an event loop."""
 
     def __init__(self, connection: EngineConnection, message: Message) -> None:
         self.headers: list[Header] = []
         self.is_head = message.method == "HEAD"
         self.ends_with_connection = False
         self.unread_bytes = 0
-        self._connection = connection
+        self.connection = connection
         self.timeout_s = message.timeout_s("read")
+        self.is_over = False
         self._pieces: deque[bytes] = deque()
-        self._is_over = False
         self._error: http.TransportError | None = None
-        self.woken: asyncio.Future[None] | None = None
 
-    async def begun(self) -> None:
-        """Return once the head has come."""
-        while not self.status_code:
-            if self._error is not None:
-                raise self._error
-            await self._more()
+    def check(self) -> None:
+        """Raise the error that has ended the answer, once."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
     def __aiter__(self) -> EngineAnswer:
         return self
 
     async def __anext__(self) -> bytes:
         while not self._pieces:
-            if self._error is not None:
-                error, self._error = self._error, None
-                raise error
-            if self._is_over:
+            self.check()
+            if self.is_over:
                 raise StopAsyncIteration
-            await self._more()
+            await self.connection.more(self)
         piece = self._pieces.popleft()
         self.unread_bytes -= len(piece)
-        if not self.unread_bytes and not self._is_over:
-            self._connection.take_more()
+        if not self.unread_bytes and not self.is_over:
+            self.connection.all_was_read()
         return piece
-
-    async def _more(self) -> None:
-        woken = self.woken = self._connection.loop.create_future()
-        self._connection.begin_wait(self.timeout_s)
-        try:
-            await woken
-        finally:
-            self.woken = None
-            if not self._is_over:
-                self._connection.check_at_s = math.inf
 
     def close(self) -> None:
         """End the request, if its answer has not come whole."""
-        if not self._is_over:
-            self._connection.fail(http.ReadError("the answer was closed"))
+        if not self.is_over:
+            self.connection.fail(http.ReadError("the answer was closed"))
 
     async def aclose(self) -> None:
         self.close()
@@ -290,7 +252,7 @@ class EngineAnswer(http.AsyncByteStream):
         self.unread_bytes += len(piece)
 
     def end(self, error: http.TransportError | None = None) -> None:
-        self._is_over, self._error = True, error
+        self.is_over, self._error = True, error
         self.wake()
 
     def wake(self) -> None:

@@ -1,126 +1,147 @@
-"""The connections of one event loop of asyncio to the engines: opened, verified, kept for the next request, ended.
+"""The connections to the engines: opened, verified, kept for the next request, ended.
 
-The connection that was used last is taken first. One timer looks after all connections: those whose answer is waited
-for (`answer_wait` says how long), and idle ones.
+The connection that was used last is taken first. Threads have one pool in a process, event loops one each; what the two
+do in their own way is in `thread_pool` and `loop_pool`.
 """
 
 from __future__ import annotations
 
-import asyncio
+import select
+import socket
 import ssl
+import threading
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
-import anyio
-
+from hpc_serve.client.connections.answer_wait import Judge
 from hpc_serve.client.connections.engine_connection import EngineConnection
 from hpc_serve.client.connections.message import Answer, Message
-from hpc_serve.client.connections.origins import Origins
-from hpc_serve.client.connections.thread_streams import is_readable
-from hpc_serve.client.connections.verified_streams import KEEPALIVE
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.errors import RecordError
 from hpc_serve.trust.connection import pinned_context, tls_refusal
 
-_LOOK_S = 0.1
-_TRUST_IDLE_S = 0.5  # the loop may not have run since the engine closed a connection that was idle for longer
+# As many connections as the SDK allows. vLLM closes idle ones after 5 s: close them here before, or a request fails.
+LIMITS: Mapping[str, Any] = {"max_connections": 1000, "keepalive_expiry": 4.0}
+
+# A host without power answers nothing, not even that a connection is closed. The kernel asks an idle one after 10 s,
+# and gives up 25 s after the last packet. That counts where no other replica is ready: else silence decides sooner.
+_KEEPALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in (
+            ("TCP_KEEPIDLE", 10),
+            ("TCP_KEEPINTVL", 5),
+            ("TCP_KEEPCNT", 3),
+            ("TCP_USER_TIMEOUT", 25_000),
+        )
+        if hasattr(socket, name)
+    ),
+]
 
 
 class EnginePool:
-    """The connections of the loop that runs. `limits` are those of the HTTP library's pools."""
+    """The connections of one process or event loop. Its methods raise the HTTP library's errors."""
 
-    def __init__(self, origins: Origins, limits: Mapping[str, Any]) -> None:
-        self._origins = origins
-        self._limits = limits
-        self._loop = asyncio.get_running_loop()
-        self._connections: set[EngineConnection] = set()
+    # Seconds for which a connection that is idle counts as open, as whoever reads it would know otherwise.
+    trusts_idle_s = 0.0
+
+    def __init__(self, judge: Judge, limits: Mapping[str, Any] = LIMITS) -> None:
+        self._judge = judge
+        self._keepalive_s: float = limits["keepalive_expiry"]
+        self._lock = threading.RLock()
+        self._room = self._make_room(limits["max_connections"])
         self._idle: dict[ReplicaAddress, list[EngineConnection]] = {}
-        self._room = asyncio.Semaphore(limits["max_connections"])
-        self._timer: asyncio.TimerHandle | None = None
+        self.connections: set[Any] = set()
+
+    def _make_room(self, number: int) -> Any:
+        """Return a semaphore for so many requests at once."""
+        raise NotImplementedError
+
+    async def _enter(self, timeout_s: float | None) -> None:
+        """Wait for room. Raises TimeoutError."""
+        raise NotImplementedError
+
+    async def _open(self, replica: ReplicaAddress, timeout_s: float) -> EngineConnection:
+        """Return a connection in the clear. Raises OSError."""
+        raise NotImplementedError
+
+    def _upload(self, upload: Any) -> Any:
+        """Return an async iterator of the pieces of an upload."""
+        raise NotImplementedError
 
     async def send(self, message: Message) -> Answer:
-        """Return the answer to a request, of which the head has come. Raises the HTTP library's errors."""
+        """Return the answer to a request, of which the head has come."""
         try:
-            with anyio.fail_after(message.timeout_s("pool")) if self._room.locked() else nullcontext():
-                await self._room.acquire()
+            await self._enter(message.timeout_s("pool"))
         except TimeoutError as error:
             raise http.PoolTimeout("all connections are in use") from error
         try:
             connection = self._take(message.replica) or await self.connect(message)
         except BaseException:
-            self._room.release()
+            self.note_end()
             raise
-        answer = connection.ask(message)
-        try:
-            if message.upload is not None:
-                await connection.upload(message)
-            await answer.begun()
-        except BaseException:
-            answer.close()
-            raise
-        extensions = {"http_version": b"HTTP/1.1", "network_stream": connection}
-        return Answer(answer.status_code, answer.headers, answer, extensions)
+        upload = self._upload(message.upload) if message.upload is not None else None
+        answer = await connection.ask(message, upload)
+        return Answer(answer.status_code, answer.headers, answer, {"http_version": b"HTTP/1.1"})
 
     def _take(self, replica: ReplicaAddress) -> EngineConnection | None:
         """Take the connection that was used last."""
-        idle = self._idle.get(replica)
-        while idle:
-            connection = idle.pop()
-            is_fresh = time.monotonic() - connection.idle_since_s < _TRUST_IDLE_S
-            if not connection.is_lost and (is_fresh or not is_readable(connection.socket)):
-                return connection
-            connection.transport.abort()
+        with self._lock:
+            idle = self._idle.get(replica)
+            while idle:
+                connection = idle.pop()
+                idle_s = time.monotonic() - connection.idle_since_s
+                is_young = not connection.is_lost and idle_s < self._keepalive_s
+                if is_young and (idle_s < self.trusts_idle_s or not _is_readable(connection.socket)):
+                    return connection
+                connection.abort()
         return None
 
     async def connect(self, message: Message) -> EngineConnection:
         """Return a connection that is verified. Until then, what goes wrong is a failure to connect."""
         replica = message.replica
         place = f"{replica.host}:{replica.port}"
-        connection: EngineConnection | None = None
+        ends_at_s = time.monotonic() + message.connect_timeout_s
+        connection = None
         try:
-            with anyio.fail_after(message.connect_timeout_s):
-                raw, _ = await self._loop.create_connection(asyncio.Protocol, replica.host, replica.port)
-                try:
-                    for option in KEEPALIVE:
-                        raw.get_extra_info("socket").setsockopt(*option)
-                    connection = EngineConnection(self, replica, self._origins.judge, self._loop)
-                    connection.connection_made(raw)
-                    self._origins.add_connection(connection)
-                    context = pinned_context(replica.identity.certificate)
-                    secured = await self._loop.start_tls(raw, connection, context)
-                    if secured is None:
-                        raise ConnectionResetError("the connection was lost")
-                    connection.transport = secured
-                except BaseException:
-                    raw.abort()
-                    raise
-        except TimeoutError as error:
-            raise http.ConnectTimeout(f"{place} did not show in time that it is the engine") from error
-        except (OSError, RecordError) as error:
-            why = tls_refusal(error) if isinstance(error, ssl.SSLError) else str(error)
+            connection = await self._open(replica, message.connect_timeout_s)
+            with self._lock:
+                self.connections.add(connection)
+            for option in _KEEPALIVE:
+                connection.socket.setsockopt(*option)
+            context = pinned_context(replica.identity.certificate)
+            await connection.secure(context, max(ends_at_s - time.monotonic(), 0.001))
+            return connection
+        except BaseException as error:
             if connection is not None:
-                why = f"{place} is not known to be the engine of {replica.name}: {why}"
-            raise http.ConnectError(why) from error
-        self._connections.add(connection)
-        if self._timer is None:
-            self._timer = self._loop.call_later(_LOOK_S, self._look)
-        return connection
+                connection.abort()
+                self.forget(connection)
+            if isinstance(error, TimeoutError):
+                raise http.ConnectTimeout(f"{place} did not show in time that it is the engine") from error
+            if isinstance(error, OSError | RecordError):  # ssl.SSLError is one
+                why = tls_refusal(error) if isinstance(error, ssl.SSLError) else str(error)
+                if connection is not None:
+                    why = f"{place} is not known to be the engine of {replica.name}: {why}"
+                raise http.ConnectError(why) from error
+            raise
 
     # -- what connections tell
 
     def release(self, connection: EngineConnection) -> None:
         """Keep a connection whose answer has come whole."""
         connection.idle_since_s = time.monotonic()
-        self._idle.setdefault(connection.replica, []).append(connection)
+        with self._lock:
+            self._idle.setdefault(connection.replica, []).append(connection)
 
     def forget(self, connection: EngineConnection) -> None:
         """Know a connection no more."""
-        self._connections.discard(connection)
-        if connection in (idle := self._idle.get(connection.replica, [])):
-            idle.remove(connection)
+        with self._lock:
+            self.connections.discard(connection)
+            if connection in (idle := self._idle.get(connection.replica, [])):
+                idle.remove(connection)
 
     def note_end(self) -> None:
         """Let another request have a connection."""
@@ -128,22 +149,35 @@ class EnginePool:
 
     # -- looking after them
 
-    def _look(self) -> None:
-        now_s = time.monotonic()
-        for connection in list(self._connections):
-            if connection.check_at_s <= now_s:
-                connection.check(now_s)
-        expired_s = now_s - self._limits["keepalive_expiry"]
-        for replica, idle in list(self._idle.items()):
-            while idle and idle[0].idle_since_s < expired_s:
-                idle.pop(0).transport.abort()
-            if not idle:
-                del self._idle[replica]
-        self._timer = self._loop.call_later(_LOOK_S, self._look) if self._connections else None
+    def _end_idle(self) -> None:
+        """End the connections that were idle for too long."""
+        expired_s = time.monotonic() - self._keepalive_s
+        with self._lock:
+            for replica, idle in list(self._idle.items()):
+                while idle and idle[0].idle_since_s < expired_s:
+                    idle.pop(0).abort()
+                if not idle:
+                    del self._idle[replica]
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         """End all connections."""
-        if self._timer is not None:
-            self._timer.cancel()
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.fail(http.ReadError("the client was closed"))
+
+    def leave(self) -> None:
+        """In a process that was forked: let go of the connections of the process that it came from.
+
+        Whoever closes an answer that it inherited waits for no thread that is not there.
+        """
+        self._lock, self._room = threading.RLock(), self._make_room(1)
+        for connection in self.connections:
+            connection.leave()
+
+
+def _is_readable(connected: Any) -> bool:
+    """Return whether bytes, or the end of a connection, have come; True for a socket that is closed."""
+    if (number := connected.fileno()) < 0:
+        return True
+    asked = select.poll()
+    asked.register(number, select.POLLIN)
+    return bool(asked.poll(0))

@@ -65,7 +65,7 @@ class Message:
     def show(self, replica: ReplicaAddress) -> None:
         """Let the user see where the request goes, in errors and answers."""
         if self.of_user is not None:
-            self.of_user.url = _url_at(self.target, "https", replica.host, replica.port)
+            self.of_user.url = _url_at(self.target, replica.host, replica.port)
 
     def to(self, replica: ReplicaAddress, *, content: bytes | None, connect_s: float) -> Message:
         """Return the request as a replica gets it. `content` takes the place of its body."""
@@ -112,20 +112,9 @@ class Message:
         lines = [b"%b: %b\r\n" % header for header in self.headers]
         return b"%b %b HTTP/1.1\r\n%b\r\n" % (self.method.encode(), self.target, b"".join(lines))
 
-    def as_http(self, origin: str) -> http.Request:
-        """Return the same for the HTTP library, which keeps its connections by the host of the URL."""
-        timeout = {**(self.extensions.get("timeout") or {}), "connect": self.connect_timeout_s}
-        return http.Request(
-            self.method,
-            _url_at(self.target, "http", origin, self.replica.port),
-            headers=self.headers,
-            stream=self.upload if self.content is None else http.ByteStream(self.content),
-            extensions={**self.extensions, "timeout": timeout},
-        )
-
 
 class Answer:
-    """An answer whose body is the pieces of a `stream`. It has what `exchange` reads of the HTTP library's answers."""
+    """An answer whose body is the pieces of a `stream`. Its names are those of the HTTP library's answers."""
 
     def __init__(self, status_code: int, raw_headers: list[Header], stream: Any, extensions: dict[str, Any]) -> None:
         self.status_code = status_code
@@ -136,6 +125,10 @@ class Answer:
     @functools.cached_property
     def headers(self) -> Mapping[str, str]:
         return {name.decode("latin-1"): value.decode("latin-1") for name, value in self.raw_headers}
+
+    @property
+    def is_event_stream(self) -> bool:
+        return self.headers.get("content-type", "").startswith("text/event-stream")
 
     async def aread(self) -> bytes:
         return b"".join([piece async for piece in self.stream])
@@ -148,6 +141,6 @@ class Answer:
 
 
 @functools.lru_cache(maxsize=256)
-def _url_at(target: bytes, scheme: str, host: str, port: int) -> http.URL:
+def _url_at(target: bytes, host: str, port: int) -> http.URL:
     # Kept, as a new one costs fifty times as much, which is a good part of what a request costs here.
-    return http.URL(scheme=scheme, host=host, port=port, raw_path=target)
+    return http.URL(scheme="https", host=host, port=port, raw_path=target)

@@ -1,4 +1,4 @@
-"""Where the client's code runs: in a thread, or in an event loop of asyncio or trio.
+"""Where the client's code runs: in a thread, or in an event loop of asyncio.
 
 All that waits is written once, as coroutines. In an event loop they are awaited. In a thread `run_blocking` runs them:
 all that they await there blocks the thread, so they never hand over to a loop. `InThread` and `InLoop` are the two ways
@@ -7,7 +7,6 @@ to wait.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -50,21 +49,3 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
         return result
     coroutine.close()
     raise RuntimeError("a coroutine waited for an event loop in a thread")
-
-
-def running_loop() -> Any:
-    """Return asyncio's loop that runs here, or trio's token."""
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        import trio  # type: ignore[import-not-found]
-
-        return trio.lowlevel.current_trio_token()
-
-
-def is_asyncio(loop: Any) -> bool:
-    return isinstance(loop, asyncio.AbstractEventLoop)
-
-
-def has_ended(loop: Any) -> bool:
-    return is_asyncio(loop) and loop.is_closed()

@@ -1,5 +1,5 @@
 """The HTTP library that the installed OpenAI SDK builds on: httpx2 since its version 3, httpx before. The two are one
-API under two names; what is said here of `http` holds for both. `core` is what that library keeps connections with.
+API under two names; what is said here of `http` holds for both.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ import pydantic.main
 from hpc_serve.client.replicas.fork import renew_after_fork
 
 if TYPE_CHECKING:
-    import httpcore2 as core
     import httpx2 as http
 else:
     _client = next(base for base in openai.DefaultHttpxClient.__mro__ if base.__name__ == "Client")
     http = importlib.import_module(_client.__module__.partition(".")[0])
-    core = importlib.import_module(http.__name__.replace("httpx", "httpcore"))
 
-__all__ = ["core", "http", "openai"]
+__all__ = ["http", "openai"]
 
 
 class _LazyModels:

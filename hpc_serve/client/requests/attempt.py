@@ -11,10 +11,9 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
-from typing import Any
 
-from hpc_serve.client.connections.connections import Connections
-from hpc_serve.client.connections.verified_streams import answer_begins, is_event_stream
+from hpc_serve.client.connections.engine_connection import EngineAnswer
+from hpc_serve.client.connections.message import Answer
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.pool import ReplicaAddress
@@ -43,11 +42,10 @@ class Attempt:
         self.shows_signs = shows_signs
         self.is_whole = False
 
-    def answered(self, response: Any) -> None:
+    def answered(self, response: Answer) -> None:
         """The replica's answer has begun."""
-        answer_begins(response)
         if response.status_code == 200:  # a refusal is quick
-            self._kind = "stream" if is_event_stream(response) else "whole"
+            self._kind = "stream" if response.is_event_stream else "whole"
         self._watch.last_replica.note(self.replica.name)
 
     @property
@@ -103,11 +101,8 @@ class Body(http.SyncByteStream, http.AsyncByteStream):
 class AttemptBody(Body):
     """The body of an attempt's answer. Its end ends the attempt; a body that breaks makes the replica suspect."""
 
-    def __init__(self, response: Any, attempt: Attempt, here: Connections) -> None:
-        self._here = here
-        self._body = response.stream
-        self._pieces: Any = here.iterate(self._body)  # one: who iterates again after the end must not wait for more
-        self._connection = response.extensions.get("network_stream")
+    def __init__(self, answer: EngineAnswer, attempt: Attempt) -> None:
+        self._answer = answer
         self._is_begun = False
         self._more: bytes | None = None
         self.attempt = attempt
@@ -118,7 +113,7 @@ class AttemptBody(Body):
             return more
         attempt = self.attempt
         try:
-            while (piece := await self._here.next_of(self._pieces)) == COMMENT and self._hides_signs:
+            while (piece := await anext(self._answer, None)) == COMMENT and self._hides_signs:
                 pass
         except http.TransportError as error:
             attempt.end_with(error)
@@ -140,14 +135,13 @@ class AttemptBody(Body):
 
     async def _read_end(self) -> bytes | None:
         """What follows `[DONE]`, which is nothing. Without an end of the body in time the connection is closed."""
-        connection: Any = self._connection
-        with connection.wait.within(END_S), suppress(http.TransportError):
-            return await self._here.next_of(self._pieces)
+        with self._answer.connection.wait.within(END_S), suppress(http.TransportError):
+            return await anext(self._answer, None)
         return None
 
     async def aclose(self) -> None:
         self.attempt.end()
-        await self._here.close(self._body)
+        self._answer.close()
 
     def __del__(self) -> None:
         self.attempt.end()

@@ -11,7 +11,6 @@ import json
 
 from hpc_serve.client.connections.connections import Connections
 from hpc_serve.client.connections.message import Answer, Message
-from hpc_serve.client.connections.verified_streams import answer_begins, is_event_stream
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica
 from hpc_serve.client.replicas.pool import ReplicaAddress
@@ -28,9 +27,6 @@ from hpc_serve.rendezvous.gate_headers import is_draining
 LOST_WAIT_S = 10.0
 CONNECT_S = 5.0
 CONNECT_FIRST_S = 1.5  # where another replica can be tried: one lost packet is sent again after 1 s
-
-
-Response = http.Response | Answer
 
 
 class NoReplicaError(http.ConnectError):
@@ -58,7 +54,7 @@ class Exchange:
         asked = read_request(request.path, content, request.fields) if resume and content is not None else None
         self.relay: Relay | None = Relay(asked) if asked is not None else None
 
-    async def answer(self) -> Response:
+    async def answer(self) -> Answer:
         """The response of the first replica that has one."""
         failure: BaseException | None = None
         while True:
@@ -88,15 +84,15 @@ class Exchange:
                 if not (await self._is_for_another(response, attempt.replica)):
                     return response
             except BaseException:
-                await self._here.close(response)
+                await response.aclose()
                 raise
-            await self._here.close(response)
+            await response.aclose()
 
-    def goes_on(self, response: Response) -> bool:
+    def goes_on(self, response: Answer) -> bool:
         """Whether a break of this response is ours to mend."""
-        return self.relay is not None and is_event_stream(response) and "content-encoding" not in response.headers
+        return self.relay is not None and response.is_event_stream and "content-encoding" not in response.headers
 
-    async def go_on(self, relay: Relay, replica: str, failure: BaseException) -> Response:
+    async def go_on(self, relay: Relay, replica: str, failure: BaseException) -> Answer:
         """The response that continues a stream which broke at a replica. Raises StreamBrokenError."""
         self._repeats.lost += 1
         while True:
@@ -164,7 +160,7 @@ class Exchange:
 
     # -- whether again
 
-    async def _is_for_another(self, response: Response, replica: ReplicaAddress) -> bool:
+    async def _is_for_another(self, response: Answer, replica: ReplicaAddress) -> bool:
         """Whether this 5xx means that no work was begun, so that another replica may get the request.
 
         vLLM answers 500 to requests that arrive while it shuts down, and to requests that broke it. The record tells
@@ -180,23 +176,22 @@ class Exchange:
 
     # -- sending
 
-    async def _send(self, message: Message, attempt: Attempt) -> Response:
+    async def _send(self, message: Message, attempt: Attempt) -> Answer:
         """The response to a request; its body was not read."""
         response = await self._here.send(message)
         attempt.answered(response)
-        response.stream = AttemptBody(response, attempt, self._here)
+        response.stream = AttemptBody(response.stream, attempt)
         return response
 
     async def _fetch(self, message: Message) -> bytes:
         """The whole body of the response to a request of our own."""
         return await self._read(await self._here.send(message))
 
-    async def _read(self, response: Response) -> bytes:
-        answer_begins(response)
+    async def _read(self, response: Answer) -> bytes:
         try:
-            return await self._here.read(response)
+            return await response.aread()
         finally:
-            await self._here.close(response)
+            await response.aclose()
 
     def _addressed(self, attempt: Attempt) -> Message:
         content = self.relay.request.content if self.relay is not None else None

@@ -14,7 +14,7 @@ from hpc_serve.client.discovery.wait import Wait
 from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests.attempt import AttemptBody, Body
-from hpc_serve.client.requests.exchange import Exchange, Response, broken_stream
+from hpc_serve.client.requests.exchange import Exchange, broken_stream
 from hpc_serve.client.resume.received import CannotResumeError
 from hpc_serve.client.resume.relay import Relay
 
@@ -36,9 +36,9 @@ class ReplicaTransport:
     async def answer(self, request: http.Request) -> http.Response:
         """Return the response to a request; its body was not read."""
         response = await self.ask(Message.of(request))
-        return response.as_http() if isinstance(response, Answer) else response
+        return response.as_http()
 
-    async def ask(self, request: Message) -> Response:
+    async def ask(self, request: Message) -> Answer:
         """Return the answer to a request; its body was not read."""
         exchange = Exchange(self._watch, self._here, request, resume=self._resume, wait=self._wait)
         response = await exchange.answer()

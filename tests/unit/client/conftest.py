@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import threading
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.client.connections.verified_streams import AsyncVerifyingBackend, VerifyingBackend
+from hpc_serve.client.connections.engine_pool import EnginePool
 from hpc_serve.client.discovery import discovery, lost_replicas
 from hpc_serve.client.discovery import wait as waiting
 from hpc_serve.client.discovery.discovery import ServiceWatch
@@ -36,25 +35,13 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubSer
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The connections that clients have opened for requests."""
     made: list[Any] = []
-    connect_tcp = VerifyingBackend.connect_tcp
+    connect = EnginePool.connect
 
-    def opening(*args: Any, **options: Any) -> Any:
-        made.append(connect_tcp(*args, **options))
+    async def opening(*arguments: Any) -> Any:
+        made.append(await connect(*arguments))
         return made[-1]
 
-    def note_all_of(backend: Any, name: str) -> None:
-        connect = getattr(backend, name)
-
-        async def opening_async(*args: Any, **options: Any) -> Any:
-            made.append(await connect(*args, **options))
-            return made[-1]
-
-        monkeypatch.setattr(backend, name, opening_async)
-
-    monkeypatch.setattr(VerifyingBackend, "connect_tcp", opening)
-    note_all_of(AsyncVerifyingBackend, "connect_tcp")
-    if importlib.util.find_spec("httptools"):
-        note_all_of(importlib.import_module("hpc_serve.client.connections.engine_pool").EnginePool, "connect")
+    monkeypatch.setattr(EnginePool, "connect", opening)
     return made
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from hpc_serve.client import connect, connect_async
-from hpc_serve.client.connections import connections
+from hpc_serve.client.connections.engine_pool import LIMITS
 from hpc_serve.client.requests import attempt
 from tests.support.stub_engine import greedy_answer
 
@@ -20,7 +20,7 @@ ANSWER = greedy_answer("Why?", WORDS)
 def slow_machine(monkeypatch):
     """Nothing here is to depend on how fast the machine is."""
     monkeypatch.setattr(attempt, "END_S", 60.0)
-    monkeypatch.setitem(connections.POOL, "keepalive_expiry", 600.0)
+    monkeypatch.setitem(LIMITS, "keepalive_expiry", 600.0)
 
 
 def stream(client, **options):

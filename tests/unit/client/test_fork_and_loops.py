@@ -251,7 +251,7 @@ def test_an_async_client_is_used_in_one_loop_after_the_other(service):
     for number in range(5):
         asyncio.run(check_own_answers_async(client, f"loop {number}"))
     transport: Any = client._client._transport
-    assert len(transport._here._inner) == 1, "what belonged to loops that ended is forgotten"
+    assert len(transport._here._pools) == 1, "what belonged to loops that ended is forgotten"
     asyncio.run(client.close())
 
 

@@ -12,11 +12,12 @@ import pytest
 from hpc_serve.client import connect, connect_async
 from hpc_serve.client.connections import answer_wait
 from hpc_serve.client.connections.answer_wait import ReplicaLostError
-from hpc_serve.client.connections.origins import Origins
-from hpc_serve.client.connections.verified_streams import VerifyingBackend
+from hpc_serve.client.connections.message import Message
+from hpc_serve.client.connections.thread_pool import ThreadPool
 from hpc_serve.client.discovery import lost_replicas
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas import silence_limit
+from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.silence_limit import MOST_SILENT_S, SILENT_S
 from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.client.requests import exchange
@@ -255,14 +256,14 @@ def test_a_host_without_power_is_noticed_by_the_kernel(service):
     record = service.publish(service.start())
     watch = ServiceWatch(service.store, "405b")
     watch.refresh()
-    origins = Origins(watch.lost)
-    connection = VerifyingBackend(origins).connect_tcp(origins.origin_of(watch.pool.take()), 80, timeout=60)
-    found = connection.get_extra_info("socket")
+    message = Message(method="GET", target=b"/", headers=[], content=b"", replica=watch.pool.take(), connect_s=60.0)
+    connection = run_blocking(ThreadPool(watch.lost).connect(message))
+    found = connection.socket
     assert record.port == found.getpeername()[1]
     assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
     assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
-    connection.close()
+    connection.abort()
 
 
 def test_records_of_replicas_without_requests_do_not_end_a_look(service):

@@ -8,8 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from hpc_serve.client.connections.message import Message
-from hpc_serve.client.connections.origins import Origins
+from hpc_serve.client.connections.message import Answer, Message
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas.event_loops import InThread, run_blocking
 from hpc_serve.client.replicas.sdk import http
@@ -33,7 +32,6 @@ class Given(InThread):
     def __init__(self, watch: ServiceWatch, *sent: Any, returns: bool) -> None:
         self._watch, self._sent, self._returns = watch, list(sent), returns
         self._replicas = watch.pool.others(set())
-        self.origins = Origins(watch.lost)
         self.count = 0
 
     async def call(self, function: Any, *arguments: Any) -> Any:
@@ -43,22 +41,26 @@ class Given(InThread):
         elif function == self._watch.find_one:
             raise WaitTimeoutError("none is ready")
 
-    async def send(self, message: Any) -> http.Response:
+    async def send(self, message: Any) -> Answer:
         self.count += 1
         assert self.count < 50, "it is repeated without an end"
         outcome = self._sent.pop(0) if len(self._sent) > 1 else self._sent[0]
         if isinstance(outcome, Exception):
             raise outcome
-        return http.Response(outcome.status_code, headers=outcome.headers)
+        return Answer(outcome.status_code, outcome.headers.raw, Broken(), {})
 
-    def iterate(self, body: Any) -> Any:
-        return iter(body)
 
-    async def read(self, response: http.Response) -> bytes:
+class Broken:
+    """The body of an answer that breaks off before its first byte."""
+
+    def __aiter__(self) -> Broken:
+        return self
+
+    async def __anext__(self) -> bytes:
         raise http.ReadError("reset")
 
-    async def close(self, response: Any) -> None:
-        response.close()
+    def close(self) -> None:
+        """Do nothing."""
 
 
 @pytest.fixture

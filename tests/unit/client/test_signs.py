@@ -9,6 +9,7 @@ import pytest
 
 from hpc_serve.client import connect, connect_async
 from hpc_serve.client.connections.answer_wait import ASK_BEFORE_S, ASK_S, AnswerWait, ReplicaLostError, is_sign
+from hpc_serve.client.connections.message import Answer
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.lost_replicas import ASK_OTHERS_S, LookResult, LostReplicas
 from hpc_serve.client.replicas.pool import LOST_FOR_S, MOST_LOST_FOR_S, ReplicaAddress, ReplicaPool
@@ -295,7 +296,7 @@ def test_a_replica_that_was_lost_is_well_again_after_an_answer_without_an_error(
     watch: Any = SimpleNamespace(pool=pool, last_replica=SimpleNamespace(note=lambda name: None))
     attempt = Attempt(watch, pool.take())
     pool.lose(address("a"))
-    attempt.answered(http.Response(status))
+    attempt.answered(Answer(status, [], None, {}))
     attempt.is_whole = True
     attempt.end()
     assert pool.is_lost(address("a")) is is_still_lost

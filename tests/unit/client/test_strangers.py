@@ -225,7 +225,7 @@ def ask_at(request, service):
         response = await connections.send(
             Message(replica=address, method="GET", target=target, headers=headers, content=b"", extensions=extensions)
         )
-        await connections.read(response)
+        await response.aread()
         return response.status_code
 
     yield lambda address, *, connect_s=60.0: run_it(ask(address, connect_s))
@@ -250,14 +250,6 @@ def test_a_listener_that_says_nothing_is_a_failed_connection(service, ask_at):
         port = silent.getsockname()[1]
         with pytest.raises(http.ConnectTimeout):
             ask_at(ReplicaAddress(name="100-r0-0.json", host="127.0.0.1", port=port, identity=identity), connect_s=0.2)
-
-
-@pytest.mark.parametrize("name", ["httpx", "httpx2"])
-def test_the_http_library_keeps_its_pool_where_we_put_ours(name):
-    library = pytest.importorskip(name)
-    core = pytest.importorskip(name.replace("httpx", "httpcore"))
-    assert isinstance(library.HTTPTransport()._pool, core.ConnectionPool)
-    assert isinstance(library.AsyncHTTPTransport()._pool, core.AsyncConnectionPool)
 
 
 def test_a_certificate_that_cannot_be_read_is_a_failed_connection(service):

@@ -24,7 +24,7 @@ from tests.unit.client.conftest import service
 
 assert service  # a fixture of the client's tests
 
-NEEDS = ("httptools", "prometheus_client")
+NEEDS = ("prometheus_client",)
 
 
 @dataclass

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("httptools", reason="the gateway needs httptools")
 from hpc_serve.gate.connection_limits import MAX_PIPELINED
 from hpc_serve.gateway import client_connection, server
 from hpc_serve.gateway.answers import Refusal

@@ -10,7 +10,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from hpc_serve.client.connections import connections
+from hpc_serve.client.connections.engine_pool import LIMITS, EnginePool
 from hpc_serve.client.discovery import discovery
 from hpc_serve.client.requests import attempt, exchange
 from tests.cluster import wait_for
@@ -222,9 +222,8 @@ def test_signs_of_the_engine_reach_a_client_that_asks_for_them(service, gateway,
 def test_streams_whose_clients_leave_at_their_last_event_take_one_connection(service, gateway, monkeypatch):
     """OpenAI's SDK leaves there. The gateway's own connection to the engine serves the next request all the same."""
     monkeypatch.setattr(attempt, "END_S", 60.0)
-    monkeypatch.setitem(connections.POOL, "keepalive_expiry", 600.0)
+    monkeypatch.setitem(LIMITS, "keepalive_expiry", 600.0)
     opened: list = []
-    from hpc_serve.client.connections.engine_pool import EnginePool  # it needs httptools
 
     connect = EnginePool.connect
 
@@ -504,7 +503,6 @@ def test_the_gateway_has_a_page_that_may_ask_it_and_no_other(service, gateway):
     ],
 )
 def test_only_who_shows_the_key_is_out_of_a_strangers_limits(service, path, headers, is_known):
-    pytest.importorskip("httptools", reason="the gateway needs httptools")
     from hpc_serve.gateway.app import Gateway
     from hpc_serve.gateway.request import Request
     from hpc_serve.gateway.settings import Settings

@@ -1,0 +1,178 @@
+"""The connections of one event loop of asyncio. One timer looks after all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import socket
+import ssl
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import anyio
+
+from hpc_serve.client.connections.answer_wait import Judge
+from hpc_serve.client.connections.engine_connection import EngineAnswer, EngineConnection, Owner
+from hpc_serve.client.connections.engine_pool import LIMITS, EnginePool
+from hpc_serve.client.replicas.pool import ReplicaAddress
+from hpc_serve.client.replicas.sdk import http
+from hpc_serve.rendezvous.gate_headers import PROCESSING
+
+_LOOK_S = 0.1
+
+# The engine waits when more has come than this and was not read.
+_MOST_UNREAD_BYTES = 256 * 1024
+
+
+class LoopConnection(EngineConnection, asyncio.Protocol):
+    """A connection in an event loop."""
+
+    def __init__(
+        self, owner: Owner, replica: ReplicaAddress, judge: Judge, transport: Any, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        super().__init__(owner, replica, judge, transport.get_extra_info("socket"))
+        self.loop = loop
+        self.transport = transport
+        self.check_at_s = math.inf
+        self._is_paused = False
+        self._room: asyncio.Future[None] | None = None
+
+    async def secure(self, context: ssl.SSLContext, timeout_s: float) -> None:
+        with anyio.fail_after(timeout_s):
+            secured = await self.loop.start_tls(self.transport, self, context)
+        if secured is None:
+            raise ConnectionResetError("the connection was lost")
+        self.transport = secured
+
+    async def write(self, data: bytes, timeout_s: float | None) -> None:
+        self.wait.begin_write(None)
+        if not self.is_lost:
+            self.transport.write(data)
+
+    async def room(self, timeout_s: float | None) -> None:
+        while self.is_full and not self.is_lost:
+            self._room = self.loop.create_future()
+            self.check_at_s = time.monotonic() + self.wait.begin_write(timeout_s)
+            await self._room
+            self.check_at_s = math.inf
+
+    async def more(self, answer: EngineAnswer) -> None:
+        woken = answer.woken = self.loop.create_future()
+        self._begin_wait(answer)
+        try:
+            await woken
+        finally:
+            answer.woken = None
+            if not answer.is_over:  # else it may be the connection of another answer
+                self.check_at_s = math.inf
+
+    def _begin_wait(self, answer: EngineAnswer) -> None:
+        begin = self.wait.begin_write if self.is_full else self.wait.begin
+        self.check_at_s = time.monotonic() + begin(answer.timeout_s)
+
+    def look(self, now_s: float) -> None:
+        """Give the answer up if it has been waited for too long."""
+        if self.check_at_s <= now_s and (wait_s := self.check()) is not None:
+            self.check_at_s = now_s + wait_s
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    def _end(self, error: http.TransportError | None = None) -> bool:
+        self.check_at_s = math.inf
+        return super()._end(error)
+
+    @property
+    def _sent_all(self) -> bool:
+        return not self.is_full and not self.transport.get_write_buffer_size()
+
+    # -- what the event loop tells
+
+    def data_received(self, data: bytes) -> None:
+        answer = self._answer
+        if answer is None:  # nothing was asked
+            self.transport.abort()
+            return
+        if answer.woken is not None:
+            self.wait.end(data)
+            if not answer.status_code and not data.replace(PROCESSING, b""):  # signs: nobody need be woken
+                self._begin_wait(answer)
+                return
+        self.feed(data)
+        if answer.unread_bytes > _MOST_UNREAD_BYTES and not answer.is_over and not self._is_paused:
+            self._is_paused = True
+            self.transport.pause_reading()
+        answer.wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended(exc)
+        self.resume_writing()
+
+    def pause_writing(self) -> None:
+        self.is_full = True
+
+    def resume_writing(self) -> None:
+        self.is_full = False
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
+    def all_was_read(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self.transport.resume_reading()
+
+    # -- loops that end
+
+    def end_with_loop(self) -> None:
+        """Break the connection, as its event loop has ended."""
+        # Event loops give out no socket of the standard library: a second number of the same connection is one.
+        with suppress(OSError, ValueError), socket.socket(fileno=os.dup(self.socket.fileno())) as same:
+            same.shutdown(socket.SHUT_RDWR)
+
+
+class LoopPool(EnginePool):
+    """The connections of the loop that runs."""
+
+    trusts_idle_s = 0.5  # the loop may not have run since the engine closed a connection that was idle for longer
+
+    def __init__(self, judge: Judge, limits: Mapping[str, Any] = LIMITS) -> None:
+        super().__init__(judge, limits)
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def _make_room(self, number: int) -> asyncio.Semaphore:
+        return asyncio.Semaphore(number)
+
+    async def _enter(self, timeout_s: float | None) -> None:
+        with anyio.fail_after(timeout_s) if self._room.locked() else nullcontext():
+            await self._room.acquire()
+
+    async def _open(self, replica: ReplicaAddress, timeout_s: float) -> LoopConnection:
+        with anyio.fail_after(timeout_s):
+            transport, _ = await self._loop.create_connection(asyncio.Protocol, replica.host, replica.port)
+        if self._timer is None:
+            self._timer = self._loop.call_later(_LOOK_S, self._look)
+        return LoopConnection(self, replica, self._judge, transport, self._loop)
+
+    def _upload(self, upload: Any) -> Any:
+        return upload
+
+    def _look(self) -> None:
+        now_s = time.monotonic()
+        for connection in list(self.connections):
+            connection.look(now_s)
+        self._end_idle()
+        self._timer = self._loop.call_later(_LOOK_S, self._look) if self.connections else None
+
+    def end_with_loop(self) -> None:
+        """Break the connections, as their event loop has ended."""
+        for connection in self.connections:
+            connection.end_with_loop()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().close()

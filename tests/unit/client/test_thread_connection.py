@@ -1,0 +1,83 @@
+"""The connection of a client in threads: a request in one piece, what came before a close, the HTTP library's errors."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hpc_serve.client.connections.message import Message
+from hpc_serve.client.connections.thread_pool import ThreadConnection, ThreadPool
+from hpc_serve.client.replicas.event_loops import run_blocking
+from hpc_serve.client.replicas.pool import ReplicaAddress
+from hpc_serve.client.replicas.sdk import http
+from hpc_serve.trust.connection import Identity
+from tests.unit.client.test_engine_pool import OK, NoJudge
+
+ADDRESS = ReplicaAddress(name="1.json", host="x", port=1, identity=Identity(certificate="", api_key="k"))
+
+
+class CountingSocket(socket.socket):
+    """Counts what gives the interpreter's lock away."""
+
+    limits = sends = 0
+
+    def settimeout(self, value: float | None) -> None:
+        self.limits += 1
+        super().settimeout(value)
+
+    def send(self, *arguments: Any) -> int:
+        self.sends += 1
+        return super().send(*arguments)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[CountingSocket, socket.socket]]:
+    one, other = socket.socketpair()
+    with CountingSocket(fileno=one.detach()) as ours, other:
+        other.settimeout(30)
+        yield ours, other
+
+
+def ask(ours: socket.socket, content: bytes = b"{}", **timeouts: float) -> bytes:
+    """The body of an answer over a connection in the clear."""
+    connection = ThreadConnection(ThreadPool(NoJudge()), ADDRESS, NoJudge(), ours)
+    extensions = {"timeout": {"read": 30.0, "write": 30.0, **timeouts}}
+    message = Message(method="POST", target=b"/", headers=[], content=content, extensions=extensions)
+
+    async def whole() -> bytes:
+        return b"".join([piece async for piece in await connection.ask(message, None)])
+
+    return run_blocking(whole())
+
+
+def test_a_request_is_sent_in_one_piece(ends: tuple[CountingSocket, socket.socket]) -> None:
+    ours, other = ends
+    for _ in range(3):
+        other.sendall(OK)
+        assert ask(ours) == b"ok"
+        assert other.recv(100) == b"POST / HTTP/1.1\r\n\r\n{}"
+    assert ours.sends == 3
+    assert ours.limits <= 2, "that of a write and that of a read"
+
+
+def test_what_was_answered_before_the_close_is_read(ends: tuple[CountingSocket, socket.socket]) -> None:
+    ours, other = ends
+    other.sendall(b"HTTP/1.1 413 x\r\ncontent-length: 3\r\n\r\nbig")
+    other.close()
+    assert ask(ours, b"a" * 10_000_000) == b"big"
+
+
+def test_an_engine_that_takes_nothing_is_a_timeout_of_writing(ends: tuple[CountingSocket, socket.socket]) -> None:
+    ours, _ = ends
+    with pytest.raises(http.WriteTimeout):
+        ask(ours, b"a" * 10_000_000, write=0.05)
+
+
+def test_a_close_by_another_thread_ends_a_read(ends: tuple[CountingSocket, socket.socket]) -> None:
+    ours, other = ends
+    other.close()
+    with pytest.raises((http.ReadError, http.RemoteProtocolError)):
+        ask(ours)
