@@ -18,6 +18,7 @@ from hpc_serve.errors import HpcServeError, StoreError
 from hpc_serve.gateway.answers import Refusal
 from hpc_serve.gateway.front import Front
 from hpc_serve.gateway.metrics import Counts
+from hpc_serve.gateway.on_demand import OnDemandModels
 from hpc_serve.gateway.settings import Settings
 from hpc_serve.rendezvous.entries import EntryFiles
 from hpc_serve.rendezvous.record import EndpointRecord
@@ -29,6 +30,7 @@ AGAIN_S = 1.0
 ASK_S = 5.0  # between two times that engines are asked for a name that is not known
 _READ_S = 5.0
 _SHOWN_NAME = 80
+_CARD = {"object": "model", "created": 0, "owned_by": "hpc-serve"}
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +57,9 @@ class Directory:
         self._live: dict[str, EntryFiles] = {}
         self._found: dict[str, Found] = {}
         self._fronts: dict[str, Front] = {}
+        self._listed: OnDemandModels | None = None
+        if settings.on_demand is not None:
+            self._listed = OnDemandModels(store, settings.on_demand, self, settings.wait_s)
         self._look: asyncio.Task[None] | None = None
         self._looked_at_s = float("-inf")
         self._asked_at_s = float("-inf")
@@ -62,13 +67,15 @@ class Directory:
     async def follow(self) -> None:
         """Look again and again, until cancelled."""
         while True:
-            await self._look_again(older_than_s=0.0)
+            await self.look(older_than_s=0.0)
             await asyncio.sleep(LOOK_S)
 
     async def find(self, model: str | None) -> Front:
         """Return the service of a model's name, or the only one without a name. Raises Refusal."""
+        if self._listed is not None and model is not None and model in self._on_demand_names:
+            await self._listed.bring(model)
         if (service := self._service_of(model)) is None:
-            await self._look_again(older_than_s=AGAIN_S)
+            await self.look()
             service = self._service_of(model)
         if service is None and model is not None and self._found and self._may_ask_engines():
             await self.models()  # an adapter has a name that no record knows
@@ -76,6 +83,21 @@ class Directory:
         if service is None:
             raise self._unknown(model)
         return self._front(service)
+
+    @property
+    def _on_demand_names(self) -> Sequence[str]:
+        listed = self._settings.on_demand
+        return tuple(listed.models) if listed is not None else ()
+
+    def states(self, service: str) -> Sequence[str] | None:
+        """Return the states of a service's replicas; None if it has no job and does not sleep."""
+        found = self._found.get(service)
+        return found.states if found is not None else None
+
+    def under_way(self, service: str) -> int:
+        """Return how many requests are at a service, or wait for it."""
+        front = self._fronts.get(service)
+        return front.turns.in_flight + front.turns.queued if front is not None else 0
 
     def _may_ask_engines(self) -> bool:
         return asyncio.get_running_loop().time() - self._asked_at_s >= ASK_S
@@ -124,7 +146,7 @@ class Directory:
         """Return the models that can be used now, as OpenAI lists models: each service's engine names and its own
         name."""
         self._asked_at_s = asyncio.get_running_loop().time()
-        await self._look_again(older_than_s=AGAIN_S)
+        await self.look()
         fronts = [self._front(service) for service in list(self._found)]
         await asyncio.gather(*(asyncio.to_thread(_refresh, front.watch) for front in fronts))
         ready = [front for front in fronts if front.is_ready]
@@ -134,6 +156,8 @@ class Directory:
             listed += [{**card, "service": front.service} for card in cards]
             if cards and all(card["id"] != front.service for card in cards):
                 listed.append({**cards[0], "id": front.service, "root": cards[0]["id"], "service": front.service})
+        known = {card["id"] for card in listed}
+        listed += [{**_CARD, "id": name, "service": name} for name in self._on_demand_names if name not in known]
         return listed
 
     def counts(self) -> Mapping[str, tuple[int, int]]:
@@ -141,12 +165,14 @@ class Directory:
         return {front.service: (front.turns.in_flight, front.turns.queued) for front in self._fronts.values()}
 
     async def close(self) -> None:
+        if self._listed is not None:
+            await self._listed.close()
         for front in self._fronts.values():
             await front.close()
 
     # -- looking
 
-    async def _look_again(self, *, older_than_s: float) -> None:
+    async def look(self, *, older_than_s: float = AGAIN_S) -> None:
         """Look once more if the last look is that old. One look at a time; a filesystem that hangs holds nobody up."""
         loop = asyncio.get_running_loop()
         if self._look is None or self._look.done():
@@ -191,6 +217,7 @@ class Directory:
         found: dict[str, Found] = {}
         unreadable: set[str] = set()
         services = self._settings.services or self._store.services()
+        services = tuple(dict.fromkeys((*services, *self._on_demand_names)))
         if not services and self._found and not (self._store.home / "services").is_dir():
             raise StoreError(f"{self._store.home} is away.")
         for service in services:

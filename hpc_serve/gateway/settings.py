@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedModel:
+    """A model that is started on demand: the `words` behind `hpc-serve submit`, and the GPUs that it takes."""
+
+    words: tuple[str, ...]
+    gpus: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDemand:
+    """The models that are started on demand, by service, and how many of them may be there at once."""
+
+    models: Mapping[str, ListedModel]
+    most_services: float = math.inf
+    most_gpus: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,3 +46,4 @@ class Settings:
     most_held_bytes: int = 1024 * MIB
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] | None = ()
+    on_demand: OnDemand | None = None

@@ -34,6 +34,12 @@ _WITH_KEY = """printf 'header = "Authorization: Bearer %s"' {key} | curl --confi
 @click.option("--key-file", type=click.Path(path_type=Path), help="The key's file, made if it is missing (0600).")
 @click.option("--wait", type=Duration(), default=60.0, help="How long a request waits for a replica [60s].")
 @click.option("--wake", is_flag=True, help="A request wakes a service that is asleep.")
+@click.option(
+    "--on-demand",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Start the models of this list when they are asked for.",
+)
 @click.option("--max-in-flight", type=click.IntRange(1), default=1000, help="Requests at a service at once [1000].")
 @click.option("--queue", type=click.IntRange(0), default=1000, help="Requests that wait, of each service [1000].")
 @click.option("--max-body", type=Size(), default="64MiB", metavar="SIZE", help="Largest body of a request [64MiB].")
@@ -57,6 +63,7 @@ def gateway_command(
     stream continued, at another replica, as by hpc_serve.client. It listens on a Unix socket that only you can reach,
     or on --port, which asks for a key. --host and --share FOLDER let colleagues ask who can read FOLDER.
     """
+    from hpc_serve.cli.use.on_demand import read_on_demand
     from hpc_serve.gateway import key as keys
     from hpc_serve.gateway import listening, server, sharing
     from hpc_serve.gateway.settings import Settings
@@ -86,6 +93,7 @@ def gateway_command(
         most_held_bytes=16 * options["max_body"],
         origins=options["origins"],
         hosts=tuple(map(str.lower, options["hosts"])),
+        on_demand=read_on_demand(options["on_demand"]) if options["on_demand"] else None,
     )
     with ExitStack() as stack:
         if port is not None:

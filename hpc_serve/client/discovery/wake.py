@@ -1,27 +1,22 @@
 """Wakes a service that is asleep: runs `hpc-serve wake NAME` as a child process, as a person would.
 
-A client submits nothing itself, and knows services by their records alone. This is the one place where it starts a
-process. Of several programs, and of several threads here, one wakes the service.
+Of several programs, and of several threads here, one wakes the service.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import threading
 import time
 
+from hpc_serve.client.own_program import CommandFailedError, run_command
 from hpc_serve.client.replicas.fork import renew_after_fork
 from hpc_serve.errors import ServiceAsleepError
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.rendezvous.wanted_file import read_wanted_or_none
 
-# Python imports nothing from the folder it is started in: others may write to it. Python 3.10 has no option for that.
-_PROGRAM = "import sys; sys.path[:] = filter(None, sys.path); from hpc_serve.cli.main import main; main()"
 _LOOK_AGAIN_S = 60.0
-_TIMEOUT_S = 400.0  # sbatch is given a minute, and reading how the service is may wait for Slurm as well
 
 
 class Waker:
@@ -68,24 +63,12 @@ class Waker:
         return True
 
     def _wake(self) -> None:
-        argv = [sys.executable, "-c", _PROGRAM, "wake", self._service]
-        environ = os.environ | {"HPC_SERVE_HOME": str(self._store.home)}
         try:
-            done = subprocess.run(
-                argv,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=_TIMEOUT_S,
-                check=False,
-            )
+            run_command(["wake", self._service], self._store.home)
+        except CommandFailedError as error:
+            raise ServiceAsleepError(f"{self._service} is asleep, and was not woken: {error}") from error
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ServiceAsleepError(f"{self._service} is asleep, and cannot be woken: {error}") from error
-        if done.returncode != 0:
-            said = done.stderr.strip().removeprefix("error: ")
-            raise ServiceAsleepError(f"{self._service} is asleep, and was not woken: {said}")
 
 
 def _why_asleep(found: Wanted | None) -> str | None:

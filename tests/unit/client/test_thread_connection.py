@@ -1,4 +1,4 @@
-"""The connection of a client in threads: a request in one piece, what came before a close, the HTTP library's errors."""
+"""The connection of a client in threads: a request in one piece, what came before a close, errors as httpx has them."""
 
 from __future__ import annotations
 

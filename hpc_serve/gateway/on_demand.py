@@ -1,0 +1,229 @@
+"""Models that are started when a request asks for them, and ended when another one needs their room.
+
+A listed model is a service that `hpc-serve submit` starts with the words of the list, and `hpc-serve stop` ends, which
+lets requests under way finish. `decide` is pure and says what follows. The caller says which services there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from hpc_serve.client.own_program import run_command
+from hpc_serve.gateway.answers import Refusal
+from hpc_serve.gateway.settings import OnDemand
+from hpc_serve.printable import printable
+from hpc_serve.rendezvous.store import ServiceStore
+
+_LOOK_S = 1.0
+_POLL_S = 0.25
+_LEAST_KEPT_S = 30.0
+_FAILED_FOR_S = 60.0
+_MOST_FAILED_FOR_S = 3600.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A listed service that has jobs. Times are in seconds: since it was ready (None: it is not), and what that took,
+    and since it was last asked. `under_way` are requests at it or waiting for it."""
+
+    gpus: int
+    ready_for_s: float | None
+    start_s: float
+    asked_for_s: float
+    under_way: int
+    is_ending: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What is to be done with a service. `wait`: nothing now."""
+
+    what: Literal["start", "end", "wait"]
+    service: str
+    why: str
+
+
+def decide(service: str, waited_s: float, running: Mapping[str, Running], limits: OnDemand) -> Step:
+    """Return the next step towards a service that is not there, for which a request has waited so long.
+
+    A ready service stays as long as its start took. Then the one that was asked longest ago goes, an idle one first.
+    One that is never idle goes once the request has waited for as long as that one's start took.
+    """
+    gpus = sum(one.gpus for one in running.values())
+    if len(running) + 1 <= limits.most_services and gpus + limits.models[service].gpus <= limits.most_gpus:
+        return Step(what="start", service=service, why="a request asks for it")
+    if ending := [name for name, one in running.items() if one.is_ending]:
+        return Step(what="wait", service=service, why=f"{ending[0]} is ending to make room")
+    may_end = {
+        name: one
+        for name, one in running.items()
+        if one.ready_for_s is not None
+        and one.ready_for_s >= max(one.start_s, _LEAST_KEPT_S)
+        and (not one.under_way or waited_s >= max(one.start_s, _LEAST_KEPT_S))
+    }
+    if not may_end:
+        names = ", ".join(running)
+        return Step(what="wait", service=service, why=f"there is no room beside {names}, which came lately or are busy")
+    name = min(may_end, key=lambda name: (may_end[name].under_way > 0, -may_end[name].asked_for_s))
+    since = f"{may_end[name].asked_for_s:.0f} s ago"
+    return Step(what="end", service=name, why=f"{service} is asked for and needs its room; it was last asked {since}")
+
+
+@dataclass
+class _Times:
+    """What is known of a listed service, in seconds of the event loop's clock."""
+
+    asked_at_s: float
+    wanted_since_s: float | None = None
+    begun_at_s: float | None = None
+    ready_at_s: float | None = None
+    failed_until_s: float = 0.0
+    failures: int = 0
+    why: str = ""
+
+
+class Services(Protocol):
+    """What the gateway knows of the services of a home."""
+
+    async def look(self, *, older_than_s: float = 1.0) -> None:
+        """Look once more, if the last look is that old."""
+
+    def states(self, service: str) -> Sequence[str] | None:
+        """Return the states of a service's replicas; None if it has no job."""
+
+    def under_way(self, service: str) -> int:
+        """Return how many requests are at it, or wait for it."""
+
+
+class OnDemandModels:
+    """The listed models of a gateway, which are started by `hpc-serve` commands with the home of `store`."""
+
+    def __init__(self, store: ServiceStore, limits: OnDemand, services: Services, wait_s: float) -> None:
+        self._store = store
+        self._limits = limits
+        self._services = services
+        self._wait_s = wait_s
+        self._times = {name: _Times(asked_at_s=float("-inf")) for name in limits.models}
+        self._ending: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    async def bring(self, service: str) -> None:
+        """Return once a service is there or submitted. Raises Refusal if it is not in the time that a request waits."""
+        clock = asyncio.get_running_loop().time
+        times, began_s = self._times[service], clock()
+        times.asked_at_s = began_s
+        if self._is_there(service):
+            return
+        await self._services.look()
+        while not self._is_there(service):
+            now_s = clock()
+            if now_s < times.failed_until_s or now_s - began_s > self._wait_s:
+                retry_s = max(times.failed_until_s - now_s, _LOOK_S)
+                headers = {"retry-after": f"{retry_s:.0f}"}
+                text = f"{service} is started on demand, and is not there yet: {times.why or 'it was asked for now'}."
+                raise Refusal(status=503, code="on_demand", kind="service_unavailable", message=text, headers=headers)
+            if times.wanted_since_s is None:
+                times.wanted_since_s = now_s
+            if self._task is None or self._task.done():
+                self._task = asyncio.get_running_loop().create_task(self._follow())
+            await asyncio.sleep(_POLL_S)
+
+    def _is_there(self, service: str) -> bool:
+        states = self._services.states(service)
+        return states is not None and "asleep" not in states and service not in self._ending
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    # -- following what is wanted
+
+    async def _follow(self) -> None:
+        """Do what follows until no listed service is wanted that is not there."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            await self._services.look()
+            self._note_states(clock())
+            wanted = [name for name, times in self._times.items() if times.wanted_since_s is not None]
+            if not wanted:
+                return
+            for service in sorted(wanted, key=lambda name: self._times[name].wanted_since_s or 0.0):
+                await self._step(service, clock())
+            await asyncio.sleep(_LOOK_S)
+
+    def _note_states(self, now_s: float) -> None:
+        for name, times in self._times.items():
+            states = self._services.states(name)
+            if self._is_there(name):
+                times.wanted_since_s = None
+                if times.ready_at_s is None and states and "ready" in states:
+                    times.ready_at_s, times.failures = now_s, 0
+                continue
+            if times.wanted_since_s is not None and now_s - times.asked_at_s > self._wait_s:
+                times.wanted_since_s = None  # who asked has gone
+            if times.begun_at_s is not None and times.ready_at_s is None and name not in self._ending:
+                self._note_failure(name, f"its job ended before it was ready; `hpc-serve doctor {name}` says why")
+            times.begun_at_s = times.ready_at_s = None
+
+    def _note_failure(self, service: str, why: str) -> None:
+        times, now_s = self._times[service], asyncio.get_running_loop().time()
+        times.failed_until_s = now_s + min(_FAILED_FOR_S * 2**times.failures, _MOST_FAILED_FOR_S)
+        times.failures += 1
+        times.begun_at_s = times.wanted_since_s = None
+        times.why = why
+        _log.warning("%s", printable(f"on demand: {service}: {why}"))
+
+    async def _step(self, service: str, now_s: float) -> None:
+        times = self._times[service]
+        step = decide(service, now_s - (times.wanted_since_s or now_s), self._running(now_s), self._limits)
+        if step.what == "wait" or (step.what == "start" and service in self._ending):
+            times.why = step.why
+            return
+        _log.warning("%s", printable(f"on demand: {step.what} {step.service}: {step.why}"))
+        if step.what == "end":
+            times.why = f"{step.service} is ending to make room"
+            self._ending.add(step.service)
+            asyncio.get_running_loop().create_task(self._end(step.service))
+            return
+        is_asleep = "asleep" in (self._services.states(service) or ())
+        words = ["wake", service] if is_asleep else ["submit", *self._limits.models[service].words]
+        try:
+            await asyncio.to_thread(run_command, words, self._store.home)
+        except (OSError, subprocess.SubprocessError) as error:
+            self._note_failure(service, f"`hpc-serve {words[0]}` failed: {error}")
+            return
+        times.begun_at_s = now_s
+        await self._services.look(older_than_s=0.0)
+
+    async def _end(self, service: str) -> None:
+        try:
+            await asyncio.to_thread(run_command, ["stop", service], self._store.home)
+        except (OSError, subprocess.SubprocessError) as error:
+            _log.warning("%s", printable(f"on demand: {service} did not end: {error}"))
+        finally:
+            await self._services.look(older_than_s=0.0)
+            self._ending.discard(service)
+
+    def _running(self, now_s: float) -> dict[str, Running]:
+        running = {}
+        for name, times in self._times.items():
+            states = self._services.states(name)
+            if states is None or ("asleep" in states and name not in self._ending):
+                continue
+            ready_at_s, begun_at_s = times.ready_at_s, times.begun_at_s
+            running[name] = Running(
+                gpus=self._limits.models[name].gpus,
+                ready_for_s=now_s - ready_at_s if ready_at_s is not None else None,
+                start_s=ready_at_s - begun_at_s if ready_at_s is not None and begun_at_s is not None else 0.0,
+                asked_for_s=min(now_s - times.asked_at_s, 1e9),
+                under_way=self._services.under_way(name),
+                is_ending=name in self._ending,
+            )
+        return running

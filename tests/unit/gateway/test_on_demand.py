@@ -1,0 +1,176 @@
+"""Models that a gateway starts when they are asked for: what follows, and with stub engines in place of jobs."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_serve.client.own_program import CommandFailedError
+from hpc_serve.errors import SiteFileError
+from hpc_serve.gateway.settings import ListedModel, OnDemand
+from tests.cluster import wait_for
+from tests.support.stubs import StubService
+
+pytest.importorskip("prometheus_client", reason="the gateway needs it")
+from hpc_serve.gateway import on_demand
+from hpc_serve.gateway.on_demand import Running, decide
+
+LIMITS = OnDemand(
+    models={name: ListedModel(words=(name,), gpus=gpus) for name, gpus in (("a", 1), ("b", 1), ("c", 4))},
+    most_services=2,
+    most_gpus=5,
+)
+
+
+def running(**changes: Any) -> Running:
+    usual = {"gpus": 1, "ready_for_s": 1000.0, "start_s": 100.0, "asked_for_s": 50.0, "under_way": 0}
+    return Running(**{**usual, **changes})
+
+
+@pytest.mark.parametrize(
+    ("service", "waited_s", "there", "what", "which"),
+    [
+        ("a", 0, {}, "start", "a"),
+        ("a", 0, {"b": running()}, "start", "a"),
+        ("a", 0, {"b": running(), "c": running(gpus=4, asked_for_s=60)}, "end", "c"),
+        ("c", 0, {"a": running(), "b": running(asked_for_s=40)}, "end", "a"),
+        ("c", 0, {"a": running(under_way=1), "b": running(asked_for_s=40)}, "end", "b"),
+        ("c", 0, {"a": running(under_way=1), "b": running(under_way=1)}, "wait", "c"),
+        ("c", 100, {"a": running(under_way=1), "b": running(under_way=1, asked_for_s=40)}, "end", "a"),
+        ("c", 9999, {"a": running(ready_for_s=None), "b": running(ready_for_s=99)}, "wait", "c"),
+        ("c", 9999, {"a": running(is_ending=True), "b": running()}, "wait", "c"),
+        ("c", 0, {"b": running(gpus=2)}, "end", "b"),
+    ],
+)
+def test_the_one_that_was_asked_longest_ago_makes_room(service, waited_s, there, what, which):
+    step = decide(service, waited_s, there, LIMITS)
+    assert (step.what, step.service) == (what, which)
+    assert step.why
+
+
+class Jobs:
+    """What `hpc-serve submit` and `stop` would do, with a stub engine for each job."""
+
+    def __init__(self, home: Path, names: tuple[str, ...]) -> None:
+        self.services = {name: StubService(home, name) for name in names}
+        self.there: set[str] = set()
+        self.most = 0
+        self.lines: list[str] = []
+        self.fails = False
+        self._number = 0
+        self._ids: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def run(self, words: Any, home: Path) -> str:
+        what, name = words[0], words[1]
+        with self._lock:
+            self.lines.append(f"{what} {name}")
+            self._number += 1
+            number = self._number
+            if self.fails:
+                raise CommandFailedError("sbatch: no such partition")
+        service = self.services[name]
+        if what == "submit":
+            with self._lock:
+                self.there.add(name)
+                self.most = max(self.most, len(self.there))
+            self._ids[name] = str(number)
+            service.start("--stub-words", "3", job_id=str(number))
+        else:
+            (engine,) = service.engines
+            service.publish(engine, job_id=self._ids[name], state="stopped")
+            engine.kill()
+            service.engines.clear()
+            with self._lock:
+                self.there.discard(name)
+        return ""
+
+
+NAMES = ("a", "b", "c")
+
+
+@pytest.fixture
+def jobs(tmp_path, service, monkeypatch):
+    jobs = Jobs(service.store.home, NAMES)
+    monkeypatch.setattr(on_demand, "run_command", jobs.run)
+    monkeypatch.setattr(on_demand, "_LEAST_KEPT_S", 0.5)
+    yield jobs
+    for one in jobs.services.values():
+        one.close()
+
+
+def listed(**limits: Any) -> OnDemand:
+    return OnDemand(models={name: ListedModel(words=(name,), gpus=1) for name in NAMES}, **limits)
+
+
+def test_models_come_and_go_as_they_are_asked_for(jobs, gateway):
+    front = gateway(on_demand=listed(most_services=2), wait_s=120.0)
+    assert {card["id"] for card in front.ask("GET", "/v1/models").json["data"]} == set(NAMES)
+    chance = random.Random(7)
+    asked = [[chance.choice(NAMES) for _ in range(4)] for _ in range(6)]
+
+    def ask(models: list[str]) -> list[int]:
+        return [front.complete(model).status for model in models]
+
+    with ThreadPoolExecutor(len(asked)) as threads:
+        statuses = [status for found in threads.map(ask, asked) for status in found]
+    assert statuses == [200] * 24
+    assert jobs.most == 2
+    assert {line for line in jobs.lines if line.startswith("submit")} == {f"submit {name}" for name in NAMES}
+
+
+def test_a_model_that_cannot_be_submitted_is_told_and_not_tried_at_once(jobs, gateway):
+    jobs.fails = True
+    front = gateway(on_demand=listed(), wait_s=60.0)
+    for _ in range(3):
+        answer = front.complete("a")
+        assert (answer.status, answer.code) == (503, "on_demand")
+        assert "no such partition" in answer.json["error"]["message"]
+        assert int(answer.headers["retry-after"]) > 10
+    assert jobs.lines == ["submit a"]
+
+
+def test_who_waits_too_long_is_told_what_it_waits_for(jobs, gateway, monkeypatch):
+    monkeypatch.setattr(on_demand, "_LEAST_KEPT_S", 3600.0)
+    front = gateway(on_demand=listed(most_services=1), wait_s=2.0)
+    wait_for(lambda: front.complete("a").status == 200, 60, what="the first model")
+    answer = front.complete("b")
+    assert (answer.status, answer.code) == (503, "on_demand")
+    assert "no room beside a" in answer.json["error"]["message"]
+    assert front.complete("a").status == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("models: {a: 70b --nope}", "a: `hpc-serve submit 70b --nope` would fail: No such option"),
+        ("gpus: 2\nmodels: {a: 70b --gpu h100}", "a takes 4 GPUs, and `gpus` allows 2"),
+        ("models: {a: 8b --name b}", "leave out --name"),
+        ("models: {a: 8b --wait}", "leave out --wait"),
+        ("services: x", "must be a whole number"),
+        ("", "lists no models"),
+    ],
+)
+def test_a_list_that_could_not_be_started_is_refused_at_once(tmp_path, text, said):
+    from hpc_serve.cli.use.on_demand import read_on_demand
+
+    path = tmp_path / "models.yaml"
+    path.write_text(text)
+    with pytest.raises(SiteFileError, match=r"models\.yaml") as caught:
+        read_on_demand(path)
+    assert said in str(caught.value)
+
+
+def test_a_list_says_what_each_model_takes(tmp_path):
+    from hpc_serve.cli.use.on_demand import read_on_demand
+
+    path = tmp_path / "models.yaml"
+    path.write_text("services: 2\nmodels:\n  big: 70b --gpu h100\n  small: 8b --gpu h100 -- --max-num-seqs 4\n")
+    found = read_on_demand(path)
+    assert (found.most_services, {name: one.gpus for name, one in found.models.items()}) == (2, {"big": 4, "small": 1})
+    assert found.models["small"].words == ("--name", "small", "8b", "--gpu", "h100", "--", "--max-num-seqs", "4")
