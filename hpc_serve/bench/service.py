@@ -39,10 +39,10 @@ class BenchWatch(ServiceWatch):
     takes_turns = False
     _turns = itertools.count()
 
-    def pick(self, tried: Set[str] = frozenset()) -> ReplicaAddress | None:
+    def pick(self, tried: Set[str] = frozenset(), begins: list[int] | None = None) -> ReplicaAddress | None:
         """Return the next replica that was not tried; if they take no turns, the replica that the pool chooses."""
         if not self.takes_turns:
-            return super().pick(tried)
+            return super().pick(tried, begins)
         names = sorted(replica.name for replica in self.pool.others(tried))
         if not names:
             return super().pick(tried)

@@ -151,11 +151,11 @@ class ServiceWatch:
             self._refreshed_at_s = self._clock()
             return self._refresh(is_complete=is_complete)
 
-    def pick(self, tried: Set[str] = frozenset()) -> ReplicaAddress | None:
-        """Take the least loaded replica not in `tried`; refreshes in the background when that is due."""
+    def pick(self, tried: Set[str] = frozenset(), begins: list[int] | None = None) -> ReplicaAddress | None:
+        """Take a replica not in `tried`, as the pool does; refreshes in the background when that is due."""
         if self._is_refresh_due:
             self._start_refresh()
-        return self.pool.take(tried)
+        return self.pool.take(tried, begins)
 
     def mark_suspect(self, replica: ReplicaAddress) -> None:
         """Offer a replica no more until it has been probed again, and last for a while then."""

@@ -13,6 +13,7 @@ from hpc_serve.client.connections.connections import Connections
 from hpc_serve.client.connections.message import Answer, Message
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica
+from hpc_serve.client.replicas.beginnings import beginnings
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests.attempt import Attempt, AttemptBody
@@ -48,6 +49,7 @@ class Exchange:
         self._tried: set[str] = set()
         self._returns = 0
         self._repeats = Repeats(request)
+        self._begins = beginnings(request.content) if request.content and len(watch.pool) > 1 else None
         self.sent = 0
         self.resumed = 0
         content = request.content
@@ -153,7 +155,7 @@ class Exchange:
         return attempt
 
     def _take(self, tried: set[str] | frozenset[str]) -> Attempt | None:
-        replica = self._watch.pick(tried)
+        replica = self._watch.pick(tried, self._begins)
         if replica is None:
             return None
         return Attempt(self._watch, replica, shows_signs=self._request.wants_signs)

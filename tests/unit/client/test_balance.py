@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from hpc_serve.client.replicas.pool import ReplicaAddress, ReplicaPool
+from hpc_serve.client.replicas.beginnings import Beginnings, beginnings
+from hpc_serve.client.replicas.pool import LEAD, ReplicaAddress, ReplicaPool
 from hpc_serve.client.replicas.speeds import HALF_LIFE_S, Speeds
 from hpc_serve.trust.connection import Identity
 
@@ -187,3 +188,66 @@ def test_replicas_that_are_gone_are_forgotten():
         pool.note_time(replica, "whole", 1.0)
     pool.fill(replicas[:1])
     assert {name for of_kind in pool._speeds._means.values() for name in of_kind} == {"a"}
+
+
+# Requests that begin alike
+
+
+DOCUMENT = b"the same document, " * 500
+
+
+def at(count: int) -> ReplicaPool:
+    pool = ReplicaPool()
+    pool.fill(address(str(number)) for number in range(count))
+    return pool
+
+
+def test_requests_that_begin_alike_go_to_one_replica():
+    pool = at(4)
+    chosen = set()
+    for number in range(20):
+        replica = pool.take(begins=beginnings(DOCUMENT + b"question %d" % number))
+        chosen.add(replica.name)
+        pool.give_back(replica)
+    assert len(chosen) == 1
+
+
+def test_a_conversation_that_grows_stays_where_it_began():
+    pool, said = at(4), DOCUMENT[:1100]
+    first = pool.take(begins=beginnings(said))
+    pool.give_back(first)
+    for turn in range(30):
+        said += b"turn %d " % turn * 40
+        replica = pool.take(begins=beginnings(said + b'"}],"model":"405b"}'))
+        pool.give_back(replica)
+        assert replica == first
+
+
+def test_a_replica_that_is_busier_by_a_bound_is_not_preferred():
+    pool = at(2)
+    taken = [pool.take(begins=beginnings(DOCUMENT)).name for _ in range(40)]
+    counts = sorted(taken.count(name) for name in set(taken))
+    assert len(counts) == 2
+    assert 2 <= counts[1] - counts[0] <= 2 * LEAD
+
+
+def test_other_requests_are_spread():
+    pool = at(2)
+    taken = [pool.take(begins=beginnings(b"%d" % number + DOCUMENT)).name for number in range(40)]
+    assert sorted(taken.count(name) for name in set(taken)) == [20, 20]
+
+
+def test_a_lost_replica_is_not_preferred():
+    pool = at(2)
+    first = pool.take(begins=beginnings(DOCUMENT))
+    pool.give_back(first)
+    pool.lose(first)
+    assert pool.take(begins=beginnings(DOCUMENT)) != first
+
+
+def test_what_is_remembered_is_bounded():
+    known = Beginnings()
+    for number in range(30_000):
+        known.note([number], "a")
+    assert known.replica_of([1]) is None
+    assert known.replica_of([1, 29_999]) == "a"
