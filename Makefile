@@ -4,7 +4,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 export VENV
 # Tests and the cluster need root: they make network namespaces.
-SUDO := $(if $(filter 0,$(shell id -u)),,sudo --preserve-env=HPC_SERVE_KEEP_CLUSTER,HPC_SERVE_CLUSTER_ROOT)
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo --preserve-env=HPC_SERVE_KEEP_CLUSTER,HPC_SERVE_CLUSTER_ROOT,HPC_SERVE_BROWSER)
 # SLURM=trixie: the cluster's hosts are of that Debian, with its Slurm, in a root of its own (tests/cluster/SLURM_VERSIONS.md).
 LATER_DEBIANS = /var/lib/hpc-serve-debian
 SLURM_ROOT ?= $(if $(SLURM),$(LATER_DEBIANS)/$(SLURM))
@@ -118,6 +118,13 @@ page-look: packages venv ## the gateway's page in Chromium, light and dark, 400 
 	@envs/packages.sh chromium
 	@VENV=.venv-browser envs/venv.sh browser
 	@$(VENV)/bin/python -m tests.page_look .venv-browser/bin/python $(ARGS)
+
+.PHONY: page-through-ssh
+page-through-ssh: packages venv ## that page on another host, through ssh, with real vLLM, across a handover: ten minutes
+	@envs/packages.sh chromium openssh-server
+	@VENV=.venv-browser envs/venv.sh browser
+	@HPC_SERVE_BROWSER="$(CURDIR)/.venv-browser/bin/python" $(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider \
+		--require-cluster tests/e2e/test_page_through_ssh.py $(ARGS)
 
 .PHONY: samples
 samples: packages venv ## the printed samples of the documents and the recording, anew: real vLLM on the test cluster, four minutes
