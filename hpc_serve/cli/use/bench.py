@@ -80,10 +80,11 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
     from hpc_serve.bench.expected import predict
     from hpc_serve.bench.measured import Measured
     from hpc_serve.bench.page import page
-    from hpc_serve.bench.plot import check_plot, draw_runs
+    from hpc_serve.bench.plot import draw_runs
     from hpc_serve.bench.results import document, run_json
     from hpc_serve.cli import show
     from hpc_serve.cli.use import bench_view
+    from hpc_serve.plots.figure import check_picture
     from hpc_serve.rendezvous.store import own_store
 
     store = own_store()
@@ -91,7 +92,7 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
     sweep = _sweep(services or (_only_service(store, options["wait"]),), options)
     check = load_check(options["check"]) if options["check"] is not None else None
     if options["plot"] is not None:
-        check_plot(options["plot"])
+        check_picture(options["plot"])
     runs, error = bench_view.measure(store, sweep)
     measured = [
         Measured(

@@ -13,12 +13,13 @@ from hpc_serve.bench.expected import predict
 from hpc_serve.bench.measured import Measured
 from hpc_serve.bench.outcome import Pace, Prediction
 from hpc_serve.bench.page import page
-from hpc_serve.bench.plot import check_plot, draw_runs
+from hpc_serve.bench.plot import draw_runs
 from hpc_serve.bench.report import run_lines, sweep_rows
 from hpc_serve.bench.results import run_json
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.plan.make import PlanRequest
+from hpc_serve.plots.figure import check_picture
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.plans.planned_speed import speed_figures
 from hpc_serve.submit.plans.planning import plan_for
@@ -55,14 +56,13 @@ def test_a_page_of_a_run_without_an_answer():
 @pytest.mark.parametrize("ending", [".png", ".svg"])
 def test_a_picture_is_drawn(tmp_path, ending):
     pytest.importorskip("matplotlib")
-    check_plot(tmp_path / f"runs{ending}")
     draw_runs(SWEEP, tmp_path / f"runs{ending}")
     assert (tmp_path / f"runs{ending}").stat().st_size > 1000
 
 
 def test_a_picture_of_another_kind_is_refused(tmp_path):
     with pytest.raises(InvalidRequestError, match=r"does not end in \.png"):
-        check_plot(tmp_path / "runs.doc")
+        check_picture(tmp_path / "runs.doc")
 
 
 def test_what_was_predicted_stands_beside_what_was_measured():
