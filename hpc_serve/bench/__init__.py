@@ -4,11 +4,11 @@
 
     load = BenchWorkload(lengths=Lengths(input_len=1000, output_len=100), count=100)
     for one in measure(Sweep(services=("405b",), workloads=(load,), paces=(Pace(max_concurrency=64),))):
-        print(one.figures.output_rate)               # tokens per second
+        print(one["output_throughput"])              # tokens per second; all keys of `vllm bench serve --save-result`
 
-These modules are pure: `prompts` and `files` decide what is asked, and `answers`, `figures`, `notes`, `results`,
-`report` and `page` what follows from the answers. `texts` asks the engines for tokens, `load` sends the requests,
-`own_share` watches this program, `sweep` makes one run after the other.
+These modules are pure: `files` reads what is asked, `answers` and `figures` say what came of it, `results` joins a run
+with what is said of it (`notes`), and `report` and `page` show that. `workload` makes the requests, `texts` asks the
+engines for tokens, `load` sends the requests, `sweep` makes one run after the other.
 """
 
 from typing import TYPE_CHECKING
@@ -16,21 +16,17 @@ from typing import TYPE_CHECKING
 from hpc_serve.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from hpc_serve.bench.measured import Measured
-    from hpc_serve.bench.outcome import Pace
-    from hpc_serve.bench.prompts import Lengths
+    from hpc_serve.bench.run import Lengths, Pace
     from hpc_serve.bench.sweep import Sweep, measure
     from hpc_serve.bench.workload import BenchWorkload
 
-__all__ = ["BenchWorkload", "Lengths", "Measured", "Pace", "Sweep", "measure"]
+__all__ = ["BenchWorkload", "Lengths", "Pace", "Sweep", "measure"]
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "Lengths": "prompts",
-            "Measured": "measured",
-            "Pace": "outcome",
+            **dict.fromkeys(("Lengths", "Pace"), "run"),
             **dict.fromkeys(("Sweep", "measure"), "sweep"),
             "BenchWorkload": "workload",
         },

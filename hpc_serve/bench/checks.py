@@ -6,12 +6,12 @@ few words, or nothing. The function alone decides what an answer should be.
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_serve.bench.outcome import Run
+from hpc_serve.bench.run import Run
 from hpc_serve.errors import InvalidRequestError
 
 Check = Callable[[Mapping[str, Any], str], object]
@@ -23,18 +23,14 @@ def load_check(words: str) -> Check:
     path = Path(file)
     if not file or not name.isidentifier() or not path.is_file():
         raise InvalidRequestError(f"--check {words} names no function of a file: write mine.py:is_wrong.")
-    spec = importlib.util.spec_from_file_location("hpc_serve_bench_check", path)
-    if spec is None or spec.loader is None:
-        raise InvalidRequestError(f"--check {words}: {path} is no Python file.")
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        function = runpy.run_path(str(path), run_name="hpc_serve_bench_check").get(name)
     except Exception as error:
         raise InvalidRequestError(f"--check {words}: {path} fails with {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
     if not callable(function):
         raise InvalidRequestError(f"--check {words}: {path} has no function {name}.")
-    return function  # type: ignore[no-any-return]
+    check: Check = function
+    return check
 
 
 def wrong_answers(run: Run, check: Check) -> dict[int, str]:

@@ -1,79 +1,21 @@
-"""The figures of a run, by the definitions of `vllm bench serve` (its `calculate_metrics`), without numpy.
+"""The figures of a run, by the definitions and under the keys of `vllm bench serve`, without numpy.
 
 TTFT is the time to the first piece of an answer. TPOT is the time from there to the last piece, by the tokens after the
 first. ITL is the time between two pieces. E2EL is the time to the last piece. Requests that failed count in `failed`
-alone. A peak is of one second, counted from the first request that was answered.
+alone. A peak is of one second, counted from the first request that was answered. Rates are per second.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from hpc_serve.bench.outcome import RequestResult
+from hpc_serve.bench.run import RequestResult
 
-PERCENTILES = (50.0, 90.0, 99.0)
+PERCENTILES = (50, 90, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")
-FIGURES = (
-    ("completed", "completed", "Successful requests:"),
-    ("failed", "failed", "Failed requests:"),
-    ("duration_s", "duration", "Benchmark duration (s):"),
-    ("total_input", "total_input_tokens", "Total input tokens:"),
-    ("total_output", "total_output_tokens", "Total generated tokens:"),
-    ("request_rate", "request_throughput", "Request throughput (req/s):"),
-    ("goodput", "request_goodput", "Request goodput (req/s):"),
-    ("output_rate", "output_throughput", "Output token throughput (tok/s):"),
-    ("peak_output_rate", "max_output_tokens_per_s", "Peak output token throughput (tok/s):"),
-    ("peak_concurrency", "max_concurrent_requests", "Peak concurrent requests:"),
-    ("total_rate", "total_token_throughput", "Total token throughput (tok/s):"),
-)
-"""The figures by their names here, with the keys and the words of `vllm bench serve`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """Mean, median, standard deviation and percentiles of one kind of times, in milliseconds."""
-
-    mean: float
-    median: float
-    std: float
-    percentiles: Mapping[float, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """The figures of the requests of a run, or of one replica's. Rates are per second, tokens as the engine counts."""
-
-    duration_s: float
-    completed: int
-    failed: int
-    total_input: int
-    total_output: int
-    good: int | None
-    peak_output_rate: float
-    peak_concurrency: int
-    times: Mapping[str, Spread]
-    resent: int = 0
-
-    @property
-    def request_rate(self) -> float:
-        return self.completed / self.duration_s
-
-    @property
-    def goodput(self) -> float | None:
-        """Requests within all goals, per second; None without goals."""
-        return None if self.good is None else self.good / self.duration_s
-
-    @property
-    def output_rate(self) -> float:
-        return self.total_output / self.duration_s
-
-    @property
-    def total_rate(self) -> float:
-        return (self.total_input + self.total_output) / self.duration_s
 
 
 def figures_of(
@@ -81,29 +23,32 @@ def figures_of(
     duration_s: float,
     *,
     goals_ms: Mapping[str, float] | None = None,
-) -> Figures:
+) -> dict[str, Any]:
     """Return the figures of some requests in `duration_s`. `goals_ms` bounds ttft, tpot and e2el, in milliseconds."""
     answered = [outcome for outcome in outcomes if outcome.is_answered]
-    values = {
-        "ttft": [outcome.ttft_s for outcome in answered],
-        "tpot": [tpot_s(outcome) for outcome in answered if outcome.output_len > 1],
-        "itl": [itl_s for outcome in answered for itl_s in outcome.itls_s],
-        "e2el": [outcome.latency_s for outcome in answered],
-        "client_queue_time": [outcome.queue_s for outcome in answered],
+    duration_s = max(duration_s, 1e-9)
+    input_tokens = sum(outcome.input_len for outcome in answered)
+    output_tokens = sum(outcome.output_len for outcome in answered)
+    peak_rate, peak_requests = _peaks(answered)
+    good = sum(_is_good(outcome, goals_ms) for outcome in answered) / duration_s if goals_ms else None
+    return {
+        "completed": len(answered),
+        "failed": len(outcomes) - len(answered),
+        "duration": duration_s,
+        "total_input_tokens": input_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": len(answered) / duration_s,
+        "request_goodput": good,
+        "output_throughput": output_tokens / duration_s,
+        "max_output_tokens_per_s": peak_rate,
+        "max_concurrent_requests": peak_requests,
+        "total_token_throughput": (input_tokens + output_tokens) / duration_s,
+        "rtfx": 0.0,  # of speech; vLLM writes it for every model
+        **spread("ttft", [outcome.ttft_s for outcome in answered]),
+        **spread("tpot", [tpot_s(outcome) for outcome in answered if outcome.output_len > 1]),
+        **spread("itl", [itl_s for outcome in answered for itl_s in outcome.itls_s]),
+        **spread("e2el", [outcome.latency_s for outcome in answered]),
     }
-    rate, concurrency = _peaks(answered)
-    return Figures(
-        duration_s=max(duration_s, 1e-9),
-        completed=len(answered),
-        failed=len(outcomes) - len(answered),
-        total_input=sum(outcome.input_len for outcome in answered),
-        total_output=sum(outcome.output_len for outcome in answered),
-        good=sum(_is_good(outcome, goals_ms) for outcome in answered) if goals_ms else None,
-        peak_output_rate=rate,
-        peak_concurrency=concurrency,
-        times={name: spread(times) for name, times in values.items()},
-        resent=sum(outcome.sent - 1 for outcome in outcomes),
-    )
 
 
 def tpot_s(outcome: RequestResult) -> float:
@@ -111,32 +56,25 @@ def tpot_s(outcome: RequestResult) -> float:
     return (outcome.latency_s - outcome.ttft_s) / (outcome.output_len - 1) if outcome.output_len > 1 else 0.0
 
 
-def spread(values_s: Sequence[float]) -> Spread:
-    """Return the spread of times in seconds; all figures are 0 without any time, as in vLLM."""
-    values = sorted(values_s) or [0.0]
-    return Spread(
-        mean=1e3 * statistics.fmean(values),
-        median=1e3 * statistics.median(values),
-        std=1e3 * statistics.pstdev(values),
-        percentiles={percent: 1e3 * percentile(values, percent) for percent in PERCENTILES},
-    )
+def spread(name: str, values_s: Sequence[float]) -> dict[str, float]:
+    """Return mean, median, deviation and percentiles of some seconds, in milliseconds; 0 without any, as in vLLM.
 
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Between two values in proportion, as numpy's default.
-
-    >>> percentile([1.0, 2.0, 3.0, 4.0], 50), percentile([1.0, 2.0, 3.0, 4.0], 90)
-    (2.5, 3.7)
+    >>> spread("ttft", [0.001, 0.002, 0.003, 0.004])["p90_ttft_ms"]
+    3.7
     """
-    place = (len(ordered) - 1) * percent / 100
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    values = sorted(1e3 * value for value in values_s) or [0.0]
+    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else values * 99
+    return {
+        f"mean_{name}_ms": statistics.fmean(values),
+        f"median_{name}_ms": statistics.median(values),
+        f"std_{name}_ms": statistics.pstdev(values),
+        **{f"p{percent}_{name}_ms": cuts[percent - 1] for percent in PERCENTILES},
+    }
 
 
-def _is_good(outcome: RequestResult, goals_ms: Mapping[str, float] | None) -> bool:
+def _is_good(outcome: RequestResult, goals_ms: Mapping[str, float]) -> bool:
     seen = {"ttft": outcome.ttft_s, "tpot": tpot_s(outcome), "e2el": outcome.latency_s}
-    return all(1e3 * seen[name] <= most for name, most in (goals_ms or {}).items())
+    return all(1e3 * seen[name] <= most for name, most in goals_ms.items())
 
 
 def _peaks(answered: Sequence[RequestResult]) -> tuple[float, int]:

@@ -1,4 +1,4 @@
-"""Reads files of requests, by the names and in the formats of `vllm bench serve`: custom, sharegpt, burstgpt.
+"""Reads files of requests, by the names and in the formats of `vllm bench serve`: custom and sharegpt.
 
 Pure: text in, samples out. A sample without a number of tokens to answer has the text of an answer; the engine counts
 its tokens.
@@ -6,7 +6,6 @@ its tokens.
 
 from __future__ import annotations
 
-import csv
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,25 +14,23 @@ from typing import Any
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.given_files import parse_json
 
-FORMATS = ("custom", "sharegpt", "burstgpt")
+FORMATS = ("custom", "sharegpt")
 _NOT = 'a line has "prompt" (text or token ids) or "messages", and may have "output_tokens"'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One request of a file: a prompt (text or token ids), messages, or the length of a prompt alone."""
+    """One request of a file: a prompt (text or token ids) or messages, and the text or the length of its answer."""
 
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
-    input_len: int | None = None
     output_len: int | None = None
-    answer: str | None = None
+    answer: str = ""
 
 
 def read_samples(name: str, text: str, source: str) -> list[Sample]:
     """Return all samples of a file. Raises InvalidRequestError: `source` and the place."""
-    reader = {"custom": _custom, "sharegpt": _sharegpt, "burstgpt": _burstgpt}[name]
-    samples = list(reader(text, source))
+    samples = list((_custom if name == "custom" else _sharegpt)(text, source))
     if not samples:
         raise InvalidRequestError(f"{source} holds no request that can be used as {name}.")
     return samples
@@ -78,19 +75,6 @@ def _sharegpt(text: str, source: str) -> Iterator[Sample]:
         prompt, answer = (turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2])
         if isinstance(prompt, str) and isinstance(answer, str):
             yield Sample(prompt=prompt, answer=answer)
-
-
-def _burstgpt(text: str, source: str) -> Iterator[Sample]:
-    """Lengths alone, of the requests to GPT-4 that were answered, as vLLM takes them."""
-    rows = csv.DictReader(text.splitlines())
-    needed = ("Model", "Request tokens", "Response tokens")
-    if missing := [name for name in needed if name not in (rows.fieldnames or ())]:
-        raise InvalidRequestError(f"{source} has no column {missing[0]!r}, as BurstGPT's files have.")
-    for row in rows:
-        input_len, output_len = (row[name] or "" for name in needed[1:])
-        are_numbers = input_len.isdecimal() and output_len.isdecimal()
-        if row["Model"] == "GPT-4" and are_numbers and int(input_len) and int(output_len):
-            yield Sample(input_len=int(input_len), output_len=int(output_len))
 
 
 def _json(text: str, where: str) -> Any:

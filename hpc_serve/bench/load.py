@@ -13,14 +13,16 @@ import json
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from hpc_serve.bench.answers import AnswerReader
-from hpc_serve.bench.outcome import BenchRequest, Pace, RequestResult, Sent
-from hpc_serve.bench.own_share import OwnShareMeter
+from hpc_serve.bench.run import BenchRequest, RequestResult, Run
 from hpc_serve.bench.service import BenchService, refusal
 from hpc_serve.client.requests.transport import EXCHANGE
+
+_WATCH_STEP_S = 0.05
 
 T = TypeVar("T")
 
@@ -50,15 +52,13 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
 
 
 async def send_all(
-    service: BenchService,
-    requests: Sequence[BenchRequest],
-    pace: Pace,
-    *,
-    seed: int,
-    stop: asyncio.Event,
-    on_end: Callable[[], None] = lambda: None,
-) -> Sent:
-    """Send all requests at a pace. Returns early, with what there is, after `stop`."""
+    service: BenchService, run: Run, *, seed: int, stop: asyncio.Event, on_end: Callable[[int], None]
+) -> Run:
+    """Send all requests of a run, and return it with their results: early, with those that there are, after `stop`.
+
+    `on_end` is told how many have ended.
+    """
+    requests, pace = run.requests, run.pace
     outcomes: list[RequestResult] = []
     arrived: asyncio.Queue[tuple[int, BenchRequest, float] | None] = asyncio.Queue()
     senders = min(pace.max_concurrency or len(requests), len(requests))
@@ -75,23 +75,35 @@ async def send_all(
     async def send() -> None:
         while (next_one := await arrived.get()) is not None:
             outcomes.append(await ask(service, *next_one))
-            on_end()
+            on_end(len(outcomes))
 
-    meter = OwnShareMeter()
+    late_s = [0.0]
     gc.collect()
     gc.freeze()  # a collection that goes through all prompts would make the loop late
-    meter.start()
-    began_s = time.perf_counter()
+    watch = asyncio.create_task(_watch_own_loop(late_s))
+    began_s, began_cpu_s = time.perf_counter(), time.thread_time()
     try:
         await unless(stop, asyncio.gather(come(), *(send() for _ in range(senders))))
     finally:
+        watch.cancel()
         gc.unfreeze()
-    return Sent(
+    took_s = max(time.perf_counter() - began_s, 1e-9)
+    return replace(
+        run,
         outcomes=tuple(sorted(outcomes, key=lambda outcome: outcome.place)),
-        duration_s=time.perf_counter() - began_s,
-        own_share=meter.stop(),
-        interrupted=len(outcomes) < len(requests),
+        duration_s=took_s,
+        busy=min((time.thread_time() - began_cpu_s) / took_s, 1.0),
+        late_s=sorted(late_s)[int(0.95 * (len(late_s) - 1))],
     )
+
+
+async def _watch_own_loop(late_s: list[float]) -> None:
+    """Note how late this program wakes: a loop without time left stamps late, as if the service were slow."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due_s = loop.time() + _WATCH_STEP_S
+        await asyncio.sleep(_WATCH_STEP_S)
+        late_s.append(max(0.0, loop.time() - due_s))
 
 
 async def unless(stop: asyncio.Event, making: Awaitable[T]) -> T | None:

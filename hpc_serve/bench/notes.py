@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from hpc_serve.bench.outcome import Run
+from hpc_serve.bench.run import Run
 
 MOST_BUSY = 0.8
 MOST_LATE_S = 0.02
 _MOST_ERRORS = 3
 
 
-def notes_on(run: Run) -> list[str]:
-    """Return sentences, the gravest first."""
-    return [*_interruption(run), *_own_share(run), *_lengths(run), *_failures(run), *_resent(run)]
+def notes_on(run: Run, wrong: Mapping[int, str]) -> list[str]:
+    """Return sentences, the gravest first. `wrong` are the faults of answers, by the place of the request."""
+    return [*_program(run), *_lengths(run), *_failures(run), *_answers(run, wrong)]
 
 
-def _interruption(run: Run) -> Iterator[str]:
+def _program(run: Run) -> Iterator[str]:
+    """Say that the run was interrupted, or that this program was the limit."""
     if run.interrupted:
         yield (
             f"The run was interrupted: {len(run.outcomes)} of {len(run.requests)} requests had ended. The figures are "
             "of these."
         )
-
-
-def _own_share(run: Run) -> Iterator[str]:
-    busy, late_s = run.own_share.busy, run.own_share.late_s
+    busy, late_s = run.busy, run.late_s
     if busy >= MOST_BUSY:
         yield (
             f"This program was busy {busy:.0%} of the time: the figures are its own, and the service may be faster. "
@@ -66,7 +64,10 @@ def _failures(run: Run) -> Iterator[str]:
         yield f"Requests failed for {others} more reasons: --save FILE --detailed keeps them all."
 
 
-def _resent(run: Run) -> Iterator[str]:
+def _answers(run: Run, wrong: Mapping[int, str]) -> Iterator[str]:
+    """Say which answers came from a further replica, and which are wrong."""
     if again := sum(outcome.sent > 1 for outcome in run.outcomes):
         were = "1 request was" if again == 1 else f"{again} requests were"
         yield f"{were} sent to another replica after the first, as by any client, and the time that it took counts."
+    if wrong:
+        yield f"{len(wrong)} answers are wrong by --check, the first: {wrong[min(wrong)]}"

@@ -1,6 +1,6 @@
-"""Runs as one HTML page that needs nothing else: tables, curves of throughput and latency, times of requests.
+"""Results of runs as one HTML page that needs nothing else: tables, and curves of throughput and latency by load.
 
-`figures` decides what they show, pages/ how they are drawn.
+`report` decides what they show, pages/ how they are drawn.
 """
 
 from __future__ import annotations
@@ -12,86 +12,69 @@ from collections.abc import Iterator, Sequence
 from markupsafe import Markup
 
 from hpc_serve.bench.figures import METRICS
-from hpc_serve.bench.measured import Measured, load_curves, load_title, series_of
-from hpc_serve.bench.report import is_number, replica_rows, sweep_rows
-from hpc_serve.pages.charts import histogram, over_load
+from hpc_serve.bench.report import (
+    Result,
+    is_number,
+    load_curves,
+    load_title,
+    no_prediction,
+    replica_rows,
+    series_of,
+    sweep_rows,
+)
+from hpc_serve.pages.charts import over_load
 from hpc_serve.pages.frame import document, swatch, table
 
 _STYLE = """
 body{max-width:88rem} .charts{display:flex;flex-wrap:wrap;gap:1rem;margin-top:.8rem}
 .charts svg{flex:1 1 22rem;max-width:430px} .key{display:inline-block;margin-right:1.2rem}
-td,th{border-bottom:1px solid var(--line);white-space:nowrap}
+td,th{border-bottom:1px solid var(--line);white-space:nowrap} .scroll{margin:.8rem 0}
 .warning{background:var(--note);padding:.4rem .8rem;margin:.4rem 0}
 """
 
 
-def page(runs: Sequence[Measured]) -> str:
+def page(results: Sequence[Result]) -> str:
     """Return the whole page."""
-    services = ", ".join(dict.fromkeys(one.run.service for one in runs))
+    services = ", ".join(dict.fromkeys(one["service"] for one in results))
     parts = [
-        Markup('<h1>{}</h1><p class="about">{}</p>').format(services, _about(runs)),
-        _table(sweep_rows(runs)),
-        *_curves(runs),
-        *(part for number, one in enumerate(runs, start=1) for part in _run(number, one)),
+        Markup('<h1>{}</h1><p class="about">{}</p>').format(services, _about(results)),
+        _table(sweep_rows(results)),
+        *(_curves(results) if len(results) > 1 else ()),
+        *(part for number, one in enumerate(results, start=1) for part in _run(number, one)),
     ]
     return document(f"{services}: measured by hpc-serve bench", Markup("\n").join(parts), style=_STYLE)
 
 
-def _readable(date: str) -> str:
-    """Return a date of `vllm bench serve` as people write it; other text is returned unchanged."""
+def _about(results: Sequence[Result]) -> str:
+    date = results[0]["date"]
     with contextlib.suppress(ValueError):
-        return datetime.datetime.strptime(date, "%Y%m%d-%H%M%S").isoformat(sep=" ")
-    return date
-
-
-def _about(runs: Sequence[Measured]) -> str:
-    run = runs[0].run
-    models = ", ".join(dict.fromkeys(one.run.model for one in runs))
-    how = "to each replica in turn" if run.split == "equally" else "as the client routes"
+        date = datetime.datetime.strptime(date, "%Y%m%d-%H%M%S").isoformat(sep=" ")
+    models = ", ".join(dict.fromkeys(one["model_id"] for one in results))
+    how = "to each replica in turn" if results[0]["split"] == "equally" else "as the client routes"
     return (
-        f"{models}. Begun {_readable(run.date)}. Requests go {how}. TTFT is the time to the first token, TPOT the time "
+        f"{models}. Begun {date}. Requests go {how}. TTFT is the time to the first token, TPOT the time "
         "for each token after it, medians of the requests that were answered; figures are those of vllm bench serve."
     )
 
 
-def _curves(runs: Sequence[Measured]) -> Iterator[Markup]:
-    """Throughput and latency against the load, where there are several loads or series."""
-    if len(runs) < 2:
-        return
-    titles = enumerate(series_of(runs))
+def _curves(results: Sequence[Result]) -> Iterator[Markup]:
+    """Throughput and latency against the load."""
+    titles = enumerate(series_of(results))
     keys = (Markup('<span class="key">{} {}</span>').format(swatch(place), title) for place, title in titles)
     yield Markup("<h2>By load</h2><p>{}</p>").format(Markup("").join(keys))
-    yield _side_by_side([over_load(title, load_title(runs), curves) for title, curves in load_curves(runs)])
+    charts = (over_load(title, load_title(results), curves) for title, curves in load_curves(results).items())
+    yield Markup('<div class="charts">{}</div>').format(Markup("").join(charts))
 
 
-def _side_by_side(charts: Sequence[Markup]) -> Markup:
-    return Markup('<div class="charts">{}</div>').format(Markup("").join(charts))
-
-
-def _run(number: int, one: Measured) -> Iterator[Markup]:
-    run, figures = one.run, one.figures
-    yield Markup("<h2>Run {}: {}, {}, {}</h2>").format(number, run.service, run.workload, run.pace)
-    for note in one.notes:
-        yield Markup('<p class="warning">{}</p>').format(note)
-    if one.prediction is not None and one.prediction.reason:
-        yield Markup('<p class="about">No prediction: {}</p>').format(one.prediction.reason)
-    heading = ["ms", "mean", "median", "std", *(f"P{percent:g}" for percent in figures.times["ttft"].percentiles)]
-    rows = [heading]
-    for name in METRICS:
-        spread = figures.times[name]
-        rows.append([name.upper(), *(f"{value:,.2f}" for value in (spread.mean, spread.median, spread.std))])
-        rows[-1] += [f"{value:,.2f}" for value in spread.percentiles.values()]
-    yield _table(rows)
-    yield Markup("<p></p>")
+def _run(number: int, one: Result) -> Iterator[Markup]:
+    yield Markup("<h2>Run {}: {}, {}, {}</h2>").format(number, one["service"], one["workload"], one["pace"])
+    yield from (Markup('<p class="warning">{}</p>').format(note) for note in one["notes"])
+    if why := no_prediction(one):
+        yield Markup('<p class="about">{}</p>').format(why)
+    kinds = {"mean": "mean", "median": "median", "std": "std", "p90": "P90", "p99": "P99"}
+    times = ([name.upper(), *(f"{one[f'{kind}_{name}_ms']:,.2f}" for kind in kinds)] for name in METRICS)
+    yield _table([["ms", *kinds.values()], *times])
     yield _table(replica_rows(one))
-    answered = [outcome for outcome in run.outcomes if outcome.is_answered]
-    if answered:
-        yield _side_by_side(
-            [
-                histogram("TTFT of requests (ms)", [1e3 * outcome.ttft_s for outcome in answered]),
-                histogram("Whole answers (ms)", [1e3 * outcome.latency_s for outcome in answered]),
-            ]
-        )
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Markup:

@@ -1,95 +1,119 @@
-"""The figures of runs as text: one run in the words of `vllm bench serve`, several as a table, replicas below."""
+"""Results of runs as lines in the words of `vllm bench serve`, as rows of tables, and as curves by load.
+
+All of it is read from results (`results`); page.py and plot.py draw the same rows and curves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from hpc_serve.bench.figures import FIGURES, Figures
-from hpc_serve.bench.measured import Measured
-from hpc_serve.bench.outcome import Prediction
+from hpc_serve.pages.charts import Curve
 
+Result = Mapping[str, Any]
+
+PREDICTED, WORST = "6 4", "2 3"
+"""The dashes of a predicted curve, and of a 99th percentile."""
 _WIDTH = 50
-_TITLES = {
-    "ttft": ("TTFT", "Time to First Token"),
-    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
-    "itl": ("ITL", "Inter-token Latency"),
-    "e2el": ("E2EL", "End-to-end Latency"),
+_WORDS = {
+    "completed": "Successful requests:",
+    "failed": "Failed requests:",
+    "max_concurrency": "Maximum request concurrency:",
+    "request_rate": "Request rate configured (RPS):",
+    "duration": "Benchmark duration (s):",
+    "total_input_tokens": "Total input tokens:",
+    "total_output_tokens": "Total generated tokens:",
+    "request_throughput": "Request throughput (req/s):",
+    "request_goodput": "Request goodput (req/s):",
+    "output_throughput": "Output token throughput (tok/s):",
+    "max_output_tokens_per_s": "Peak output token throughput (tok/s):",
+    "max_concurrent_requests": "Peak concurrent requests:",
+    "total_token_throughput": "Total token throughput (tok/s):",
+}
+_TIMES = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
 }
 
 
-def run_lines(measured: Measured) -> Iterator[str]:
+def run_lines(result: Result) -> Iterator[str]:
     """All of one run, line by line as `vllm bench serve` prints it, then its replicas and what must be said of it."""
-    pace, figures = measured.run.pace, measured.figures
     yield f"{' Serving Benchmark Result ':=^{_WIDTH}}"
-    for name, _, words in FIGURES:
-        if (value := getattr(figures, name)) is not None:
-            yield _line(words, float(value) if name == "peak_concurrency" else value)
-        if name == "failed" and pace.max_concurrency is not None:
-            yield _line("Maximum request concurrency:", pace.max_concurrency)
-        if name == "failed" and pace.is_rate:
-            yield _line("Request rate configured (RPS):", pace.request_rate)
-    for name, (short, title) in _TITLES.items():
-        spread = figures.times[name]
+    for key, words in _WORDS.items():
+        if (value := result[key]) not in (None, "inf"):
+            yield _line(words, float(value) if key == "max_concurrent_requests" else value)
+    for name, title in _TIMES.items():
         yield f"{title:-^{_WIDTH}}"
-        yield _line(f"Mean {short} (ms):", spread.mean)
-        yield _line(f"Median {short} (ms):", spread.median)
-        for percent, value in spread.percentiles.items():
-            if percent != 50:
-                yield _line(f"P{percent:g} {short} (ms):", value)
+        for kind in ("mean", "median", "p90", "p99"):
+            yield _line(f"{kind.capitalize()} {name.upper()} (ms):", result[f"{kind}_{name}_ms"])
     yield "=" * _WIDTH
-    yield from prediction_lines(measured.prediction, figures)
+    yield from _prediction_lines(result)
     yield ""
-    yield from table(replica_rows(measured))
-    yield from measured.notes
+    yield from table(replica_rows(result))
+    yield from result["notes"]
 
 
-def prediction_lines(prediction: Prediction | None, figures: Figures) -> Iterator[str]:
+def no_prediction(result: Result) -> str:
+    """Return why there is no prediction, as a sentence; "" if there is one or none was asked for."""
+    reason = (result["predicted"] or {}).get("reason")
+    return f"No prediction: {reason}" if reason else ""
+
+
+def _prediction_lines(result: Result) -> Iterator[str]:
     """Yield lines with the prediction beside the measured figures."""
-    if prediction is None:
-        return
-    if prediction.reason:
-        yield f"No prediction: {prediction.reason}"
+    predicted = result["predicted"]
+    if not predicted or (why := no_prediction(result)):
+        yield from [why] if predicted else []
         return
     yield f"{'':<32}{'predicted':>11}{'measured':>11}"
-    for name, expected, seen in (
-        ("Output tokens/s", prediction.output_rate, figures.output_rate),
-        ("Mean TTFT (ms)", prediction.ttft_ms, figures.times["ttft"].mean),
-        ("Mean TPOT (ms)", prediction.tpot_ms, figures.times["tpot"].mean),
-    ):
-        yield f"{name:<32}{_number(expected):>11}{_number(seen):>11}"
+    names = {
+        "output_throughput": "Output tokens/s",
+        "mean_ttft_ms": "Mean TTFT (ms)",
+        "mean_tpot_ms": "Mean TPOT (ms)",
+    }
+    for key, name in names.items():
+        yield f"{name:<32}{_number(predicted[key]):>11}{_number(result[key]):>11}"
 
 
-def replica_rows(measured: Measured) -> list[list[str]]:
+def replica_rows(result: Result) -> list[list[str]]:
     """Return a heading, and a row for each replica. Medians are of the requests that were answered."""
     rows = [["replica", "requests", "failed", "tokens/s out", "TTFT ms", "TPOT ms"]]
-    for name, figures in measured.of_replicas().items():
-        medians = (figures.times[kind].median for kind in ("ttft", "tpot"))
-        counts = [str(figures.completed), str(figures.failed)]
-        rows.append([name or "(none answered)", *counts, *map(_number, (figures.output_rate, *medians))])
+    for name, figures in result["replicas"].items():
+        numbers = (figures[key] for key in ("output_throughput", "median_ttft_ms", "median_tpot_ms"))
+        counts = [str(figures["completed"]), str(figures["failed"])]
+        rows.append([name or "(none answered)", *counts, *map(_number, numbers)])
     return rows
 
 
-def sweep_rows(runs: Sequence[Measured]) -> list[list[str]]:
+def sweep_rows(results: Sequence[Result]) -> list[list[str]]:
     """Return a heading, and a row for each run. Medians are of the requests that were answered."""
-    figures = [one.figures for one in runs]
-    predicted, good = [one.predicted_rate for one in runs], [one.goodput for one in figures]
     columns = [
-        ["service", *(one.run.service for one in runs)],
-        ["replicas", *(str(len(one.run.replicas)) for one in runs)],
-        ["workload", *(one.run.workload for one in runs)],
-        ["pace", *(str(one.run.pace) for one in runs)],
-        ["requests", *(str(one.completed) for one in figures)],
-        ["failed", *(str(one.failed) for one in figures)],
-        ["req/s", *(_number(one.request_rate) for one in figures)],
-        *([["good/s", *map(_number, good)]] if any(rate is not None for rate in good) else []),
-        ["tokens/s out", *(_number(one.output_rate) for one in figures)],
-        *([["predicted", *map(_number, predicted)]] if any(rate is not None for rate in predicted) else []),
-        ["tokens/s all", *(_number(one.total_rate) for one in figures)],
+        ["service", *(one["service"] for one in results)],
+        ["replicas", *(str(sum(map(bool, one["replicas"]))) for one in results)],
+        *([name, *(one[name] for one in results)] for name in ("workload", "pace")),
+        ["requests", *(str(one["completed"]) for one in results)],
+        ["failed", *(str(one["failed"]) for one in results)],
+        ["req/s", *_column(results, "request_throughput")],
+        ["good/s", *_column(results, "request_goodput")],
+        ["tokens/s out", *_column(results, "output_throughput")],
+        ["predicted", *(_number(_predicted(one)) for one in results)],
+        ["tokens/s all", *_column(results, "total_token_throughput")],
     ]
     for name in ("ttft", "tpot"):
-        columns.append([f"{name.upper()} ms", *(_number(one.times[name].median) for one in figures)])
-        columns.append(["P99", *(_number(one.times[name].percentiles[99.0]) for one in figures)])
-    return [list(row) for row in zip(*columns)]
+        columns.append([f"{name.upper()} ms", *_column(results, f"median_{name}_ms")])
+        columns.append(["P99", *_column(results, f"p99_{name}_ms")])
+    return [list(row) for row in zip(*(column for column in columns if set(column[1:]) != {"-"}))]
+
+
+def _column(results: Sequence[Result], key: str) -> list[str]:
+    return [_number(one[key]) for one in results]
+
+
+def _predicted(result: Result) -> float | None:
+    rate: float | None = (result["predicted"] or {}).get("output_throughput")
+    return rate
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -118,3 +142,45 @@ def _number(value: float | None) -> str:
 def is_number(cell: str) -> bool:
     """Return whether a cell of a table goes to the right."""
     return cell.replace(",", "").replace(".", "").isdigit() or cell == "-"
+
+
+def load_of(result: Result) -> float:
+    """Return how many requests come: per second at a rate, else at once."""
+    rate = result["request_rate"]
+    return float(rate if rate != "inf" else result["max_concurrency"] or result["num_prompts"])
+
+
+def load_title(results: Sequence[Result]) -> str:
+    """Return what the load of these runs counts."""
+    return "requests per second" if any(one["request_rate"] != "inf" for one in results) else "requests at once"
+
+
+def series_of(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Return the runs of each service and workload, in the order of their load."""
+    found: dict[str, list[Result]] = {}
+    for one in sorted(results, key=load_of):
+        found.setdefault(f"{one['service']}, {one['workload']}", []).append(one)
+    return found
+
+
+def load_curves(results: Sequence[Result]) -> dict[str, list[Curve]]:
+    """Return the charts of throughput and times by load: by their titles, the curves of each service and workload."""
+
+    def curves(key: str, dashes: str = "") -> list[Curve]:
+        found = []
+        for place, (title, ones) in enumerate(series_of(results).items()):
+            seen = [(load_of(one), _predicted(one) if dashes == PREDICTED else one[key]) for one in ones]
+            points = [(load, value) for load, value in seen if value is not None]
+            if points:
+                found.append(Curve(name=title, points=points, series=place, dashes=dashes))
+        return found
+
+    expected = curves("output_throughput", PREDICTED)
+    return {
+        f"Output tokens/s{', predicted dashed' if expected else ''}": curves("output_throughput") + expected,
+        **{
+            f"{name} (ms): median, P99 dotted": curves(f"median_{name.lower()}_ms")
+            + curves(f"p99_{name.lower()}_ms", WORST)
+            for name in ("TTFT", "TPOT")
+        },
+    }

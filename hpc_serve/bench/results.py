@@ -1,29 +1,39 @@
-"""A run as JSON, under the keys of `vllm bench serve --save-result`, so that what reads its files reads ours.
+"""A run's result: figures under the keys of `vllm bench serve --save-result`, so that what reads its files reads ours.
 
-Ours come after them: the service, how requests were split, the same figures of each replica, what was predicted, and
-how busy this program was. Several runs are a list of such objects, as the summary.json of `vllm bench sweep`. One run
-in a file of this name is a list too, since programs that read sweeps look for it.
+Text, pages and pictures show this mapping; nothing else is made of a run. Ours come after vLLM's keys: the service, how
+requests were split, the figures of each replica, what was predicted, and how busy this program was. Several runs are a
+list of such objects, as the summary.json of `vllm bench sweep`. One run in a file of this name is a list too, since
+programs that read sweeps look for it.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_serve.bench.figures import FIGURES, METRICS, Figures, Spread
-from hpc_serve.bench.measured import Measured
-from hpc_serve.bench.outcome import RequestResult
-from hpc_serve.bench.prompts import CHAT
+from hpc_serve.bench.figures import figures_of, spread
+from hpc_serve.bench.notes import notes_on
+from hpc_serve.bench.run import RequestResult, Run
 
 SUMMARY = "summary.json"
 
 
-def run_json(measured: Measured, *, is_detailed: bool = False) -> dict[str, Any]:
-    """Return one run. If `is_detailed`, it holds each request, as with vLLM's --save-detailed."""
-    run, figures, prediction = measured.run, measured.figures, measured.prediction
-    kind = "openai-chat" if run.requests and run.requests[0].path == CHAT else "openai"
-    answer: dict[str, Any] = {
+def result_of(
+    run: Run,
+    *,
+    goals_ms: Mapping[str, float] | None = None,
+    predicted: Mapping[str, Any] | None = None,
+    wrong: Mapping[int, str] | None = None,
+    is_detailed: bool = False,
+) -> dict[str, Any]:
+    """Return all that is shown of a run.
+
+    `goals_ms` bound its times (goodput). `wrong` are answers that a check refused; None without a check. If
+    `is_detailed`, it holds each request, as with vLLM's --save-detailed.
+    """
+    kind = "openai-chat" if run.requests and "messages" in run.requests[0].body else "openai"
+    result: dict[str, Any] = {
         "date": run.date,
         "endpoint_type": kind,
         "backend": kind,
@@ -31,49 +41,32 @@ def run_json(measured: Measured, *, is_detailed: bool = False) -> dict[str, Any]
         "model_id": run.model,
         "tokenizer_id": None,
         "num_prompts": len(run.requests),
-        "request_rate": _number(run.pace.request_rate),
-        "burstiness": _number(run.pace.burstiness),
+        "request_rate": run.pace.request_rate if run.pace.is_rate else "inf",
+        "burstiness": run.pace.burstiness,
         "max_concurrency": run.pace.max_concurrency,
-        **_figures_json(figures),
+        **figures_of(run.outcomes, run.duration_s, goals_ms=goals_ms),
     }
     if is_detailed:
-        answer |= _details(run.outcomes)
-    answer |= _times_json(figures)
+        result |= _details(run.outcomes)
     if run.pace.max_concurrency is not None:
-        answer |= _spread_json("client_queue_time", figures.times["client_queue_time"])
-    return answer | {
+        result |= spread("client_queue_time", [one.queue_s for one in run.outcomes if one.is_answered])
+    parts: dict[str, list[RequestResult]] = {name: [] for name in run.replicas}
+    for outcome in run.outcomes:
+        parts.setdefault(outcome.replica, []).append(outcome)
+    return result | {
         "service": run.service,
         "workload": run.workload,
+        "pace": str(run.pace),
         "split": run.split,
         "interrupted": run.interrupted,
-        "resent": figures.resent,
-        "wrong_answers": None if measured.wrong is None else len(measured.wrong),
-        "replicas": {
-            name: {**_figures_json(part), **_times_json(part)} for name, part in measured.of_replicas().items()
-        },
-        "predicted": None if prediction is None else prediction.keys(),
-        "client_busy": run.own_share.busy,
-        "client_late_ms": 1e3 * run.own_share.late_s,
-        "notes": measured.notes,
+        "resent": sum(outcome.sent - 1 for outcome in run.outcomes),
+        "wrong_answers": None if wrong is None else len(wrong),
+        "replicas": {name: figures_of(part, run.duration_s, goals_ms=goals_ms) for name, part in parts.items()},
+        "predicted": predicted,
+        "client_busy": run.busy,
+        "client_late_ms": 1e3 * run.late_s,
+        "notes": notes_on(run, wrong or {}),
     }
-
-
-def _number(value: float) -> float | str:
-    return "inf" if math.isinf(value) else value
-
-
-def _figures_json(figures: Figures) -> dict[str, Any]:
-    values = {key: getattr(figures, name) for name, key, _ in FIGURES}
-    return {**values, "rtfx": 0.0}  # of speech; vLLM writes it for every model
-
-
-def _times_json(figures: Figures) -> dict[str, float]:
-    return {key: value for name in METRICS for key, value in _spread_json(name, figures.times[name]).items()}
-
-
-def _spread_json(name: str, spread: Spread) -> dict[str, float]:
-    keys = {f"mean_{name}_ms": spread.mean, f"median_{name}_ms": spread.median, f"std_{name}_ms": spread.std}
-    return keys | {f"p{percent:g}_{name}_ms": value for percent, value in spread.percentiles.items()}
 
 
 def _details(outcomes: tuple[RequestResult, ...]) -> dict[str, list[Any]]:

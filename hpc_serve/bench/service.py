@@ -14,7 +14,7 @@ from typing import Any
 import anyio.to_thread
 
 from hpc_serve.bench.answers import error_text
-from hpc_serve.bench.outcome import Split
+from hpc_serve.bench.run import Split
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica
 from hpc_serve.client.replicas.event_loops import InLoop

@@ -7,17 +7,19 @@ count, as `vllm bench serve` sends one first: what is wrong with the requests is
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hpc_serve.bench.load import ask, send_all, unless
-from hpc_serve.bench.measured import Measured
-from hpc_serve.bench.outcome import BenchRequest, Pace, Run, Split
+from hpc_serve.bench.results import result_of
+from hpc_serve.bench.run import BenchRequest, Pace, Run, Split
 from hpc_serve.bench.service import BenchError, BenchService
 from hpc_serve.bench.texts import EngineTexts
-from hpc_serve.bench.workload import MADE, BenchWorkload, make_requests
+from hpc_serve.bench.workload import BenchWorkload, make_requests
 from hpc_serve.client.access import open_store
 from hpc_serve.client.discovery.wait import Wait
 from hpc_serve.rendezvous.store import ServiceStore
@@ -38,20 +40,13 @@ class Sweep:
         return len(self.services) * len(self.workloads) * len(self.paces)
 
 
-class Watcher:
-    """Is told how far a sweep is. This one tells nobody."""
-
-    def preparing(self, service: str, workload: BenchWorkload) -> None:
-        """Requests are made."""
-
-    def began(self, service: str, workload: BenchWorkload, count: int, pace: Pace) -> None:
-        """Note that a run of `count` requests begins."""
-
-    def ended_one(self) -> None:
-        """Note that a request has ended."""
+Progress = Callable[[str, int | None, int], None]
+"""Is told the step under way, its number of requests (None: not known yet), and how many of them have ended."""
 
 
-async def make_runs(store: ServiceStore, sweep: Sweep, *, stop: asyncio.Event, watcher: Watcher) -> AsyncIterator[Run]:
+async def make_runs(
+    store: ServiceStore, sweep: Sweep, *, stop: asyncio.Event, progress: Progress = lambda *_: None
+) -> AsyncIterator[Run]:
     """Run after run. After `stop` comes the run under way, with what it had by then, and no other.
 
     Raises what `connect` raises, InvalidRequestError, BenchError.
@@ -65,32 +60,46 @@ async def make_runs(store: ServiceStore, sweep: Sweep, *, stop: asyncio.Event, w
                 for pace in sweep.paces:
                     number += 1
                     own = replace(workload, seed=workload.seed * 1_000_003 + number)
-                    watcher.preparing(name, own)
+                    progress(f"{name}: making requests, {own.title}", None, 0)
                     requests = await unless(stop, _prepare(service, own))
                     if requests is not None:
-                        yield await _run(service, own, requests, pace, stop, watcher)
+                        run = Run(
+                            service=name,
+                            model=service.model,
+                            workload=own.title,
+                            requests=requests,
+                            pace=pace,
+                            split=sweep.split,
+                            replicas=service.replicas,
+                            date=time.strftime("%Y%m%d-%H%M%S"),
+                        )
+                        title = f"run {number} of {sweep.count}: {name}, {own.title}, {pace}"
+                        tell = functools.partial(progress, title, len(requests))
+                        tell(0)
+                        yield await send_all(service, run, seed=own.seed, stop=stop, on_end=tell)
                     if stop.is_set():
                         return
         finally:
             await service.close()
 
 
-def measure(sweep: Sweep, *, home: str | Path | None = None) -> tuple[Measured, ...]:
-    """Make all runs of a sweep, and return each with its figures. `home` is $HPC_SERVE_HOME unless given.
+def measure(sweep: Sweep, *, home: str | Path | None = None) -> tuple[dict[str, Any], ...]:
+    """Make all runs of a sweep, and return the result of each under the keys of `vllm bench serve --save-result`.
 
-    For programs without an event loop. Raises what `connect` raises, InvalidRequestError, BenchError.
+    For programs without an event loop. `home` is $HPC_SERVE_HOME unless given. Raises what `connect` raises,
+    InvalidRequestError, BenchError.
     """
 
-    async def collect() -> tuple[Measured, ...]:
-        runs = make_runs(open_store(home), sweep, stop=asyncio.Event(), watcher=Watcher())
-        return tuple([Measured(run=run) async for run in runs])
+    async def collect() -> tuple[dict[str, Any], ...]:
+        runs = make_runs(open_store(home), sweep, stop=asyncio.Event())
+        return tuple([result_of(run) async for run in runs])
 
     return asyncio.run(collect())
 
 
 async def _prepare(service: BenchService, workload: BenchWorkload) -> tuple[BenchRequest, ...]:
     """Return the requests of a run, after each replica has answered one that does not count."""
-    if workload.dataset in MADE and workload.count is not None:
+    if workload.path is None and workload.count is not None:
         first, *requests = await make_requests(replace(workload, count=workload.count + 1), EngineTexts(service))
     else:
         requests = list(await make_requests(workload, EngineTexts(service)))
@@ -104,27 +113,3 @@ async def _prepare(service: BenchService, workload: BenchWorkload) -> tuple[Benc
     finally:
         service.watch.takes_turns = service.split == "equally"
     return tuple(requests)
-
-
-async def _run(
-    service: BenchService,
-    workload: BenchWorkload,
-    requests: tuple[BenchRequest, ...],
-    pace: Pace,
-    stop: asyncio.Event,
-    watcher: Watcher,
-) -> Run:
-    date, replicas = time.strftime("%Y%m%d-%H%M%S"), service.replicas
-    watcher.began(service.name, workload, len(requests), pace)
-    sent = await send_all(service, requests, pace, seed=workload.seed, stop=stop, on_end=watcher.ended_one)
-    return Run(
-        **vars(sent),
-        service=service.name,
-        model=service.model,
-        workload=workload.title,
-        requests=requests,
-        pace=pace,
-        split=service.split,
-        replicas=replicas,
-        date=date,
-    )

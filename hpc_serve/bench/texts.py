@@ -12,7 +12,7 @@ from hpc_serve.bench.service import BenchError, BenchService
 WORDS = files("hpc_serve.bench").joinpath("words.txt").read_text(encoding="ascii").split()
 """Common English words. Most are one token of any tokenizer, and none is a special token."""
 _MOST_STEPS = 16
-_FILLERS = (" a", ".", "a", " I")
+_USUAL_LETTERS = 5.5  # of a token
 
 
 class EngineTexts:
@@ -20,7 +20,7 @@ class EngineTexts:
 
     def __init__(self, service: BenchService) -> None:
         self._service = service
-        self._words_per_token = 1.0
+        self._letters_per_token = _USUAL_LETTERS
 
     async def vocabulary(self) -> list[int]:
         """Ids of the tokens of common words, without special ones."""
@@ -37,13 +37,13 @@ class EngineTexts:
 
     async def chat_of(self, length: int, chance: random.Random) -> list[dict[str, Any]]:
         """A question of words by chance that has so many tokens as a chat, or as near to that as its words allow."""
-        words = chance.choices(WORDS, k=length + 64)
+        words = " ".join(chance.choices(WORDS, k=length + 64))
 
         async def count(text: str) -> int:
             return await self.count_chat(_question(text))
 
-        text, used = await fit(words, length, count, first=round(length * self._words_per_token))
-        self._words_per_token = used / length
+        text = await fit(words, length, count, first=round(length * self._letters_per_token))
+        self._letters_per_token = len(text) / length
         return _question(text)
 
     async def _ask(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -55,36 +55,26 @@ class EngineTexts:
         return answer
 
 
-async def fit(words: list[str], length: int, count: Callable[[str], Awaitable[int]], *, first: int) -> tuple[str, int]:
-    """Return the beginning of some words that has `length` tokens by `count`, and how many words that is.
+async def fit(text: str, length: int, count: Callable[[str], Awaitable[int]], *, first: int) -> str:
+    """Return the beginning of a text that has `length` tokens by `count`, or the nearest that is shorter.
 
-    It begins with `first` words and goes on by what they had too much or too little. Single letters fill the rest that
-    is shorter than a word.
+    It begins with `first` letters and goes on by what they had too much or too little.
     """
-    most_below, least_above = 0, len(words) + 1
-    number = min(max(first, 1), len(words))
+    most_below, least_above = 0, len(text) + 1
+    letters = min(max(first, 1), len(text))
     for _ in range(_MOST_STEPS):
-        got = await count(" ".join(words[:number]))
+        got = await count(text[:letters])
         if got == length:
-            return " ".join(words[:number]), number
+            return text[:letters]
         if got < length:
-            most_below = max(most_below, number)
+            most_below = max(most_below, letters)
         else:
-            least_above = min(least_above, number)
+            least_above = min(least_above, letters)
         if least_above - most_below <= 1:
             break
-        step = round((length - got) * number / max(got, 1)) or (1 if got < length else -1)
-        number = min(max(number + step, most_below + 1), least_above - 1)
-    return await _filled(" ".join(words[:most_below]), length, count), most_below
-
-
-async def _filled(text: str, length: int, count: Callable[[str], Awaitable[int]]) -> str:
-    """Return a text that is a little too short, with a few more letters."""
-    left = length - await count(text)
-    for filler in _FILLERS:
-        while left and 0 <= (then := length - await count(text + filler)) < left:
-            text, left = text + filler, then
-    return text
+        step = round((length - got) * letters / max(got, 1)) or (1 if got < length else -1)
+        letters = min(max(letters + step, most_below + 1), least_above - 1)
+    return text[:most_below]
 
 
 def _question(text: str) -> list[dict[str, Any]]:

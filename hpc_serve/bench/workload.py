@@ -1,4 +1,8 @@
-"""Makes the requests of a run: what a person named, from prompts by chance or a file, with the engine's tokenizer."""
+"""Makes the requests of a run: prompts by chance or of a file. The same seed gives the same requests.
+
+Prompts of completions are ids of ordinary tokens, so that their lengths are exact without a tokenizer here. A chat is
+text, and the engine must count its length (`texts`).
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpc_serve.bench import prompts
-from hpc_serve.bench.files import FORMATS, Sample, choose, read_samples
-from hpc_serve.bench.outcome import BenchRequest, Dataset
-from hpc_serve.bench.prompts import Lengths
+from hpc_serve.bench.files import Sample, choose, read_samples
+from hpc_serve.bench.run import BenchRequest, Dataset, Lengths
 from hpc_serve.bench.texts import EngineTexts
 from hpc_serve.errors import InvalidRequestError
 
-MADE = ("random", "chat", "prefix_repetition")
 _AT_ONCE = 16  # questions to the tokenizer
 _USUAL_ANSWER = 256
+_LEAST_VOCABULARY = 16
 # Conversations that `vllm bench serve` takes of ShareGPT: prompts, answers and both of so many tokens.
 _LEAST, _MOST_PROMPT, _MOST_BOTH = 4, 1024, 2048
 
@@ -47,42 +49,69 @@ class BenchWorkload:
     @property
     def title(self) -> str:
         """Return the workload's name in tables."""
-        if self.path is not None:
-            return self.path.name
-        return f"{self.dataset} {self.lengths}"
+        return f"{self.dataset} {self.lengths}" if self.path is None else self.path.name
 
 
 async def make_requests(workload: BenchWorkload, texts: EngineTexts) -> tuple[BenchRequest, ...]:
     """Return all requests of a workload. Raises InvalidRequestError, BenchError."""
-    made = await (_from_file if workload.dataset in FORMATS else _made)(workload, texts)
+    made = await (_made if workload.path is None else _from_file)(workload, texts)
     extra = {**({"ignore_eos": True} if workload.ignore_eos else {}), **workload.extra_body}
     return tuple(replace(request, body={**request.body, **extra}) for request in made)
 
 
 async def _made(workload: BenchWorkload, texts: EngineTexts) -> list[BenchRequest]:
-    lengths, count = workload.lengths, workload.count
+    lengths, count, seed = workload.lengths, workload.count, workload.seed
     assert lengths is not None
     assert count is not None
     if workload.dataset == "chat":
-        chances = [random.Random(f"chat {workload.seed} {place}") for place in range(count)]
 
-        async def question(chance: random.Random) -> BenchRequest:
-            messages = await texts.chat_of(lengths.input_len, chance)
-            return prompts.chat(messages, lengths.output_len, input_len=lengths.input_len)
+        async def question(place: int) -> BenchRequest:
+            messages = await texts.chat_of(lengths.input_len, random.Random(f"chat {seed} {place}"))
+            return _chat(messages, lengths.output_len, input_len=lengths.input_len)
 
-        first = [await question(chance) for chance in chances[:1]]  # the others begin with what it needed
-        return first + await _each(question, chances[1:])
+        return await _each(question, range(count))
     vocabulary = await texts.vocabulary()
     if workload.dataset == "random":
-        return prompts.random_requests(vocabulary, [lengths] * count, workload.seed)
-    return prompts.shared_prefix_requests(
-        vocabulary,
-        lengths,
-        count,
-        workload.seed,
-        prefix_len=workload.prefix_len,
-        num_prefixes=workload.num_prefixes,
+        return completions(vocabulary, lengths, count, seed)
+    if not 0 < workload.prefix_len < lengths.input_len:
+        raise InvalidRequestError(
+            f"A shared prefix of {workload.prefix_len} tokens is no part of prompts of {lengths.input_len}: --lengths "
+            "has the tokens of the whole prompt, --prefix-len less than that."
+        )
+    return completions(
+        vocabulary, lengths, count, seed, prefix_len=workload.prefix_len, num_prefixes=workload.num_prefixes
     )
+
+
+def completions(
+    vocabulary: Sequence[int], lengths: Lengths, count: int, seed: int, *, prefix_len: int = 0, num_prefixes: int = 1
+) -> list[BenchRequest]:
+    """Return completions in random order. Each of `num_prefixes` prefixes begins equally many of their prompts."""
+    if len(vocabulary) < _LEAST_VOCABULARY:
+        raise InvalidRequestError(
+            f"The engine's tokenizer makes only {len(vocabulary)} different tokens of common words; prompts by chance "
+            f"need {_LEAST_VOCABULARY}. Give a file of your own: --dataset-name custom --dataset-path FILE.jsonl"
+        )
+    chance = random.Random(f"prompts {seed}")
+    prefixes = [chance.choices(vocabulary, k=prefix_len) for _ in range(num_prefixes)]
+    order = [prefixes[place % num_prefixes] for place in range(count)]
+    chance.shuffle(order)
+    rest = lengths.input_len - prefix_len
+    return [_completion(prefix + chance.choices(vocabulary, k=rest), lengths.output_len) for prefix in order]
+
+
+def _completion(prompt: str | list[int], output_len: int) -> BenchRequest:
+    """Return one completion. The length of a text is not known here."""
+    known = len(prompt) if isinstance(prompt, list) else None
+    # As `vllm bench serve` asks: a model's own settings may have a penalty, which costs time.
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": output_len, "repetition_penalty": 1.0}
+    return BenchRequest(path="/v1/completions", body=body, input_len=known, output_len=output_len)
+
+
+def _chat(messages: list[dict[str, Any]], output_len: int, *, input_len: int | None = None) -> BenchRequest:
+    """Return one chat; `input_len` is what the engine has counted."""
+    body = {"messages": messages, "max_completion_tokens": output_len}
+    return BenchRequest(path="/v1/chat/completions", body=body, input_len=input_len, output_len=output_len)
 
 
 async def _from_file(workload: BenchWorkload, texts: EngineTexts) -> list[BenchRequest]:
@@ -94,29 +123,27 @@ async def _from_file(workload: BenchWorkload, texts: EngineTexts) -> list[BenchR
     samples = choose(read_samples(workload.dataset, text, str(workload.path)), None, workload.seed)
     if workload.dataset == "sharegpt":
         samples = await _usable(samples, workload, texts)
-    samples = choose(samples, workload.count, workload.seed)
-    if workload.dataset == "burstgpt":
-        lengths = [
-            Lengths(input_len=one.input_len or 1, output_len=workload.output_len or one.output_len or 1)
-            for one in samples
-        ]
-        return prompts.random_requests(await texts.vocabulary(), lengths, workload.seed)
-    return [_request(sample, workload) for sample in samples]
+    requests = []
+    for sample in choose(samples, workload.count, workload.seed):
+        output_len = workload.output_len or sample.output_len or _USUAL_ANSWER
+        asks = _chat(sample.messages, output_len) if sample.messages else _completion(sample.prompt or "", output_len)
+        requests.append(asks)
+    return requests
 
 
 async def _usable(samples: list[Sample], workload: BenchWorkload, texts: EngineTexts) -> list[Sample]:
-    """Conversations with their lengths: the first that vLLM would take, as many as are needed."""
+    """Conversations with the lengths of their answers: the first that vLLM would take, as many as are needed."""
 
-    async def measured(sample: Sample) -> Sample:
-        assert isinstance(sample.prompt, str)
-        return replace(
-            sample, input_len=await texts.count(sample.prompt), output_len=await texts.count(sample.answer or "")
-        )
+    async def measured(sample: Sample) -> Sample | None:
+        input_len, answer_len = await texts.count(str(sample.prompt)), await texts.count(sample.answer)
+        output_len = workload.output_len or answer_len
+        is_long = workload.output_len is not None or answer_len >= _LEAST
+        fits = _LEAST <= input_len <= _MOST_PROMPT and input_len + output_len <= _MOST_BOTH
+        return replace(sample, output_len=output_len) if is_long and fits else None
 
     found: list[Sample] = []
     for begin in range(0, len(samples), 4 * _AT_ONCE):
-        some = await _each(measured, samples[begin : begin + 4 * _AT_ONCE])
-        found += [sample for sample in some if _is_usable(sample, workload)]
+        found += filter(None, await _each(measured, samples[begin : begin + 4 * _AT_ONCE]))
         if workload.count is not None and len(found) >= workload.count:
             break
     if not found:
@@ -125,21 +152,6 @@ async def _usable(samples: list[Sample], workload: BenchWorkload, texts: EngineT
             f"and prompt and answer {_MOST_BOTH:,} at most together. `vllm bench serve` has these limits for sharegpt."
         )
     return found
-
-
-def _is_usable(sample: Sample, workload: BenchWorkload) -> bool:
-    input_len, output_len = sample.input_len or 0, workload.output_len or sample.output_len or 0
-    if workload.output_len is None and output_len < _LEAST:
-        return False
-    return _LEAST <= input_len <= _MOST_PROMPT and input_len + output_len <= _MOST_BOTH
-
-
-def _request(sample: Sample, workload: BenchWorkload) -> BenchRequest:
-    output_len = workload.output_len or sample.output_len or _USUAL_ANSWER
-    if sample.messages is not None:
-        return prompts.chat(sample.messages, output_len)
-    assert sample.prompt is not None
-    return prompts.completion(sample.prompt, output_len)
 
 
 async def _each(make: Callable[[S], Awaitable[T]], values: Sequence[S]) -> list[T]:

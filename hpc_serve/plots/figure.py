@@ -147,7 +147,7 @@ def _over_batch(axes: Any, drawn: Drawn, label: str, value: Value) -> None:
 
 
 def _curves(axes: Any, drawn: Drawn, across: Value, up: Value) -> None:
-    """Draw the curves of each length of prompt: the ideal one, dashed, and the expected one unless ideal is asked for."""
+    """Draw the curves of each length of prompt: an ideal one, dashed, and the one that is asked for."""
     for colour, inputs in zip(_FAMILY, drawn.contexts()):
         held = drawn.held(inputs)
         along = [drawn.at(inputs, batch) for batch in batches(held)]

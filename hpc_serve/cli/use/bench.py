@@ -3,23 +3,64 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from hpc_serve.bench.files import FORMATS
-from hpc_serve.bench.outcome import Dataset, Pace
+from hpc_serve.bench.run import Dataset, Lengths, Pace
 from hpc_serve.cli.commands import GroupedCommand
 from hpc_serve.cli.complete import gpu_names, live_service_names
-from hpc_serve.cli.values import Duration
+from hpc_serve.cli.values import Duration, Written
 from hpc_serve.given_files import parse_json
 
 if TYPE_CHECKING:
     from hpc_serve.bench.sweep import Sweep
 
 _USUAL_LENGTHS = "1000/1000"
-_USUAL_CONCURRENCY = "64"
+_USUAL_CONCURRENCY = (64,)
+
+
+class _Several(Written):
+    """Values that are parted by a sign. `read_one` raises ValueError for a word that is none of them."""
+
+    name = "several"
+
+    def __init__(self, read_one: Callable[[str], Any], words: str, *, parted_by: str | None = ",") -> None:
+        self._read_one, self._words, self._parted_by = read_one, words, parted_by
+
+    def read(self, word: str) -> tuple[Any, ...]:
+        try:
+            return tuple(self._read_one(part) for part in word.split(self._parted_by))
+        except ValueError:
+            raise ValueError(f"{word}: write {self._words}.") from None
+
+
+def _above_0(number: Any) -> Any:
+    if not number > 0:
+        raise ValueError
+    return number
+
+
+def _lengths(text: str) -> Lengths:
+    input_len, output_len = (_above_0(int(part)) for part in text.split("/"))
+    return Lengths(input_len=input_len, output_len=output_len)
+
+
+def _goal(text: str) -> tuple[str, float]:
+    """Return a bound in milliseconds, as `vllm bench serve` takes it."""
+    name, bound = text.split(":")
+    if name not in ("ttft", "tpot", "e2el"):
+        raise ValueError
+    return name, _above_0(float(bound))
+
+
+_LENGTHS = _Several(_lengths, "tokens in/tokens out, as 1800/128,128/1800")
+_COUNTS = _Several(lambda text: _above_0(int(text)), "numbers above 0, as 8 or 8,64")
+_RATES = _Several(lambda text: _above_0(float(text)), "numbers above 0, as 8 or 8,64")
+_GOALS = _Several(_goal, "ttft, tpot or e2el and milliseconds, as ttft:500", parted_by=None)
 _GROUPS = {
     "Most used": (
         *("lengths", "max_concurrency", "num_prompts", "request_rate", "dataset_path", "wait", "html", "as_json"),
@@ -38,13 +79,18 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.argument("services", nargs=-1, shell_complete=live_service_names)
 @click.option("--dataset-name", type=click.Choice(_DATASETS), help="Kind of requests [random; with a file custom].")
 @click.option("--dataset-path", type=_FILE, help="A file of requests; custom: JSON lines with prompt or messages.")
-@click.option("--lengths", metavar="IN/OUT,…", help=f"Tokens of prompts and answers, as 1800/128 [{_USUAL_LENGTHS}].")
+@click.option(
+    "--lengths",
+    type=_LENGTHS,
+    metavar="IN/OUT,…",
+    help=f"Tokens of prompts and answers, as 1800/128 [{_USUAL_LENGTHS}].",
+)
 @click.option("--output-len", type=click.IntRange(1), help="With a file: tokens of each answer.")
 @click.option("--num-prompts", type=click.IntRange(1), help="Requests of each run [1000; of a file all].")
+@click.option("--max-concurrency", type=_COUNTS, metavar="N,…", help="Requests under way at once [64 without a rate].")
 @click.option(
-    "--max-concurrency", metavar="N,…", help=f"Requests under way at once [{_USUAL_CONCURRENCY} without a rate]."
+    "--request-rate", type=_RATES, metavar="R,…", help="Requests per second, sent without waiting for earlier answers."
 )
-@click.option("--request-rate", metavar="R,…", help="Requests per second, sent without waiting for earlier answers.")
 @click.option("--burstiness", type=click.FloatRange(0, min_open=True), default=1.0, help="Of a rate: 1 is Poisson [1].")
 @click.option("--split", type=click.Choice(["client", "equally"]), default="client", help="Over replicas [client].")
 @click.option("--prefix-len", type=click.IntRange(1), default=256, help="prefix_repetition: shared tokens [256].")
@@ -52,7 +98,9 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--seed", type=int, default=0, help="Of everything by chance [0].")
 @click.option("--ignore-eos/--no-ignore-eos", default=None, help="Answers have the length asked for [not of a file].")
 @click.option("--extra-body", metavar="JSON", help='More of each request, as {"temperature": 0}.')
-@click.option("--goodput", "goals", multiple=True, metavar="NAME:MS", help="Count requests within ttft, tpot, e2el.")
+@click.option(
+    "--goodput", "goals", type=_GOALS, multiple=True, metavar="NAME:MS", help="Count requests within ttft, tpot, e2el."
+)
 @click.option("--wait", type=Duration(), help="Wait for it that long if it is coming (600, 10m).")
 @click.option(
     "--gpu",
@@ -78,43 +126,40 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
     """
     from hpc_serve.bench.checks import load_check, wrong_answers
     from hpc_serve.bench.expected import predict
-    from hpc_serve.bench.measured import Measured
     from hpc_serve.bench.page import page
     from hpc_serve.bench.plot import draw_runs
-    from hpc_serve.bench.results import document, run_json
+    from hpc_serve.bench.results import document, result_of
     from hpc_serve.cli import show
     from hpc_serve.cli.use import bench_view
     from hpc_serve.plots.figure import check_picture
     from hpc_serve.rendezvous.store import own_store
 
     store = own_store()
-    goals = _goals(options["goals"])
     sweep = _sweep(services or (_only_service(store, options["wait"]),), options)
     check = load_check(options["check"]) if options["check"] is not None else None
     if options["plot"] is not None:
         check_picture(options["plot"])
     runs, error = bench_view.measure(store, sweep)
-    measured = [
-        Measured(
-            run=run,
-            goals_ms=goals or None,
-            prediction=predict(store, run, gpu=options["gpu"]),
+    results = [
+        result_of(
+            run,
+            goals_ms=dict(goal for goals in options["goals"] for goal in goals),
+            predicted=predict(store, run, gpu=options["gpu"]),
             wrong=wrong_answers(run, check) if check is not None else None,
+            is_detailed=options["detailed"],
         )
         for run in runs
     ]
-    results = [run_json(one, is_detailed=options["detailed"]) for one in measured]
-    if options["save"] is not None and results:
+    if results and options["save"] is not None:
         _write(options["save"], json.dumps(document(results, options["save"]), ensure_ascii=False) + "\n")
-    if options["as_json"]:
-        if results:
-            show.print_json(document(results))
-    else:
-        bench_view.print_runs(measured, is_full=options["full"])
-    if options["html"] is not None and measured:
-        _write(options["html"], page(measured))
-    if options["plot"] is not None and measured:
-        draw_runs(measured, options["plot"])
+    if results and options["as_json"]:
+        show.print_json(document(results))
+    elif results:
+        bench_view.print_results(results, is_full=options["full"])
+    if results and options["html"] is not None:
+        _write(options["html"], page(results))
+    if results and options["plot"] is not None:
+        draw_runs(results, options["plot"])
         click.echo(f"wrote {options['plot']}", err=True)
     if error is not None:
         raise error
@@ -123,7 +168,6 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
 
 def _sweep(services: tuple[str, ...], options: dict[str, Any]) -> Sweep:
     """Return the runs to make. Raises click.UsageError, InvalidRequestError."""
-    from hpc_serve.bench.prompts import parse_lengths
     from hpc_serve.bench.sweep import Sweep
     from hpc_serve.bench.workload import BenchWorkload
 
@@ -150,13 +194,12 @@ def _sweep(services: tuple[str, ...], options: dict[str, Any]) -> Sweep:
         "ignore_eos": not is_file if ignore_eos is None else ignore_eos,
         "extra_body": _object(options["extra_body"]),
     }
-    lengths = (None,) if is_file else parse_lengths(options["lengths"] or _USUAL_LENGTHS)
-    rates = _numbers("--request-rate", options["request_rate"], float)
-    most = options["max_concurrency"] or (None if rates else _USUAL_CONCURRENCY)
+    lengths = (None,) if is_file else options["lengths"] or _LENGTHS.read(_USUAL_LENGTHS)
+    rates, most = options["request_rate"], options["max_concurrency"]
     paces = tuple(
         Pace(max_concurrency=at_once, request_rate=rate, burstiness=options["burstiness"])
         for rate in rates or (float("inf"),)
-        for at_once in _numbers("--max-concurrency", most, int) or (None,)
+        for at_once in most or ((None,) if rates else _USUAL_CONCURRENCY)
     )
     return Sweep(
         services=services,
@@ -174,17 +217,6 @@ def _only_service(store: Any, wait: float | None) -> str:
     return pick_service(find_ready_services(store), store, waits=bool(wait))
 
 
-def _numbers(option: str, text: str | None, kind: type[int] | type[float]) -> tuple[Any, ...]:
-    """Numbers above 0, parted by commas."""
-    try:
-        numbers = tuple(kind(part) for part in text.split(",")) if text else ()
-    except ValueError:
-        numbers = (0,)
-    if not all(number > 0 for number in numbers):
-        raise click.UsageError(f"{option} {text}: write numbers above 0, as 8 or 8,64.")
-    return numbers
-
-
 def _object(text: str | None) -> dict[str, Any]:
     try:
         value = parse_json(text or "{}")
@@ -193,20 +225,6 @@ def _object(text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise click.UsageError(f"--extra-body {text} is no JSON object.")
     return value
-
-
-def _goals(words: tuple[str, ...]) -> dict[str, float]:
-    """Bounds in milliseconds, as `vllm bench serve` takes them."""
-    goals = {}
-    for word in " ".join(words).split():
-        name, _, bound = word.partition(":")
-        try:
-            goals[name] = float(bound)
-        except ValueError:
-            goals[name] = 0.0
-        if name not in ("ttft", "tpot", "e2el") or not goals[name] > 0:
-            raise click.UsageError(f"--goodput {word}: write ttft, tpot or e2el and milliseconds, as ttft:500.")
-    return goals
 
 
 def _write(path: Path, text: str) -> None:

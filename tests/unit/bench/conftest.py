@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.bench.outcome import BenchRequest, OwnShare, Pace, RequestResult, Run
-from hpc_serve.bench.prompts import Lengths
-from hpc_serve.bench.sweep import Sweep, Watcher, make_runs
+from hpc_serve.bench.run import BenchRequest, Lengths, Pace, RequestResult, Run
+from hpc_serve.bench.sweep import Progress, Sweep, make_runs
 from hpc_serve.bench.workload import BenchWorkload
 from tests.support.stubs import StubService
 from tests.unit.client.conftest import service
@@ -22,14 +21,14 @@ Measure = Callable[..., list[Run]]
 
 @pytest.fixture
 def measure(service: StubService) -> Measure:
-    """The runs of one service. Takes fields of the workload, and `at_once`, `rate`, `split`, `watcher`, `stop`."""
+    """The runs of one service. Takes fields of the workload, and `at_once`, `rate`, `split`, `progress`, `stop`."""
 
     def run(
         *,
         at_once: tuple[int | None, ...] = (4,),
         rate: float = float("inf"),
         split: Any = "client",
-        watcher: Watcher | None = None,
+        progress: Progress = lambda *_: None,
         stop: asyncio.Event | None = None,
         **fields: Any,
     ) -> list[Run]:
@@ -38,7 +37,7 @@ def measure(service: StubService) -> Measure:
         sweep = Sweep(services=(service.service,), workloads=(workload,), paces=paces, split=split)
 
         async def collect() -> list[Run]:
-            runs = make_runs(service.store, sweep, stop=stop or asyncio.Event(), watcher=watcher or Watcher())
+            runs = make_runs(service.store, sweep, stop=stop or asyncio.Event(), progress=progress)
             return [run async for run in runs]
 
         return asyncio.run(collect())
@@ -67,7 +66,8 @@ def make_run(*outcomes: RequestResult, **fields: Any) -> Run:
         "pace": Pace(max_concurrency=2),
         "split": "client",
         "replicas": ("1-r0-0",),
-        "own_share": OwnShare(busy=0.1, late_s=0.001),
+        "busy": 0.1,
+        "late_s": 0.001,
         "date": "20261122-130000",
     }
     return Run(**{**usual, **fields})

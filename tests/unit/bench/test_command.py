@@ -58,15 +58,15 @@ def test_json_is_all_that_stdout_holds(service, ran):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--lengths", "5"], "'5' are no lengths"),
-        (["--max-concurrency", "0"], "--max-concurrency 0: write numbers above 0"),
-        (["--request-rate", "x"], "--request-rate x"),
+        *((["--lengths", text], f"{text}: write tokens in/tokens out") for text in ("5", "a/b", "0/5", "1/2,", "-1/5")),
+        (["--max-concurrency", "0"], "'--max-concurrency': 0: write numbers above 0"),
+        (["--request-rate", "x"], "'--request-rate': x: write"),
         (["--dataset-name", "custom"], "--dataset-name custom needs --dataset-path"),
         (["--dataset-name", "chat", "--dataset-path", "f"], "chat is made and has no --dataset-path"),
         (["--dataset-path", "f", "--lengths", "1/2"], "A file has its own prompts"),
         (["--output-len", "5"], "--output-len is for files"),
         (["--extra-body", "[1]"], "no JSON object"),
-        (["--goodput", "itl:5"], "--goodput itl:5"),
+        (["--goodput", "itl:5"], "'--goodput': itl:5: write ttft, tpot or e2el"),
     ],
 )
 def test_words_that_cannot_be_are_told_before_anything_is_asked(words, told, ran, monkeypatch, tmp_path):

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.bench.figures import figures_of, percentile, spread, tpot_s
-from hpc_serve.bench.measured import Measured
-from hpc_serve.bench.results import document, run_json
+from hpc_serve.bench.figures import figures_of, spread, tpot_s
+from hpc_serve.bench.results import document, result_of
 from tests.unit.bench.conftest import make_outcome, make_run
 
 QUICK = make_outcome()
@@ -23,64 +22,68 @@ FAILED = make_outcome(place=2, error="HTTP 500: no", replica="")
 
 def test_rates_count_answered_requests_alone():
     figures = figures_of([QUICK, SLOW, FAILED], 2.0)
-    assert (figures.completed, figures.failed) == (2, 1)
-    assert (figures.total_input, figures.total_output) == (20, 8)
-    assert (figures.request_rate, figures.output_rate, figures.total_rate) == (1.0, 4.0, 14.0)
-    assert figures.goodput is None
+    assert (figures["completed"], figures["failed"]) == (2, 1)
+    assert (figures["total_input_tokens"], figures["total_output_tokens"]) == (20, 8)
+    assert (figures["request_throughput"], figures["output_throughput"], figures["total_token_throughput"]) == (
+        1.0,
+        4.0,
+        14.0,
+    )
+    assert figures["request_goodput"] is None
 
 
 def test_times_are_those_of_vllm():
-    times = figures_of([QUICK, SLOW, FAILED], 2.0).times
+    times = figures_of([QUICK, SLOW, FAILED], 2.0)
     assert tpot_s(QUICK) == pytest.approx(0.03)
     assert tpot_s(SLOW) == pytest.approx(0.3)
-    assert times["ttft"].mean == pytest.approx(175)
-    assert times["tpot"].median == pytest.approx(165)
-    assert times["tpot"].std == pytest.approx(135)
-    assert times["itl"].mean == pytest.approx(1e3 * 1.26 / 6)
-    assert times["itl"].median == pytest.approx(100)
-    assert times["e2el"].percentiles[99.0] == pytest.approx(160 + 0.99 * 1290)
+    assert times["mean_ttft_ms"] == pytest.approx(175)
+    assert times["median_tpot_ms"] == pytest.approx(165)
+    assert times["std_tpot_ms"] == pytest.approx(135)
+    assert times["mean_itl_ms"] == pytest.approx(1e3 * 1.26 / 6)
+    assert times["median_itl_ms"] == pytest.approx(100)
+    assert times["p99_e2el_ms"] == pytest.approx(160 + 0.99 * 1290)
 
 
 def test_an_answer_of_one_token_has_no_time_per_token():
     one = make_outcome(output_len=1, itls_s=(), latency_s=0.1)
-    times = figures_of([one, QUICK], 1.0).times
-    assert times["tpot"].mean == pytest.approx(30)
-    assert times["ttft"].mean == pytest.approx(100)
+    times = figures_of([one, QUICK], 1.0)
+    assert times["mean_tpot_ms"] == pytest.approx(30)
+    assert times["mean_ttft_ms"] == pytest.approx(100)
 
 
 def test_peaks_are_of_one_second_from_the_first_request_on():
     figures = figures_of([QUICK, SLOW], 2.0)
-    assert figures.peak_output_rate == 5  # three of QUICK, and of SLOW those at 0.75 and 0.85
-    assert figures.peak_concurrency == 2
+    assert figures["max_output_tokens_per_s"] == 5  # three of QUICK, and of SLOW those at 0.75 and 0.85
+    assert figures["max_concurrent_requests"] == 2
     later = figures_of([QUICK, make_outcome(place=1, start_s=105.0)], 6.0)
-    assert (later.peak_output_rate, later.peak_concurrency) == (3, 1)
+    assert (later["max_output_tokens_per_s"], later["max_concurrent_requests"]) == (3, 1)
 
 
 def test_goals_are_met_together():
     figures = figures_of([QUICK, SLOW], 2.0, goals_ms={"ttft": 400, "tpot": 100})
-    assert figures.goodput == 0.5
+    assert figures["request_goodput"] == 0.5
 
 
 def test_nothing_answered_is_all_zero():
     figures = figures_of([FAILED], 2.0)
-    assert (figures.completed, figures.output_rate, figures.peak_output_rate) == (0, 0.0, 0.0)
-    assert figures.times["ttft"].mean == 0.0
+    assert (figures["completed"], figures["output_throughput"], figures["max_output_tokens_per_s"]) == (0, 0.0, 0.0)
+    assert figures["mean_ttft_ms"] == 0.0
 
 
 def test_percentiles_lie_between_values():
-    assert percentile([1.0], 99) == 1.0
-    assert percentile([1.0, 2.0], 25) == 1.25
-    assert spread([0.001 * number for number in range(101)]).percentiles[99.0] == pytest.approx(99)
+    assert spread("ttft", [1.0])["p99_ttft_ms"] == 1000
+    assert spread("ttft", [0.1, 0.2])["p90_ttft_ms"] == pytest.approx(190)
+    assert spread("ttft", [0.001 * number for number in range(101)])["p99_ttft_ms"] == pytest.approx(99)
 
 
 def test_replicas_without_an_answer_are_there():
     run = make_run(QUICK, SLOW, FAILED, replicas=("1-r0-0", "2-r0-0", "3-r0-0"))
-    counts = {name: (part.completed, part.failed) for name, part in Measured(run=run).of_replicas().items()}
+    counts = {name: (part["completed"], part["failed"]) for name, part in result_of(run)["replicas"].items()}
     assert counts == {"1-r0-0": (1, 0), "2-r0-0": (1, 0), "3-r0-0": (0, 0), "": (0, 1)}
 
 
 def test_the_json_has_all_keys_of_vllm_and_their_values():
-    keys = run_json(Measured(run=make_run(QUICK, SLOW, FAILED)), is_detailed=True)
+    keys = result_of(make_run(QUICK, SLOW, FAILED), is_detailed=True)
     assert keys["output_throughput"] == 4.0
     assert keys["p99_ttft_ms"] == pytest.approx(248.5)
     assert keys["ttfts"] == [0.1, 0.25, 0.1]

@@ -6,27 +6,24 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.bench.measured import Measured
 from hpc_serve.bench.notes import notes_on
-from hpc_serve.bench.outcome import OwnShare, Pace
 from hpc_serve.bench.report import run_lines, sweep_rows, table
+from hpc_serve.bench.results import result_of
+from hpc_serve.bench.run import Pace
 from tests.unit.bench.conftest import make_outcome, make_run
 
 ANSWERED = make_outcome()
 
 
 def test_nothing_is_said_of_a_run_that_was_as_asked():
-    assert notes_on(make_run(ANSWERED)) == []
+    assert notes_on(make_run(ANSWERED), {}) == []
 
 
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (
-            make_run(ANSWERED, own_share=OwnShare(busy=0.93, late_s=0.0)),
-            "busy 93% of the time: the figures are its",
-        ),
-        (make_run(ANSWERED, own_share=OwnShare(busy=0.2, late_s=0.05)), "woke 50 ms late or later"),
+        (make_run(ANSWERED, busy=0.93, late_s=0.0), "busy 93% of the time: the figures are its"),
+        (make_run(ANSWERED, busy=0.2, late_s=0.05), "woke 50 ms late or later"),
         (make_run(replace(ANSWERED, input_len=12)), "1 of 1 prompts are not as long as asked for: from +2 to +2"),
         (make_run(replace(ANSWERED, output_len=1)), "1 of 1 answers are not as long as asked for: from -2 to -2"),
         (make_run(ANSWERED, replace(ANSWERED, place=1, error="HTTP 500: no")), "1 failed: HTTP 500: no"),
@@ -34,26 +31,26 @@ def test_nothing_is_said_of_a_run_that_was_as_asked():
     ],
 )
 def test_what_is_not_as_asked_is_said(run, words):
-    (note,) = notes_on(run)
+    (note,) = notes_on(run, {})
     assert words in note
 
 
 def test_an_interrupted_run_says_how_much_there_is():
-    run = make_run(ANSWERED, interrupted=True)
-    (note,) = notes_on(replace(run, requests=run.requests * 9))
+    run = make_run(ANSWERED)
+    (note,) = notes_on(replace(run, requests=run.requests * 9), {})
     assert "1 of 9 requests had ended" in note
 
 
 def test_the_most_frequent_failures_are_named():
     errors = ["a", "b", "b", "c", "d", "e"]
     run = make_run(*(replace(ANSWERED, place=place, error=error) for place, error in enumerate(errors)))
-    assert notes_on(run)[0] == "2 failed: b"
-    assert "2 more reasons" in notes_on(run)[-1]
+    assert notes_on(run, {})[0] == "2 failed: b"
+    assert "2 more reasons" in notes_on(run, {})[-1]
 
 
 def test_one_run_is_told_in_the_words_of_vllm():
     run = make_run(ANSWERED, replace(ANSWERED, place=1, error="HTTP 500: no", replica=""))
-    lines = list(run_lines(Measured(run=run)))
+    lines = list(run_lines(result_of(run)))
     for words in (
         "Successful requests:                     1",
         "Failed requests:                         1",
@@ -68,7 +65,7 @@ def test_one_run_is_told_in_the_words_of_vllm():
 def test_several_runs_are_rows():
     run = make_run(ANSWERED)
     slow = make_run(ANSWERED, pace=Pace(request_rate=4.0, max_concurrency=None))
-    rows = sweep_rows([Measured(run=one) for one in (run, slow)])
+    rows = sweep_rows([result_of(one) for one in (run, slow)])
     assert [row[3] for row in rows] == ["pace", "2 at once", "4/s"]
     assert len({len(row) for row in rows}) == 1
     assert len(list(table(rows))) == 3

@@ -8,12 +8,9 @@ import json
 import pytest
 
 from hpc_serve.bench import load
-from hpc_serve.bench.figures import figures_of
-from hpc_serve.bench.measured import Measured
-from hpc_serve.bench.notes import notes_on
-from hpc_serve.bench.prompts import Lengths
+from hpc_serve.bench.results import result_of
+from hpc_serve.bench.run import Lengths
 from hpc_serve.bench.service import BenchError
-from hpc_serve.bench.sweep import Watcher
 from hpc_serve.errors import InvalidRequestError, ServiceNotFoundError
 
 
@@ -22,7 +19,7 @@ def lengths_got(run) -> set[tuple[int, int]]:
 
 
 def shares(run) -> dict[str, int]:
-    return {name: part.completed for name, part in Measured(run=run).of_replicas().items()}
+    return {name: part["completed"] for name, part in result_of(run)["replicas"].items()}
 
 
 @pytest.mark.parametrize("dataset", ["random", "chat", "prefix_repetition"])
@@ -32,7 +29,7 @@ def test_lengths_asked_for_are_lengths_got(service, measure, dataset):
     assert lengths_got(run) == {(120, 9)}
     assert [outcome.place for outcome in run.outcomes] == list(range(20))
     assert not run.interrupted
-    assert not any("as long as" in note for note in notes_on(run))
+    assert not any("as long as" in note for note in result_of(run)["notes"])
 
 
 def test_runs_of_a_sweep_have_prompts_of_their_own(service, measure):
@@ -64,7 +61,7 @@ def test_a_rate_has_its_time(service, measure):
     service.start()
     (run,) = measure(at_once=(None,), rate=100.0)
     assert run.duration_s >= 20 / 100.0
-    assert figures_of(run.outcomes, run.duration_s).completed == 20
+    assert result_of(run)["completed"] == 20
 
 
 def test_equal_shares_of_uneven_replicas(service, measure):
@@ -86,9 +83,9 @@ def test_failures_are_counted_and_named(service, measure):
     """An engine that dies in the middle of its fifth answer; the first does not count."""
     service.start("--stub-die-at-request", "5")
     (run,) = measure(at_once=(1,), count=10)
-    figures = figures_of(run.outcomes, run.duration_s)
-    assert (figures.completed, figures.failed) == (3, 7)
-    assert any(" failed: " in note for note in notes_on(run))
+    figures = result_of(run)
+    assert (figures["completed"], figures["failed"]) == (3, 7)
+    assert any(" failed: " in note for note in result_of(run)["notes"])
 
 
 def test_requests_that_cannot_be_answered_are_told_at_once(service, measure):
@@ -106,30 +103,22 @@ def test_a_stop_keeps_what_was_measured_and_ends_the_sweep(service, measure):
     service.start()
     stop = asyncio.Event()
 
-    class Stopping(Watcher):
-        ended = 0
+    def progress(_title, _count, ended) -> None:
+        if ended == 5:
+            stop.set()
 
-        def ended_one(self) -> None:
-            self.ended += 1
-            if self.ended == 5:
-                stop.set()
-
-    (run,) = measure(at_once=(1, 2), count=200, watcher=Stopping(), stop=stop)
+    (run,) = measure(at_once=(1, 2), count=200, progress=progress, stop=stop)
     assert run.interrupted
     assert 5 <= len(run.outcomes) < 200
-    assert figures_of(run.outcomes, run.duration_s).failed == 0
-    assert "The run was interrupted" in notes_on(run)[0]
+    assert result_of(run)["failed"] == 0
+    assert "The run was interrupted" in result_of(run)["notes"][0]
 
 
 def test_a_stop_while_requests_are_made_leaves_no_run(service, measure):
     service.start()
     stop = asyncio.Event()
 
-    class Stopping(Watcher):
-        def preparing(self, service, workload) -> None:
-            stop.set()
-
-    assert measure(watcher=Stopping(), stop=stop) == []
+    assert measure(progress=lambda *_: stop.set(), stop=stop) == []
 
 
 def test_a_file_of_ones_own(service, measure, tmp_path):
@@ -153,6 +142,12 @@ def test_conversations_are_taken_as_vllm_takes_them(service, measure, tmp_path):
     (run,) = measure(dataset="sharegpt", path=path, lengths=None, count=None)
     assert lengths_got(run) == {(len("a question"), len("an answer"))}
     assert len(run.outcomes) == 1
+
+
+def test_a_prefix_as_long_as_the_prompts_is_refused(service, measure):
+    service.start()
+    with pytest.raises(InvalidRequestError, match="30 tokens is no part of prompts of 30"):
+        measure(dataset="prefix_repetition", prefix_len=30)
 
 
 def test_a_file_that_is_not_there(service, measure, tmp_path):

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.bench.measured import Measured
-from hpc_serve.bench.outcome import Pace
-from hpc_serve.bench.results import SUMMARY, document, run_json
+from hpc_serve.bench.results import SUMMARY, document, result_of
+from hpc_serve.bench.run import Pace
 from tests.support.patience import PATIENCE_S
 from tests.unit.bench.conftest import make_outcome, make_run
 
@@ -33,9 +32,9 @@ def read(reader: str, folder: Path, *words: str) -> str:
 
 def save(folder: Path, *at_once: int, is_detailed: bool = False) -> Path:
     """A file as `bench --save FOLDER/summary.json` writes it, of a run for each number of requests at once."""
-    runs = [Measured(run=make_run(ANSWERED, pace=Pace(max_concurrency=most))) for most in at_once]
+    runs = [make_run(ANSWERED, pace=Pace(max_concurrency=most)) for most in at_once]
     path = folder / SUMMARY
-    path.write_text(json.dumps(document([run_json(one, is_detailed=is_detailed) for one in runs], path)))
+    path.write_text(json.dumps(document([result_of(one, is_detailed=is_detailed) for one in runs], path)))
     return path
 
 
@@ -58,6 +57,6 @@ def test_vllms_plot_of_throughput_by_user_finds_both(tmp_path):
 
 
 def test_a_summary_is_a_list_of_one_run_too_and_any_other_file_that_run(tmp_path):
-    result = run_json(Measured(run=make_run(ANSWERED)))
+    result = result_of(make_run(ANSWERED))
     assert document([result], tmp_path / "summary.json") == [result]
     assert document([result], tmp_path / "one.json") == document([result]) == result

@@ -12,8 +12,9 @@ import pytest
 
 from hpc_serve.bench.files import Sample, choose, read_samples
 from hpc_serve.bench.load import arrival_times
-from hpc_serve.bench.prompts import Lengths, parse_lengths, random_requests, shared_prefix_requests
+from hpc_serve.bench.run import Lengths
 from hpc_serve.bench.texts import WORDS, fit
+from hpc_serve.bench.workload import completions
 from hpc_serve.errors import InvalidRequestError
 
 VOCABULARY = list(range(100, 200))
@@ -21,7 +22,7 @@ SOME = Lengths(input_len=30, output_len=7)
 
 
 def test_prompts_have_their_lengths_and_follow_from_the_seed():
-    first, again, other = (random_requests(VOCABULARY, [SOME] * 5, seed) for seed in (1, 1, 2))
+    first, again, other = (completions(VOCABULARY, SOME, 5, seed) for seed in (1, 1, 2))
     assert first == again != other
     assert {len(one.body["prompt"]) for one in first} == {30}
     assert {one.body["max_tokens"] for one in first} == {7}
@@ -30,24 +31,16 @@ def test_prompts_have_their_lengths_and_follow_from_the_seed():
 
 
 def test_prefixes_are_shared_equally_often():
-    made = shared_prefix_requests(VOCABULARY, SOME, 12, 0, prefix_len=20, num_prefixes=3)
+    made = completions(VOCABULARY, SOME, 12, 0, prefix_len=20, num_prefixes=3)
     prefixes = [tuple(one.body["prompt"][:20]) for one in made]
     assert sorted(prefixes.count(prefix) for prefix in set(prefixes)) == [4, 4, 4]
     assert len({tuple(one.body["prompt"]) for one in made}) == 12
     assert {one.input_len for one in made} == {30}
-    with pytest.raises(InvalidRequestError, match="30 tokens is no part of prompts of 30"):
-        shared_prefix_requests(VOCABULARY, SOME, 12, 0, prefix_len=30, num_prefixes=3)
 
 
 def test_few_different_tokens_are_refused():
     with pytest.raises(InvalidRequestError, match="only 3 different tokens"):
-        random_requests([1, 2, 3], [SOME], 0)
-
-
-@pytest.mark.parametrize("text", ["1800", "a/b", "0/5", "1/2,", "-1/5"])
-def test_lengths_that_are_none(text):
-    with pytest.raises(InvalidRequestError, match="1800/128"):
-        parse_lengths(text)
+        completions([1, 2, 3], SOME, 1, 0)
 
 
 @pytest.mark.parametrize("burstiness", [0.3, 1.0, 5.0, math.inf])
@@ -97,13 +90,6 @@ def test_sharegpt_is_the_first_two_turns():
     assert read_samples("sharegpt", text, "f") == [Sample(prompt="why?", answer="so.")]
 
 
-def test_burstgpt_is_the_lengths_of_gpt_4():
-    text = "Timestamp,Model,Request tokens,Response tokens\n1,GPT-4,10,20\n2,ChatGPT,1,2\n3,GPT-4,5,0\n4,GPT-4,x,1\n"
-    assert read_samples("burstgpt", text, "f") == [Sample(input_len=10, output_len=20)]
-    with pytest.raises(InvalidRequestError, match="no column 'Model'"):
-        read_samples("burstgpt", "a,b\n1,2\n", "f")
-
-
 def test_more_requests_than_a_file_has_are_some_of_them_again():
     samples = [Sample(prompt=str(number)) for number in range(5)]
     assert choose(samples, 3, 1) == choose(samples, 5, 1)[:3] == choose(samples, None, 1)[:3]
@@ -119,8 +105,8 @@ def test_a_text_is_made_as_long_as_asked_for(length, first):
     async def count(text):
         return 5 + sum(1 + len(word) // 4 for word in text.split())
 
-    words = random.Random(length).choices(WORDS, k=length + 64)
-    text, _ = asyncio.run(fit(words, length, count, first=first))
+    words = " ".join(random.Random(length).choices(WORDS, k=length + 64))
+    text = asyncio.run(fit(words, length, count, first=first))
     assert asyncio.run(count(text)) == length
 
 
@@ -128,5 +114,5 @@ def test_a_text_that_cannot_be_as_long_is_as_near_as_it_can():
     async def count(text):
         return 10 * len(text.split())
 
-    text, _ = asyncio.run(fit(["word"] * 50, 95, count, first=3))
+    text = asyncio.run(fit(" ".join(["word"] * 50), 95, count, first=3))
     assert len(text.split()) == 9

@@ -1,4 +1,4 @@
-"""A run as values: its requests, their pace, their results, and what the plan predicts of it."""
+"""A run as values: its requests, their pace, and the result of each."""
 
 from __future__ import annotations
 
@@ -7,8 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Dataset = Literal["random", "chat", "prefix_repetition", "custom", "sharegpt", "burstgpt"]
+Dataset = Literal["random", "chat", "prefix_repetition", "custom", "sharegpt"]
 Split = Literal["client", "equally"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Tokens of each prompt and of each answer."""
+
+    input_len: int
+    output_len: int
+
+    def __str__(self) -> str:
+        return f"{self.input_len}/{self.output_len}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,29 +84,12 @@ class RequestResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnShare:
-    """How busy the program that measures was: the share of the time that its busiest event loop worked, and how late it
-    woke in the worst of twenty times (seconds)."""
+class Run:
+    """One run: its service, its requests, their pace, and their results, which are empty before it.
 
-    busy: float
-    late_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sent:
-    """The results of a run's requests. If it was `interrupted`, `outcomes` lacks requests without an answer by then."""
-
-    outcomes: tuple[RequestResult, ...]
-    duration_s: float
-    own_share: OwnShare
-    interrupted: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run(Sent):
-    """One run: its service, its requests, their pace, and their results.
-
-    `replicas` were ready when the run began. `requests` are all requests to be sent.
+    `replicas` were ready when the run began. `requests` are all requests to be sent. If it was `interrupted`,
+    `outcomes` lacks requests without an answer by then. `busy` is the share of the time that this program's event loop
+    worked, and `late_s` how late it woke in the worst of twenty times.
     """
 
     service: str
@@ -105,28 +99,12 @@ class Run(Sent):
     pace: Pace
     split: Split
     replicas: tuple[str, ...]
-    date: str = ""
+    date: str
+    outcomes: tuple[RequestResult, ...] = ()
+    duration_s: float = 0.0
+    busy: float = 0.0
+    late_s: float = 0.0
 
     @property
-    def load(self) -> float:
-        """How many requests come: per second at a rate, else at once."""
-        return self.pace.request_rate if self.pace.is_rate else float(self.pace.max_concurrency or len(self.requests))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """The plan's prediction of a run: tokens per second of all replicas together, milliseconds of one request.
-
-    If there are no figures, `reason` says why.
-    """
-
-    output_rate: float | None = None
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    reason: str = ""
-
-    def keys(self) -> dict[str, float | str | None]:
-        """Return it under the keys of what is measured."""
-        if self.reason:
-            return {"reason": self.reason}
-        return {"output_throughput": self.output_rate, "mean_ttft_ms": self.ttft_ms, "mean_tpot_ms": self.tpot_ms}
+    def interrupted(self) -> bool:
+        return len(self.outcomes) < len(self.requests)
