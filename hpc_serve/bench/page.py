@@ -19,15 +19,14 @@ from hpc_serve.bench.report import (
     load_title,
     no_prediction,
     replica_rows,
-    series_of,
     sweep_rows,
 )
 from hpc_serve.pages.charts import over_load
-from hpc_serve.pages.frame import document, swatch, table
+from hpc_serve.pages.frame import document, table
 
 _STYLE = """
 body{max-width:88rem} .charts{display:flex;flex-wrap:wrap;gap:1rem;margin-top:.8rem}
-.charts svg{flex:1 1 22rem;max-width:430px} .key{display:inline-block;margin-right:1.2rem}
+.charts figure{flex:1 1 22rem;max-width:430px;margin:0}
 td,th{border-bottom:1px solid var(--line);white-space:nowrap} .scroll{margin:.8rem 0}
 .warning{background:var(--note);padding:.4rem .8rem;margin:.4rem 0}
 """
@@ -59,9 +58,7 @@ def _about(results: Sequence[Result]) -> str:
 
 def _curves(results: Sequence[Result]) -> Iterator[Markup]:
     """Throughput and latency against the load."""
-    titles = enumerate(series_of(results))
-    keys = (Markup('<span class="key">{} {}</span>').format(swatch(place), title) for place, title in titles)
-    yield Markup("<h2>By load</h2><p>{}</p>").format(Markup("").join(keys))
+    yield Markup("<h2>By load</h2>")
     charts = (over_load(title, load_title(results), curves) for title, curves in load_curves(results).items())
     yield Markup('<div class="charts">{}</div>').format(Markup("").join(charts))
 

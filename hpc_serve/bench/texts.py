@@ -13,6 +13,7 @@ WORDS = files("hpc_serve.bench").joinpath("words.txt").read_text(encoding="ascii
 """Common English words. Most are one token of any tokenizer, and none is a special token."""
 _MOST_STEPS = 16
 _USUAL_LETTERS = 5.5  # of a token
+_FILLERS = (".", " a", "a")
 
 
 class EngineTexts:
@@ -58,7 +59,8 @@ class EngineTexts:
 async def fit(text: str, length: int, count: Callable[[str], Awaitable[int]], *, first: int) -> str:
     """Return the beginning of a text that has `length` tokens by `count`, or the nearest that is shorter.
 
-    It begins with `first` letters and goes on by what they had too much or too little.
+    It begins with `first` letters, and goes on by what they had too much or too little. Where no cut is exact, fillers
+    are tried.
     """
     most_below, least_above = 0, len(text) + 1
     letters = min(max(first, 1), len(text))
@@ -74,7 +76,11 @@ async def fit(text: str, length: int, count: Callable[[str], Awaitable[int]], *,
             break
         step = round((length - got) * letters / max(got, 1)) or (1 if got < length else -1)
         letters = min(max(letters + step, most_below + 1), least_above - 1)
-    return text[:most_below]
+    text = text[:most_below]
+    for filler in _FILLERS:
+        if await count(text + filler) == length:
+            return text + filler
+    return text
 
 
 def _question(text: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Charts of a page, as SVG inside it: curves over time or over a load, a histogram, a bar of stages. Pure.
+"""Charts of a page, as SVG inside it: curves over time or over a load, and a bar of stages. Pure.
 
 Series have the colours of frame.py by number. All text is escaped where it is put in.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from markupsafe import Markup
 
@@ -16,7 +16,8 @@ from hpc_serve.pages.frame import COLOURS, swatch
 
 _MOST_POINTS = 800
 _GAP_S = 35.0  # vLLM reports every ten seconds while it has work
-_BARS = 24
+_WIDE, _SMALL = (860, 190), (430, 260)
+_LEFT, _RIGHT, _TOP, _BOTTOM = 84, 20, 12, 42  # room for the labels of axes
 
 Point = tuple[float, float]
 
@@ -31,132 +32,96 @@ class Curve:
     dashes: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Panel:
-    """A drawing with room for the labels of its axes."""
-
-    width: int
-    height: int
-    left: int
-    right: int
-    top: int
-    bottom: int
-
-    def x(self, share: float) -> float:
-        return self.left + share * (self.width - self.left - self.right)
-
-    def y(self, share: float) -> float:
-        return self.height - self.bottom - share * (self.height - self.top - self.bottom)
-
-    def svg(self, title: str, parts: Iterable[Markup]) -> Markup:
-        size = Markup('width="{0}" height="{1}" viewBox="0 0 {0} {1}"').format(self.width, self.height)
-        about = Markup(' class="wide"') if self.width > _SMALL.width else ""
-        frame = Markup('<svg xmlns="http://www.w3.org/2000/svg" {}{} role="img" aria-label="{}">{}</svg>')
-        return frame.format(size, about, title, Markup("").join(parts))
-
-    def grid(self, top: float, shares: Sequence[float], shown: Callable[[float], str]) -> list[Markup]:
-        """Horizontal lines at shares of the highest value, with their values."""
-        line = Markup('<line x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}" class="grid"/>')
-        found = []
-        for share in shares:
-            y = self.y(share)
-            found.append(line.format(self.left, self.width - self.right, y, y))
-            found.append(_text(self.left - 6, y + 4, shown(share * top), "end"))
-        return found
-
-
-_WIDE = _Panel(width=860, height=180, left=84, right=12, top=12, bottom=26)
-_SMALL = _Panel(width=430, height=280, left=58, right=20, top=28, bottom=42)
-
-
 def stage_bar(stages: Sequence[tuple[str, float]]) -> Markup:
     """Stages with their seconds, side by side in the order of time."""
     total = sum(seconds for _, seconds in stages)
     if total <= 0:
         return Markup("")
-    bar = _Panel(width=860, height=34, left=0, right=0, top=0, bottom=0)
     box = Markup('<rect x="{:.1f}" y="0" width="{:.1f}" height="34" class="s{}" fill="currentColor">')
-    parts, x = [], 0.0
+    parts, x, width_of_all = [], 0.0, _WIDE[0]
     for place, (name, seconds) in enumerate(stages):
-        width = bar.width * seconds / total
+        width = width_of_all * seconds / total
         parts.append(box.format(x, max(width, 0.5), place % COLOURS))
         parts.append(Markup("<title>{}: {:.0f} s</title></rect>").format(name, seconds))
         if width > 11 * len(name):
             parts.append(_text(x + width / 2, 22, name, "middle", kind="in"))
         x += width
-    return bar.svg("stages of the start", parts)
+    return _svg("stages of the start", (width_of_all, 34), parts)
 
 
 def over_time(title: str, found: Sequence[Curve], *, unit: str = "", percent: bool = False) -> Markup:
     """Curves over one axis of time, coloured by their order. Points further apart than a report are not joined."""
-    points = [point for curve in found for point in curve.points]
-    if not points:
+    ats = sorted(at for curve in found for at, _ in curve.points)
+    if not ats:
         return Markup("")
-    begin, end = min(at for at, _ in points), max(at for at, _ in points)
-    top = 1.0 if percent else _next_of(max(value for _, value in points), (1, 2, 5), least=1.0)
-    span_s = max(end - begin, 1.0)
-
-    def place(point: Point) -> Point:
-        return _WIDE.x((point[0] - begin) / span_s), _WIDE.y(min(point[1] / top, 1.0))
-
-    parts = _WIDE.grid(top, (0.0, 0.5, 1.0), lambda value: f"{100 * value:.0f} %" if percent else axis_number(value, 4))
-    for at, anchor in ((begin, "start"), ((begin + end) / 2, "middle"), (end, "end")):
-        words = time.strftime("%m-%d %H:%M:%S", time.localtime(at))
-        parts.append(_text(place((at, 0))[0], _WIDE.height - 8, words, anchor))
-    for number, curve in enumerate(found):
-        for piece in _pieces(curve.points):
-            parts.append(_line(list(map(place, piece)), number, "", is_marked=len(piece) == 1, radius=2))
-    keys = Markup(" ").join(Markup("{} {}").format(swatch(number), curve.name) for number, curve in enumerate(found))
+    ends = (ats[0], (ats[0] + ats[-1]) / 2, ats[-1])
+    ticks = {at: time.strftime("%m-%d %H:%M:%S", time.localtime(at)) for at in ends}
+    numbered = [replace(curve, series=number) for number, curve in enumerate(found)]
+    pieces = [replace(curve, points=piece) for curve in numbered for piece in _pieces(curve.points)]
     heading = f"{title} ({unit})" if unit else title
-    return Markup("<figure><figcaption><b>{}</b> &nbsp; {}</figcaption>{}</figure>").format(
-        heading, keys, _WIDE.svg(title, parts)
-    )
+    return _figure(heading, numbered, _drawing(title, pieces, ticks, _WIDE, percent=percent))
 
 
 def over_load(title: str, below: str, found: Sequence[Curve]) -> Markup:
     """Curves over a logarithmic axis of loads, from 0 up; every point is marked."""
-    points = [point for curve in found for point in curve.points]
-    least, most = min(x for x, _ in points), max(x for x, _ in points)
-    top = _next_of(max(y for _, y in points))
-    width = math.log(most / least) or 1.0
+    scaled = [replace(curve, points=[(math.log(x), y) for x, y in curve.points]) for curve in found]
+    ticks = {math.log(x): axis_number(x, 6) for curve in found for x, _ in curve.points}
+    return _figure(title, found, _drawing(title, scaled, ticks, _SMALL, below=below, is_marked=True))
+
+
+def _figure(heading: str, curves: Iterable[Curve], drawing: Markup) -> Markup:
+    """Return a drawing under its heading, with the name of each series once."""
+    names = {curve.series: curve.name for curve in curves}
+    keys = Markup(" ").join(Markup("{} {}").format(swatch(series), name) for series, name in names.items())
+    return Markup("<figure><figcaption><b>{}</b> &nbsp; {}</figcaption>{}</figure>").format(heading, keys, drawing)
+
+
+def _drawing(
+    title: str,
+    curves: Sequence[Curve],
+    ticks: Mapping[float, str],
+    size: tuple[int, int],
+    *,
+    below: str = "",
+    percent: bool = False,
+    is_marked: bool = False,
+) -> Markup:
+    """Curves over the span of the ticks and from 0 up, with the marks of each point, or of those that stand alone."""
+    (width, height), begin, span = size, min(ticks), max(ticks) - min(ticks)
+    top = 1.0 if percent else _next_above(max(y for curve in curves for _, y in curve.points))
 
     def place(point: Point) -> Point:
-        share = math.log(point[0] / least) / width if most > least else 0.5
-        return _SMALL.x(share), _SMALL.y(point[1] / top)
+        share = (point[0] - begin) / span if span else 0.5
+        up = min(point[1] / top, 1.0) * (height - _TOP - _BOTTOM)
+        return _LEFT + share * (width - _LEFT - _RIGHT), height - _BOTTOM - up
 
-    parts = _small_frame(title, below, top)
-    for x in sorted({x for x, _ in points}):
-        parts.append(_text(place((x, 0))[0], _SMALL.height - _SMALL.bottom + 16, axis_number(x, 6), "middle"))
-    for curve in found:
-        if curve.points:
-            parts.append(_line(list(map(place, curve.points)), curve.series, curve.dashes, is_marked=True, radius=3))
-    return _SMALL.svg(title, parts)
-
-
-def histogram(title: str, values: Sequence[float]) -> Markup:
-    """How many values lie in each of equal steps; the most extreme hundredth is in the last step."""
-    ordered = sorted(values)
-    most = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))] or 1.0
-    counts = [0] * _BARS
-    for value in values:
-        counts[min(_BARS - 1, int(value / most * _BARS))] += 1
-    top = _next_of(max(counts))
-    parts, base = _small_frame(title, "", top), _SMALL.y(0)
-    bar = Markup('<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" class="s0" fill="currentColor"/>')
-    for number, count in enumerate(counts):
-        left, right, y = _SMALL.x(number / _BARS), _SMALL.x((number + 1) / _BARS), _SMALL.y(count / top)
-        parts.append(bar.format(left, y, right - left - 1, base - y))
-    for share in (0.0, 0.5, 1.0):
-        parts.append(_text(_SMALL.x(share), base + 16, axis_number(share * most, 3), "middle"))
-    return _SMALL.svg(title, parts)
+    parts = [_text((_LEFT + width) / 2, height - 6, below, "middle")]
+    line = Markup('<line x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}" class="grid"/>')
+    for quarter in range(5):
+        value = top * quarter / 4
+        _, y = place((begin, value))
+        parts.append(line.format(_LEFT, width - _RIGHT, y, y))
+        parts.append(_text(_LEFT - 6, y + 4, f"{100 * value:.0f} %" if percent else axis_number(value, 4), "end"))
+    for at, words in ticks.items():
+        x, y = place((at, 0))
+        anchor = "start" if x < 0.2 * width else "end" if x > 0.9 * width else "middle"
+        parts.append(_text(x, y + 16, words, "middle" if is_marked else anchor))
+    path = Markup('<polyline points="{}" fill="none" stroke="currentColor" stroke-width="1.8" class="s{}"{}/>')
+    mark = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="3" fill="currentColor" class="s{}"/>')
+    for curve in curves:
+        points, series = list(map(place, curve.points)), curve.series % COLOURS
+        if len(points) > 1:
+            dashes = Markup(' stroke-dasharray="{}"').format(curve.dashes) if curve.dashes else ""
+            parts.append(path.format(" ".join(f"{x:.1f},{y:.1f}" for x, y in points), series, dashes))
+        if is_marked or len(points) == 1:
+            parts += [mark.format(x, y, series) for x, y in points]
+    return _svg(title, size, parts)
 
 
-def _small_frame(title: str, below: str, top: float) -> list[Markup]:
-    return [
-        _text(_SMALL.left, 16, title, "start", kind="bold"),
-        _text((_SMALL.left + _SMALL.width) / 2, _SMALL.height - 6, below, "middle"),
-        *_SMALL.grid(top, (0.0, 0.25, 0.5, 0.75, 1.0), lambda value: axis_number(value, 4)),
-    ]
+def _svg(title: str, size: tuple[int, int], parts: Iterable[Markup]) -> Markup:
+    about = Markup(' class="wide"') if size[0] > _SMALL[0] else ""
+    frame = Markup('<svg width="{0}" height="{1}" viewBox="0 0 {0} {1}"{2} role="img" aria-label="{3}">{4}</svg>')
+    return frame.format(*size, about, title, Markup("").join(parts))
 
 
 def axis_number(value: float, digits: int) -> str:
@@ -173,20 +138,6 @@ def _text(x: float, y: float, words: str, anchor: str, *, kind: str = "") -> Mar
     return Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}"{}>{}</text>').format(x, y, anchor, about, words)
 
 
-def _line(points: Sequence[Point], series: int, dashes: str, *, is_marked: bool, radius: int) -> Markup:
-    """A line through points on the page, and marks on them."""
-    parts = []
-    if len(points) > 1 or not is_marked:
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        dash = Markup(' stroke-dasharray="{}"').format(dashes) if dashes else ""
-        line = Markup('<polyline points="{}" fill="none" stroke="currentColor" stroke-width="1.8" class="s{}"{}/>')
-        parts.append(line.format(path, series % COLOURS, dash))
-    if is_marked:
-        mark = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="{}" fill="currentColor" class="s{}"/>')
-        parts += [mark.format(x, y, radius, series % COLOURS) for x, y in points]
-    return Markup("").join(parts)
-
-
 def _pieces(points: Sequence[Point]) -> list[list[Point]]:
     """The points in pieces without a gap, thinned out where there are more than can be seen."""
     step = max(1, len(points) // _MOST_POINTS)
@@ -200,15 +151,15 @@ def _pieces(points: Sequence[Point]) -> list[list[Point]]:
     return pieces
 
 
-def _next_of(
-    value: float, factors: Sequence[float] = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8), *, least: float = 0.0
-) -> float:
-    """The next number up that is one of the factors times a power of ten. The usual factors are easy to divide by four.
+def _next_above(value: float) -> float:
+    """The next number up that is easy to divide by four; 1 above 0.
 
-    >>> _next_of(130), _next_of(0.7), _next_of(1000), _next_of(130, (1, 2, 5))
-    (160.0, 0.8, 1000.0, 200.0)
+    >>> _next_above(130), _next_above(0.7), _next_above(1000), _next_above(0)
+    (160.0, 0.8, 1000.0, 1.0)
     """
-    if value <= least:
-        return least or 1.0
+    if value <= 0:
+        return 1.0
     step = 10.0 ** math.floor(math.log10(value))
-    return next((factor * step for factor in factors if factor * step >= 0.999999 * value), 10 * step)
+    return next(
+        (one * step for one in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8) if one * step >= 0.999999 * value), 10 * step
+    )
