@@ -14,8 +14,24 @@
   const all = (name) => [...document.querySelectorAll(`input[name=${name}]`)];
   const number = (value) => value >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
 
+  const choice = (box, type, value, words, series) => {
+    const label = document.createElement("label"), input = document.createElement("input");
+    Object.assign(input, { type, name: box, value, checked: true });
+    label.append(input, " ");
+    if (series !== undefined) {
+      const swatch = document.createElement("i");
+      swatch.className = `swatch s${series}`;
+      label.append(swatch, " ");
+    }
+    label.append(words);
+    byId(box).append(label);
+  };
+
+  data.formulas.forEach((one) => choice("formula", "radio", one.key, one.name));
+  data.subjects.forEach((one, place) => choice("subject", "checkbox", place, one.name, place));
   all("formula").forEach((one) => { one.checked = one.value === data.formula; });
   all("kind").forEach((one) => { one.checked = one.value === "ideal" || !data.ideal; });
+  byId("context").max = data.contexts.length - 1;
   byId("context").value = data.context;
   const grid = [...new Set(data.subjects.flatMap((one) => Object.values(one.curves).flat().flatMap((c) => c.batch)))]
     .sort((a, b) => a - b);

@@ -35,7 +35,7 @@ def test_the_wheel_holds_what_is_not_python(wheel):
     assert packaged
     assert packaged <= names
     assert "hpc_serve/py.typed" in names
-    assert {"hpc_serve/plots/plan_page.js", "hpc_serve/plots/plan_page.css"} <= names
+    assert {f"hpc_serve/plots/plan_page.{kind}" for kind in ("css", "html", "js")} <= names
     assert any(name.startswith("hpc_serve/plan/catalog/") and name.endswith(".json") for name in names)
 
 
