@@ -39,27 +39,7 @@ _CAUSES = {
     "communication": "#862e9c",
     "engine": "#868e96",
 }
-_STYLE = {
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "axes.edgecolor": "#9aa5b1",
-    "axes.labelcolor": _INK,
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "figure.facecolor": _PAPER,
-    "grid.color": "#e4e7eb",
-    "text.color": _INK,
-    "xtick.color": "#52606d",
-    "ytick.color": "#52606d",
-    "legend.frameon": False,
-    "legend.fontsize": 9.5,
-    "svg.fonttype": "none",
-}
+_STYLE = Path(__file__).parent / "figure.mplstyle"
 
 Value = Callable[[SpeedEstimate, Speed], float]
 
@@ -79,11 +59,11 @@ def check_picture(path: Path, *, or_else: str = "") -> None:
 def picture(path: Path, width: float, height: float) -> Iterator[Any]:
     """Yield an empty figure of so many inches, and write it in the end. Raises InvalidRequestError."""
     check_picture(path)
-    with import_module("matplotlib").rc_context(_STYLE):
+    with import_module("matplotlib").rc_context(fname=_STYLE):
         figure = import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
         yield figure
         try:
-            figure.savefig(path, dpi=140)
+            figure.savefig(path)
         except OSError as error:
             raise InvalidRequestError(f"cannot write {path}: {error.strerror or error}.") from None
 

@@ -36,6 +36,7 @@ def test_the_wheel_holds_what_is_not_python(wheel):
     assert packaged <= names
     assert "hpc_serve/py.typed" in names
     assert {f"hpc_serve/plots/plan_page.{kind}" for kind in ("css", "html", "js")} <= names
+    assert "hpc_serve/plots/figure.mplstyle" in names
     assert any(name.startswith("hpc_serve/plan/catalog/") and name.endswith(".json") for name in names)
 
 
