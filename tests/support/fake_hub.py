@@ -21,13 +21,14 @@ LARGE = (".safetensors", ".bin", ".gguf", ".pth")
 @dataclass
 class FakeHub:
     """Models by name, each with files by path. `breaks` says after how many bytes each next answer for a file ends;
-    `given` replaces what is sent for a file; `ranges` are the offsets that were asked for, by path."""
+    `refusals` are the statuses of next answers; `given` replaces what is sent for a file; `ranges` are the offsets that
+    were asked for, by path."""
 
     models: dict[str, dict[str, bytes]] = field(default_factory=dict)
     breaks: dict[str, list[int]] = field(default_factory=dict)
+    refusals: dict[str, list[int]] = field(default_factory=dict)
     given: dict[str, bytes] = field(default_factory=dict)
     gated: bool = False
-    knows_ranges: bool = True
     status: int = 200
     hold: threading.Event | None = None
     """Where it is set, an answer that breaks waits for it, with its connection open."""
@@ -128,11 +129,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _content(self, name: str, path: str, *, with_body: bool) -> None:
         hub = self.hub
         content = hub.given.get(path, hub.models[name][path])
+        if with_body and hub.refusals.get(path):
+            self._send(hub.refusals[path].pop(0), {}, b"", with_body=True)
+            return
         begin = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
         if with_body:
             hub.ranges.append((path, begin))
         status, headers = 200, {}
-        if "Range" in self.headers and hub.knows_ranges:
+        if "Range" in self.headers:
             status, headers = 206, {"Content-Range": f"bytes {begin}-{len(content) - 1}/{len(content)}"}
         else:
             begin = 0
@@ -166,14 +170,10 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-_LIST_OID = _sha256
-"""What the listing names as the SHA-256 of a large file."""
-
-
 def _entry(path: str, content: bytes) -> dict[str, Any]:
     entry: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": _git_id(content)}
     if path.endswith(LARGE):
-        entry["lfs"] = {"oid": _LIST_OID(content), "size": len(content), "pointerSize": 134}
+        entry["lfs"] = {"oid": _sha256(content), "size": len(content), "pointerSize": 134}
     return entry
 
 

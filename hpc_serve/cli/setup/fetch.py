@@ -15,7 +15,7 @@ from hpc_serve.durations import duration
 from hpc_serve.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from hpc_serve.hub.fetch.download import Download
+    from hpc_serve.hub.fetch.model_files import ModelFiles
     from hpc_serve.hub.hub_settings import HubSettings
 
 
@@ -35,33 +35,29 @@ def fetch_command(model: str, revision: str, include: tuple[str, ...], site: str
 
     hpc-serve fetch 8b
 
-    Only what the engine reads is fetched. A fetch that broke off goes on where it was: run the same command again.
+    Only what the engine reads is fetched. After a fetch that broke off, the same command fetches the files that are not
+    whole.
     """
     from hpc_serve.hub.fetch.hub_repository import HubConnectionError
     from hpc_serve.hub.fetch.model_files import cached_alone, look_for_model
 
     repository, settings = _repository(model, site)
-    if settings.is_offline:
-        why = "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE keeps from the hub"
-        folder = cached_alone(repository, settings, revision, why)
-        click.echo(f"{repository}: all of its weights are here. The hub was not asked: {why}.", err=True)
-        _print_folder(repository, folder, fetched_bytes=0, as_json=as_json)
-        return
     try:
         found = look_for_model(repository, settings, revision=revision, include=include)
     except HubConnectionError as error:
-        folder = cached_alone(repository, settings, revision, str(error).rstrip("."))
-        click.echo(f"{repository}: all of its weights are here, perhaps not the newest ones: {error}", err=True)
+        why = str(error).rstrip(".")
+        folder = cached_alone(repository, settings, revision, why)
+        click.echo(f"{repository}: all of its weights are here, perhaps not the newest ones: {why}.", err=True)
         _print_folder(repository, folder, fetched_bytes=0, as_json=as_json)
         return
     click.echo(found.words, err=True)
-    if found.download.num_missing:
-        found.download.check_space()
+    if found.missing:
+        found.check_space()
         found.repository.note_revision(is_whole=False)
-        _run(found.download)
+        _run(found)
     found.repository.note_revision(is_whole=True)
-    fetched_bytes = found.download.done_bytes - found.download.kept_bytes
-    _print_folder(repository, found.folder, fetched_bytes=fetched_bytes, as_json=as_json)
+    fetched_bytes = found.done_bytes - found.kept_bytes
+    _print_folder(repository, found.repository.snapshot, fetched_bytes=fetched_bytes, as_json=as_json)
 
 
 def _print_folder(repository: str, folder: Path, *, fetched_bytes: int, as_json: bool) -> None:
@@ -96,20 +92,22 @@ def _repository(model: str, site_file: str | None) -> tuple[str, HubSettings]:
     return repository, replace(settings, is_offline=read_hub_settings(os.environ).is_offline)
 
 
-def _run(download: Download) -> None:
+def _run(found: ModelFiles) -> None:
     """Fetch, and show the progress."""
+    from hpc_serve.cli.main import INTERRUPTED
     from hpc_serve.cli.setup.fetch_progress import FetchProgress
-    from hpc_serve.hub.fetch.download import InterruptedFetchError
     from hpc_serve.sizes import readable_size
 
     began_s = time.monotonic()
     try:
-        with FetchProgress(download.kept_bytes, download.total_bytes) as progress:
-            download.run(progress.show)
-    except InterruptedFetchError:
-        here, total = readable_size(download.done_bytes), readable_size(download.total_bytes)
-        click.echo(f"\nInterrupted; {here} of {total} are here. The same command goes on from there.", err=True)
-        raise click.exceptions.Exit(130) from None
-    took_s, fetched = time.monotonic() - began_s, download.done_bytes - download.kept_bytes
+        with FetchProgress(found.kept_bytes, found.total_bytes) as progress:
+            found.fetch(progress.show)
+    except KeyboardInterrupt:
+        here, total = found.abandon(), readable_size(found.total_bytes)
+        click.echo(
+            f"\nInterrupted; {readable_size(here)} of {total} are here. The same command goes on from there.", err=True
+        )
+        os._exit(INTERRUPTED)  # without waiting for the threads, each of which fetches a file to its end
+    took_s, fetched = time.monotonic() - began_s, found.done_bytes - found.kept_bytes
     rate = f", {readable_size(round(fetched / took_s))}/s" if took_s >= 1 else ""
     click.echo(f"Fetched {readable_size(fetched)} in {duration(took_s)}{rate}.", err=True)

@@ -1,4 +1,4 @@
-"""Fetches the model files that an engine needs from the hub into the cache that jobs read. Each byte comes once.
+"""Fetches the model files that an engine needs from the hub into the cache that jobs read.
 
-huggingface_hub speaks with the hub. Only `hub_repository` imports it, when something is fetched.
+huggingface_hub brings them. Only `hub_repository` imports it, when something is fetched.
 """

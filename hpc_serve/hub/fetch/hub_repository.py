@@ -1,7 +1,7 @@
 """A repository of the hub at one commit, through huggingface_hub: what it holds, its bytes, its place in the cache.
 
-A refusal of the hub becomes an error with the next step. `download` decides which files are fetched, and how often each
-is tried.
+A refusal of the hub becomes an error with the next step. `model_files` decides which files are fetched, and how often
+that is tried.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import contextlib
 import errno
 import os
 import re
+import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ _READ_TIMEOUT_S = 30.0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ELSEWHERE = "set HF_HOME to a folder that you can write to, here and in the site file's `env`, and"
 _COMMIT = re.compile(r"[0-9a-f]{40,64}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_LEFT_AFTER_S = 3600.0
+"""Seconds without a new byte after which a part of a file counts as left behind."""
 
 
 class HubConnectionError(HpcServeError):
@@ -33,8 +36,8 @@ def unwritable(folder: Path, what: str, error: OSError) -> StoreError:
     """Return the error for a cache at `folder` that cannot be written, with the next step."""
     cure = "make room, or raise the quota, and" if error.errno in _FULL else _ELSEWHERE
     return StoreError(
-        f"{what} cannot be written to {folder}: {error.strerror or error}. The bytes that came are kept: {cure} run "
-        "the same command again."
+        f"{what} cannot be written to {folder}: {error.strerror or error}. The files that are whole are kept: {cure} "
+        "run the same command again."
     )
 
 
@@ -56,14 +59,24 @@ class HubRepository:
             ) from None
         disable_progress_bars()
         hub_logging.set_verbosity_error()
+        warnings.filterwarnings("ignore", "Not enough free disk space")  # `check_space`, and the error, say it in words
         self.name, self.revision = name, revision
         self.page = f"{settings.endpoint}/{name}"
+        self._who = "your token" if settings.token else "someone without a token"
+        self._how_to_log_in = (
+            f"`hf auth login` asks for a token ({settings.endpoint}/settings/tokens); HF_TOKEN holds one too."
+        )
         self._hub: Any = huggingface_hub
         self._settings = settings
-        self._token: str | bool = settings.token or False
+        self._token = settings.token or False
         self._api = huggingface_hub.HfApi(endpoint=settings.endpoint, token=self._token)
         self.folder: Path = settings.cache / ("models--" + name.replace("/", "--"))
         self.commit = ""
+
+    @property
+    def snapshot(self) -> Path:
+        """The folder where jobs find the model."""
+        return self.folder / "snapshots" / self.commit
 
     def resolve(self) -> None:
         """Find out which commit the revision is now."""
@@ -79,78 +92,73 @@ class HubRepository:
             tree = list(self._api.list_repo_tree(self.name, recursive=True, revision=self.commit))
         files = [one for one in tree if isinstance(one, self._hub.hf_api.RepoFile)]
         for one in files:
-            if not is_plain_path(one.path) or (one.lfs and not _SHA256.fullmatch(one.lfs.sha256)):
+            if not is_plain_path(one.path):
                 raise UnknownModelError(
-                    f"{self.page} lists {one.path!r}, and its path or SHA-256 would lead out of the cache. Nothing of "
-                    "the repository is fetched."
+                    f"{self.page} lists {one.path!r}, which would lead out of the cache. Nothing of the repository is "
+                    "fetched."
                 )
         return tuple(
             RepositoryFile(path=one.path, size_bytes=one.size, sha256=one.lfs.sha256 if one.lfs else None)
             for one in files
         )
 
-    def has(self, file: RepositoryFile) -> bool:
-        """Return whether the cache has a file of this commit, of the size that the hub says."""
-        path = self.folder / "snapshots" / self.commit / file.path
-        return path.is_file() and path.stat().st_size == file.size_bytes
+    def is_whole(self, file: RepositoryFile) -> bool:
+        """Return whether jobs find a file of this commit in the cache, of the size that the hub says."""
+        return _size_of(self.snapshot / file.path) == file.size_bytes
+
+    def is_here(self, file: RepositoryFile) -> bool:
+        """Return whether the content of a file is in the cache, perhaps as that of another commit."""
+        blob = self.folder / "blobs" / (file.sha256 or "")  # huggingface_hub 2.4 names large files so
+        return self.is_whole(file) or _size_of(blob) == file.size_bytes
 
     def forget(self, path: str) -> None:
         """Remove a file of this commit from the cache, with its content, if it is there.
 
-        The target of a link out of the cache stays.
+        huggingface_hub fetches no file that is there, whatever its size. The target of a link out of the cache stays.
         """
-        file = self.folder / "snapshots" / self.commit / path
-        with contextlib.suppress(FileNotFoundError):
-            content = file.resolve(strict=True)
-            if content.parent == (self.folder / "blobs").resolve():
-                content.unlink()
-        file.unlink(missing_ok=True)
-
-    def place(self, path: str) -> Path:
-        """Let huggingface_hub put a file of this commit into the cache. It does not fetch a file that is in `blobs`."""
+        file = self.snapshot / path
         with self._explained(path):
-            return Path(
-                self._hub.hf_hub_download(
-                    self.name,
-                    path,
-                    revision=self.commit,
-                    cache_dir=self._settings.cache,
-                    endpoint=self._settings.endpoint,
-                    token=self._token,
-                )
-            )
+            blob = file.parent / os.readlink(file) if file.is_symlink() else file
+            if blob.parent.resolve() == (self.folder / "blobs").resolve():
+                blob.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
 
-    def blob(self, sha256: str) -> Path:
-        """Return the cache's path for a large file's content. Its ETag is its SHA-256, as in huggingface_hub 2.4."""
-        return self.folder / "blobs" / sha256
+    def place(self, path: str, bars: dict[str, Any] | None = None) -> Path:
+        """Fetch a file of this commit into the cache, unless it is there; the hidden progress bar goes into `bars`.
 
-    @contextlib.contextmanager
-    def lock(self, blob: Path) -> Iterator[None]:
-        """Make the folder of a blob, and hold huggingface_hub's lock on the blob."""
-        path = self._settings.cache / ".locks" / self.folder.name / f"{blob.name}.lock"
-        for folder in (path.parent, blob.parent):
-            folder.mkdir(parents=True, exist_ok=True)
-        with self._hub.utils.WeakFileLock(path):
-            yield
-
-    @contextlib.contextmanager
-    def read(self, path: str, offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
-        """Yield the offset of the first byte, and the bytes from there on.
-
-        The offset is 0 if the hub ignores `offset`.
+        snapshot_download would also write down the files of the whole commit, and engines without a network would
+        then miss those that nobody needs.
         """
-        headers = self._hub.utils.build_hf_headers(token=self._token)
-        headers["Accept-Encoding"] = "identity"  # an offset counts the file's own bytes
-        if offset:
-            headers["Range"] = f"bytes={offset}-"
-        session = self._hub.utils.get_session()
-        with (
-            self._explained(path),
-            session.stream("GET", self._url(path), headers=headers, timeout=_READ_TIMEOUT_S) as answer,
-        ):
-            self._hub.utils.hf_raise_for_status(answer)
-            begins_at = offset if answer.status_code == 206 else 0
-            yield begins_at, answer.iter_bytes()
+
+        class Bar(self._hub.utils.tqdm):  # type: ignore[misc,name-defined]
+            def __init__(self, *args: Any, **options: Any) -> None:
+                super().__init__(*args, **{**options, "disable": True})
+                if bars is not None:
+                    bars[path] = self
+
+            def update(self, n: float | None = 1) -> None:
+                self.n += n or 0
+
+            def update_transfer(self, n: float | None = 1) -> None:
+                """Xet counts bytes of the network besides, which may be packed."""
+
+        options = {"cache_dir": self._settings.cache, "endpoint": self._settings.endpoint, "token": self._token}
+        with self._explained(path):
+            return Path(self._hub.hf_hub_download(self.name, path, revision=self.commit, tqdm_class=Bar, **options))
+
+    def remove_leftovers(self) -> None:
+        """Remove the parts of files that killed runs left behind: huggingface_hub continues none of another run."""
+        for part in self.folder.glob("blobs/*.incomplete"):
+            with contextlib.suppress(OSError):
+                if time.time() - part.stat().st_mtime > _LEFT_AFTER_S:
+                    part.unlink()
+
+    def remove_unfinished(self) -> None:
+        """Remove the parts of files that this program writes now."""
+        for descriptor in list(Path("/proc/self/fd").iterdir()):
+            with contextlib.suppress(OSError):
+                if (part := Path(os.readlink(descriptor))).suffix == ".incomplete":
+                    part.unlink()
 
     def note_revision(self, *, is_whole: bool) -> None:
         """Record the commit of the revision. An older record stays until this commit `is_whole`.
@@ -168,10 +176,6 @@ class HubRepository:
         except OSError as error:
             raise unwritable(self.folder, f"refs/{self.revision}", error) from error
 
-    def _url(self, path: str) -> str:
-        url: str = self._hub.hf_hub_url(self.name, path, revision=self.commit, endpoint=self._settings.endpoint)
-        return url
-
     @contextlib.contextmanager
     def _explained(self, path: str = "") -> Iterator[None]:
         """Turn huggingface_hub's errors into ours."""
@@ -179,12 +183,15 @@ class HubRepository:
         try:
             yield
         except errors.GatedRepoError as error:
-            raise UnknownModelError(self._gated()) from error
+            raise UnknownModelError(
+                f"{self.name} is gated, and {self._who} has no access: accept its licence at {self.page}, wait until "
+                f"access is granted there, and log in with that account. {self._how_to_log_in}"
+            ) from error
         except errors.RevisionNotFoundError as error:
             raise UnknownModelError(f"{self.page} has no revision {self.revision!r}.") from error
         except errors.RepositoryNotFoundError as error:
             raise UnknownModelError(
-                f"{self.page}: the hub has no such model, or it is private and {self._who()} may not see it. "
+                f"{self.page}: the hub has no such model, or it is private and {self._who} may not see it. "
                 "Look at the name's spelling; for a private model, `hf auth login`, or set HF_TOKEN."
             ) from error
         except errors.LocalEntryNotFoundError as error:
@@ -196,42 +203,29 @@ class HubRepository:
         except errors.HTTPError as error:  # of connections: all that httpx raises
             words = _first_line(error) or type(error).__name__
             raise HubConnectionError(f"the connection to {self._settings.endpoint} failed: {words}") from error
-        except HpcServeError:
-            raise
-        except OSError as error:
-            if error.errno is not None:  # of the disk, which is the caller's
-                raise
+        except (RuntimeError, OSError) as error:  # of hf_xet, and of a file that came shorter than it should
+            if isinstance(error, OSError) and error.errno is not None:
+                raise unwritable(self.folder, path or self.name, error) from error
             raise HubConnectionError(f"{path or self.name}: {_first_line(error)}") from error
+        except ValueError as error:  # a file of more than 50 GB, which needs hf_xet
+            raise InvalidRequestError(f"{self.name}: {_first_line(error)}") from error
 
     def _refused(self, error: Any, path: str) -> HpcServeError:
         status = error.response.status_code
         where = f"{self.page}{f', {path}' if path else ''}: the hub answered HTTP {status}"
         if status in (401, 403):
-            return UnknownModelError(f"{where}: {self._who()} may not read it. {self._how_to_log_in()}")
-        if status == 404:
-            return UnknownModelError(f"{where}: there is no such file.")
+            return UnknownModelError(f"{where}: {self._who} may not read it. {self._how_to_log_in}")
         if status in (408, 425, 429) or status >= 500:
             return HubConnectionError(where)
         return UnknownModelError(f"{where}.")
 
-    def _gated(self) -> str:
-        if self._settings.token:
-            return (
-                f"{self.name} is gated, and {self._who()} has no access: accept its licence at {self.page} with the "
-                "account of this token, wait until access is granted there, and run this again. Another account: "
-                "`hf auth login`."
-            )
-        return (
-            f"{self.name} is gated: accept its licence at {self.page}, then log in with that account. "
-            f"{self._how_to_log_in()}"
-        )
-
-    def _how_to_log_in(self) -> str:
-        return f"`hf auth login` asks for a token ({self._settings.endpoint}/settings/tokens); HF_TOKEN holds one too."
-
-    def _who(self) -> str:
-        return "your token" if self._settings.token else "someone without a token"
-
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except OSError:
+        return None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from hpc_serve.hub.fetch import download
+from hpc_serve.hub.fetch import model_files as fetched
 from hpc_serve.hub.hub_settings import HubSettings, read_hub_settings
 from tests.support.fake_hub import FakeHub, model_files, running_hub
 
@@ -27,4 +28,6 @@ def settings(hub, tmp_path) -> HubSettings:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(download, "_FIRST_PAUSE_S", 0.001)
+    hub_download = pytest.importorskip("huggingface_hub.file_download")
+    monkeypatch.setattr(fetched, "_PAUSES_S", (0.001, 0.001, 0.001))
+    monkeypatch.setattr(hub_download, "time", SimpleNamespace(sleep=lambda _: None))

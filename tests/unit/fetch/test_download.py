@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_serve.errors import StoreError, UnknownModelError
-from hpc_serve.hub.fetch import download
 from hpc_serve.hub.fetch.hub_repository import HubConnectionError
 from hpc_serve.hub.fetch.model_files import cached_alone, look_for_model
 from hpc_serve.hub.local_weights import cached_folder, damaged_files, missing_weights
@@ -32,17 +32,17 @@ NEEDED = {
 
 def fetch(settings, name: str = MODEL, **asked) -> Path:
     found = look_for_model(name, settings, **asked)
-    found.download.run(lambda _: None)
+    found.fetch(lambda _: None)
     found.repository.note_revision(is_whole=True)
-    return found.folder
+    return found.repository.snapshot
+
+
+def unfinished(settings) -> list[Path]:
+    return sorted(settings.cache.rglob("*.incomplete"))
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def parts(settings) -> list[Path]:
-    return sorted(settings.cache.rglob(f"*{download.PART}"))
 
 
 def test_what_an_engine_reads_is_there_and_nothing_else(hub, settings, tmp_path):
@@ -50,19 +50,20 @@ def test_what_an_engine_reads_is_there_and_nothing_else(hub, settings, tmp_path)
     assert content_of(folder) == {path: hub.models[MODEL][path] for path in NEEDED}
     assert cached_folder(MODEL, {"HF_HOME": str(tmp_path / "hf")}) == folder
     assert missing_weights(folder) is None
-    assert parts(settings) == []
+    assert unfinished(settings) == []
 
 
 def test_a_second_time_nothing_is_fetched(hub, settings):
     fetch(settings)
     hub.ranges.clear()
     found = look_for_model(MODEL, settings)
-    assert (found.download.num_missing, found.download.kept_bytes) == (0, found.download.total_bytes)
+    assert (found.missing, found.kept_bytes) == ((), found.total_bytes)
     assert "all of it is here" in found.words
     assert hub.ranges == []
 
 
-def test_a_connection_that_breaks_goes_on_where_it_was(hub, settings):
+def test_a_connection_that_breaks_goes_on_where_it_was(hub, settings, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
     hub.breaks[SHARD] = [1_000_000, 500_000]
     assert content_of(fetch(settings))[SHARD] == hub.models[MODEL][SHARD]
     offsets = [offset for path, offset in hub.ranges if path == SHARD]
@@ -70,56 +71,88 @@ def test_a_connection_that_breaks_goes_on_where_it_was(hub, settings):
     assert 0 == offsets[0] < offsets[1] < offsets[2]
 
 
-def test_a_hub_that_knows_no_ranges_begins_again(hub, settings):
-    hub.breaks[SHARD], hub.knows_ranges = [1_000_000], False
+def test_a_hub_that_refuses_a_file_for_a_moment_is_asked_again(hub, settings):
+    hub.refusals[SHARD] = [503, 503]
+    told: list[int] = []
     found = look_for_model(MODEL, settings)
-    found.download.run(lambda _: None)
-    assert content_of(found.folder)[SHARD] == hub.models[MODEL][SHARD]
-    assert found.download.done_bytes == found.download.total_bytes
+    found.fetch(told.append)
+    assert content_of(found.repository.snapshot)[SHARD] == hub.models[MODEL][SHARD]
+    assert told[-1] == found.total_bytes >= max(told)
+    assert hub.sent("model-00001-of-00003.safetensors") == 1
 
 
-def test_a_connection_that_brings_nothing_new_is_given_up_and_its_part_stays(hub, settings):
-    hub.breaks[SHARD] = [1_000_000] + [0] * 20
-    with pytest.raises(HubConnectionError, match="goes on from there"):
+def test_a_connection_that_brings_nothing_new_is_given_up_and_whole_files_stay(hub, settings):
+    hub.breaks[SHARD] = [1_000_000] + [0] * 40
+    with pytest.raises(HubConnectionError, match=r"It was tried 4 times\..* goes on from there"):
         fetch(settings)
-    (part,) = [path for path in parts(settings) if path.name.startswith(digest(hub, SHARD))]
-    kept = part.stat().st_size
-    assert 0 < kept <= 1_000_000
+    assert unfinished(settings) == []
     del hub.breaks[SHARD]
     hub.ranges.clear()
     assert content_of(fetch(settings))[SHARD] == hub.models[MODEL][SHARD]
-    assert [offset for path, offset in hub.ranges if path == SHARD] == [kept]
+    assert [path for path, _ in hub.ranges] == [SHARD]
 
 
-def digest(hub, path: str) -> str:
-    return hashlib.sha256(hub.models[MODEL][path]).hexdigest()
+def test_a_file_that_is_refused_ends_the_run_before_the_next_ones(hub, settings):
+    hub.models[MODEL] = model_files(shards=9, shard_bytes=LARGE)
+    shards = sorted(path for path in hub.models[MODEL] if path.startswith("model-0"))
+    hub.refusals[shards[0]] = [403]
+    hub.breaks, hub.hold = {shard: [0] for shard in shards[1:]}, threading.Event()
+    ticks: list[int] = []
+
+    def on_tick(done: int) -> None:
+        ticks.append(done)
+        if len(ticks) == 3:
+            hub.hold.set()
+
+    with pytest.raises(UnknownModelError, match=f"{shards[0]}: the hub answered HTTP 403"):
+        look_for_model(MODEL, settings).fetch(on_tick)
+    assert hub.sent(shards[3]) == 2
+    assert hub.sent(shards[-1]) == 0
 
 
-def test_content_that_is_another_than_the_hub_lists_is_not_kept(hub, settings):
-    hub.given[SHARD] = bytes(len(hub.models[MODEL][SHARD]))
-    with pytest.raises(StoreError, match=r"SHA-256 \w+…, and the hub's list of files says"):
+def test_a_file_of_another_size_than_the_hub_lists_is_not_kept(hub, settings):
+    hub.given[SHARD] = bytes(1000)
+    with pytest.raises(HubConnectionError, match="file should be of size 3145728 but has size 1000"):
         fetch(settings)
-    assert not any(
-        path.name.startswith(digest(hub, SHARD)) for path in settings.cache.rglob("*") if path.suffix != ".lock"
-    )
     hub.given.clear()
     assert content_of(fetch(settings))[SHARD] == hub.models[MODEL][SHARD]
 
 
-def test_a_part_that_was_damaged_meanwhile_is_seen(hub, settings):
-    part = settings.cache / "models--org--model" / "blobs" / f"{digest(hub, SHARD)}{download.PART}"
-    part.parent.mkdir(parents=True)
-    part.write_bytes(b"x" * 1000)
-    with pytest.raises(StoreError, match="so it was removed"):
-        fetch(settings)
-    assert content_of(fetch(settings))[SHARD] == hub.models[MODEL][SHARD]
+def test_content_that_another_commit_has_comes_no_second_time(hub, settings):
+    folder = fetch(settings)
+    shutil.rmtree(folder)
+    hub.ranges.clear()
+    found = look_for_model(MODEL, settings)
+    assert found.kept_bytes > 9 << 20
+    found.fetch(lambda _: None)
+    assert content_of(folder) == {path: hub.models[MODEL][path] for path in NEEDED}
+    assert hub.ranges == []
+
+
+def test_two_at_once_fetch_each_file_once(hub, settings):
+    both = [look_for_model(MODEL, settings) for _ in range(2)]
+    with ThreadPoolExecutor(2) as people:
+        list(people.map(lambda found: found.fetch(lambda _: None), both))
+    assert content_of(both[0].repository.snapshot) == {path: hub.models[MODEL][path] for path in NEEDED}
+    assert sorted(path for path, _ in hub.ranges) == sorted(path for path in NEEDED if path.endswith(".safetensors"))
+
+
+def test_parts_that_a_killed_run_left_are_removed_and_those_of_another_are_not(hub, settings):
+    blobs = settings.cache / "models--org--model" / "blobs"
+    blobs.mkdir(parents=True)
+    old, new = blobs / "a.0.incomplete", blobs / "b.0.incomplete"
+    old.touch()
+    new.touch()
+    os.utime(old, times=(1, 1))
+    fetch(settings)
+    assert unfinished(settings) == [new]
 
 
 def test_a_file_that_was_cut_off_in_the_cache_comes_again(hub, settings):
     folder = fetch(settings)
     (folder / SHARD).resolve().write_bytes(b"short")
     (folder / "config.json").resolve().write_bytes(b"{}")
-    assert look_for_model(MODEL, settings).download.num_missing == 2
+    assert len(look_for_model(MODEL, settings).missing) == 2
     assert content_of(fetch(settings)) == {path: hub.models[MODEL][path] for path in NEEDED}
 
 
@@ -130,7 +163,7 @@ def test_the_token_goes_to_the_hub_alone(hub, settings):
 
 
 @pytest.mark.parametrize(
-    ("token", "words"), [(None, "`hf auth login` asks for a token"), ("hf_mine", "with the account of this token")]
+    ("token", "words"), [(None, "someone without a token has no access"), ("hf_mine", "your token has no access")]
 )
 def test_a_gated_model_says_where_its_licence_is(hub, settings, token, words):
     hub.gated = True
@@ -157,11 +190,11 @@ def test_an_older_commit_stays_the_one_of_jobs_until_the_new_one_is_whole(hub, s
     ref = settings.cache / "models--org--model" / "refs" / "main"
     ref.parent.mkdir(parents=True)
     ref.write_text("older")
-    hub.breaks[SHARD] = [0] * 20
+    hub.breaks[SHARD] = [0] * 40
     found = look_for_model(MODEL, settings)
     found.repository.note_revision(is_whole=False)
     with pytest.raises(HubConnectionError):
-        found.download.run(lambda _: None)
+        found.fetch(lambda _: None)
     assert ref.read_text() == "older"
     del hub.breaks[SHARD]
     fetch(settings)
@@ -180,7 +213,7 @@ def test_no_room_is_said_before_a_byte_of_weights_comes(hub, settings, monkeypat
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
     found = look_for_model(MODEL, settings)
     with pytest.raises(StoreError, match=r"needs 9 MiB more in .* has 5 MiB free.*HF_HOME"):
-        found.download.check_space()
+        found.check_space()
     assert hub.ranges == []
 
 
@@ -193,7 +226,7 @@ def test_a_disk_that_becomes_full_keeps_what_has_come(hub, settings, tmp_path):
         pytest.skip("needs to mount a small filesystem")
     try:
         small = replace(settings, cache=disk / "hub")
-        with pytest.raises(StoreError, match=r"No space left on device\. The bytes that came are kept"):
+        with pytest.raises(StoreError, match=r"No space left on device\. The files that are whole are kept"):
             fetch(small)
         assert sum(path.stat().st_size for path in disk.rglob("*") if path.is_file()) > 4 << 20
         subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
@@ -251,12 +284,6 @@ def test_a_commit_that_is_none_is_refused(hub, settings, monkeypatch, commit):
         look_for_model(MODEL, settings)
 
 
-def test_a_sha256_that_is_none_is_refused(hub, settings, monkeypatch):
-    monkeypatch.setattr("tests.support.fake_hub._LIST_OID", lambda content: "../../../elsewhere")
-    with pytest.raises(UnknownModelError, match="SHA-256"):
-        look_for_model(MODEL, settings)
-
-
 def test_what_a_link_out_of_the_cache_leads_to_stays(hub, settings, tmp_path):
     folder = fetch(settings)
     shared = tmp_path / "shared.safetensors"
@@ -265,17 +292,6 @@ def test_what_a_link_out_of_the_cache_leads_to_stays(hub, settings, tmp_path):
     (folder / SHARD).symlink_to(shared)
     assert content_of(fetch(settings))[SHARD] == hub.models[MODEL][SHARD]
     assert shared.read_bytes() == b"a colleague's"
-
-
-@pytest.mark.parametrize("link", [os.symlink, os.link, lambda _, path: os.mkfifo(path)])
-def test_a_link_in_place_of_a_part_leads_nothing_into_another_file(hub, settings, tmp_path, link):
-    precious = tmp_path / "precious"
-    precious.write_bytes(b"mine")
-    part = settings.cache / "models--org--model" / "blobs" / f"{digest(hub, SHARD)}{download.PART}"
-    part.parent.mkdir(parents=True)
-    link(precious, part)
-    assert content_of(fetch(settings))[SHARD] == hub.models[MODEL][SHARD]
-    assert precious.read_bytes() == b"mine"
 
 
 @pytest.mark.parametrize("in_the_way", ["hf", "hf/hub/models--org--model", "hf/hub/models--org--model/refs"])
