@@ -1,6 +1,7 @@
-"""The facts of one node before its engine is started, and their form on the way to the head: JSON.
+"""The values of the preflight: what a run needs of its nodes, and what was seen on each before its engine is started.
 
-A group of facts is None if it could not be gathered; `NodeFacts.problems` says why. `checks` decides what facts mean.
+Facts travel to the head as JSON. A group of facts is None if it could not be gathered; `NodeFacts.problems` says why.
+`checks` decides what facts mean. Pure.
 """
 
 from __future__ import annotations
@@ -9,6 +10,50 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hpc_serve.rendezvous.fields import SignedInt
+from hpc_serve.vllm.command import Device
+
+_DEFAULT_UTILIZATION = 0.92  # of the pinned version
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """The engine's needs of each of `num_nodes` nodes.
+
+    `memory_bytes` is the job's memory on a node by the scheduler, None if the scheduler does not say. `offload_bytes`
+    is the part of the weights that each rank keeps in the node's memory. `staged_bytes` of the model are copied to each
+    node before the start. `sets_cache_bytes`: the engine was told its cache's size. `has_own_tokenizer`: the engine was
+    told of another tokenizer than the model's, or to use none. `has_own_gloo_interface`: somebody chose the interface
+    of torch's processes.
+    """
+
+    num_nodes: int
+    gpus_per_node: int
+    world_size: int
+    backend: str
+    device: Device = "GPU"
+    memory_bytes: int | None = None
+    dtype: str = "auto"
+    gpu_memory_utilization: float = _DEFAULT_UTILIZATION
+    sets_cache_bytes: bool = False
+    offload_bytes: int = 0
+    load_format: str = "auto"
+    has_own_tokenizer: bool = False
+    staged_bytes: int = 0
+    has_own_gloo_interface: bool = False
+    ignores_ray_versions: bool = False
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of each node that the engine needs; 0 for engines on other devices."""
+        return self.gpus_per_node if self.device == "GPU" else 0
+
+    def asked_bytes(self, total_bytes: int) -> float:
+        """Return how much of a GPU must be free at the engine's start."""
+        return total_bytes * self.gpu_memory_utilization
+
+    @property
+    def ranks_per_node(self) -> int:
+        return max(1, -(-self.world_size // self.num_nodes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +106,7 @@ class GpusFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFacts:
-    """Memory and tasks of a node, in bytes. Limits are those of the job's cgroup, None without one."""
+    """Memory of a node. The limit is that of the job's cgroup, None without one."""
 
     total_bytes: int
     limit_bytes: int | None
@@ -69,8 +114,6 @@ class MemoryFacts:
     shm_bytes: int
     shm_free_bytes: int
     shm_is_writable: bool
-    tasks_limit: int | None
-    tasks: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,17 +125,17 @@ class FolderFacts:
 
     purpose: str
     path: str
-    is_writable: bool
-    free_bytes: int
+    is_writable: bool = False
+    free_bytes: int = 0
     free_files: int | None = None
     is_in_memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class LimitFacts:
-    """A limit of the launcher's process, as `ulimit` shows it; -1 is unlimited.
+    """A limit of the launcher's process, as `ulimit` shows it, or of the job's cgroup; -1 is unlimited.
 
-    `used` is what this user has of it on the node, None where the limit is of each process, or holds for nobody.
+    `used` is what this user or the cgroup has of it, None where the limit is of each process, or holds for nobody.
     """
 
     soft: SignedInt
@@ -169,6 +212,11 @@ class NodeFacts:
     network: NetworkFacts | None = None
     took_s: Mapping[str, float] = field(default_factory=dict)
     problems: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def torch_cuda(self) -> str:
+        """The CUDA that the engine's torch was built for; "" for none."""
+        return self.software.torch_cuda if self.software is not None else ""
 
 
 @dataclass(frozen=True, kw_only=True)

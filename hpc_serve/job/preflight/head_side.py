@@ -34,7 +34,7 @@ class HeadPreflight:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._began_at = time.time()
-        self._own = NodePreflight(node)
+        self._own = NodePreflight(node, node.head)
         self._asked: dict[Link, asyncio.Task[NodeReport]] = {}
         self._peers: dict[Link, Peer] = {}
 
@@ -55,7 +55,7 @@ class HeadPreflight:
     async def report(self) -> PreflightReport:
         """Return the verdicts over all nodes that have joined. It never fails: what is not known is not checked."""
         began_at = time.monotonic()
-        own = await self._own.facts(self._node.head)
+        own = await self._own.facts()
         links = sorted(self._asked, key=lambda link: link.rank)
         await _wait(self._asked.values(), GPUS_S + _SPARE_S)
         unreached = await self._reach() if links else {}

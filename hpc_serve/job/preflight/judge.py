@@ -7,8 +7,7 @@ from typing import Any
 
 from hpc_serve.job.preflight.checks import gpus, node, weights
 from hpc_serve.job.preflight.checks.between import BETWEEN_CHECKS, Nodes
-from hpc_serve.job.preflight.facts import NodeFacts, NodeReport
-from hpc_serve.job.preflight.needs import Needs
+from hpc_serve.job.preflight.facts import Needs, NodeFacts, NodeReport
 from hpc_serve.job.preflight.verdict import Seen, not_checked, worst
 from hpc_serve.rendezvous.preflight import Verdict
 

@@ -18,9 +18,8 @@ from hpc_serve.job.links.link import Message
 from hpc_serve.job.machine.network import node_address
 from hpc_serve.job.machine.process import mark_environ
 from hpc_serve.job.preflight.checks.node import CACHES, LOGS, STAGED
-from hpc_serve.job.preflight.facts import NodeFacts
+from hpc_serve.job.preflight.facts import Needs, NodeFacts
 from hpc_serve.job.preflight.gather import gpus, machine, network, software, weights
-from hpc_serve.job.preflight.needs import Needs
 from hpc_serve.job.preflight.peers import Peer, PeerListener, find_unreached
 from hpc_serve.job.run.node import Node
 from hpc_serve.rendezvous.fields import to_json_text
@@ -61,73 +60,69 @@ def needs_of(node: Node) -> Needs:
 
 
 class NodePreflight:
-    """Gathers the facts of this node, from the moment it is made."""
+    """Gathers the facts of this node, from the moment it is made. `address` is the node's own."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._began_at: dict[str, float] = {}
-        self._took_s: dict[str, float] = {}
-        self._groups = {name: self._begin(name, gather) for name, gather in _gatherers(node).items()}
+    def __init__(self, node: Node, address: str) -> None:
+        self._name, self._address, self._began_at = node.allocation.node_name, address, time.monotonic()
+        self._groups = {name: _begin(name, gather) for name, gather in _gatherers(node, address).items()}
 
-    async def facts(self, address: str) -> NodeFacts:
-        """Return the facts of all groups that come in time. `address` is the node's own."""
-        self._groups["network"] = self._begin("network", lambda: network.gather_network(address, self._node.environ))
-        waits = (self._result(name, group) for name, group in self._groups.items())
-        answers = dict(zip(self._groups, await asyncio.gather(*waits)))
+    async def facts(self) -> NodeFacts:
+        """Return the facts of all groups that come in time."""
+        answers = dict(zip(self._groups, await asyncio.gather(*map(self._answer, self._groups))))
         return NodeFacts(
-            name=self._node.allocation.node_name,
-            address=address,
-            **{name: value for name, (value, _) in answers.items()},
-            took_s=dict(self._took_s),
-            problems={name: problem for name, (_, problem) in answers.items() if problem},
+            name=self._name,
+            address=self._address,
+            **{name: value for name, (value, _, _) in answers.items()},
+            took_s={name: took_s for name, (_, took_s, _) in answers.items()},
+            problems={name: problem for name, (_, _, problem) in answers.items() if problem},
         )
 
-    def _begin(self, name: str, gather: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._began_at[name] = time.monotonic()
-
-        def run() -> None:
-            future.set_running_or_notify_cancel()
-            try:
-                value = gather()
-            except Exception as error:  # whatever it is, the engine may start without that group
-                future.set_exception(error)
-            else:
-                self._took_s[name] = time.monotonic() - self._began_at[name]
-                future.set_result(value)
-
-        threading.Thread(target=run, name=f"preflight {name}", daemon=True).start()
-        return future
-
-    async def _result(self, name: str, group: Future[Any]) -> tuple[Any, str]:
+    async def _answer(self, name: str) -> tuple[Any, float, str]:
         limit_s = GPUS_S if name == "gpus" else GROUP_S
-        left_s = self._began_at[name] + limit_s - time.monotonic()
+        left_s = self._began_at + limit_s - time.monotonic()
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(group), max(0.1, left_s)), ""
+            return await asyncio.wait_for(asyncio.wrap_future(self._groups[name]), max(0.1, left_s))
         except asyncio.TimeoutError:
-            return None, f"no answer within {limit_s:.0f} s"
-        except Exception as error:
-            return None, f"{type(error).__name__}: {error}"
+            return None, 0.0, f"no answer within {limit_s:.0f} s"
 
 
-def _gatherers(node: Node) -> dict[str, Callable[[], Any]]:
+def _begin(name: str, gather: Callable[[], Any]) -> Future[tuple[Any, float, str]]:
+    """Gather in a thread: a value, the seconds that it took, and what went wrong."""
+    future: Future[tuple[Any, float, str]] = Future()
+
+    def run() -> None:
+        future.set_running_or_notify_cancel()
+        began_at, value, problem = time.monotonic(), None, ""
+        try:
+            value = gather()
+        except Exception as error:  # whatever it is, the engine may start without that group
+            problem = f"{type(error).__name__}: {error}"
+        future.set_result((value, time.monotonic() - began_at, problem))
+
+    threading.Thread(target=run, name=f"preflight {name}", daemon=True).start()
+    return future
+
+
+def _gatherers(node: Node, address: str) -> dict[str, Callable[[], Any]]:
     needs, environ = needs_of(node), {**node.environ, **mark_environ(node.run_mark)}
     command = node.command
     starts_engine = node.allocation.is_head or node.backend != "ray"
     commands = [*([command.argv[0]] if starts_engine else []), *(["ray"] if node.backend == "ray" else [])]
+    sockets = environ.get("VLLM_RPC_BASE_PATH") or str(node.node_dir)
     ask_hub = weights.ask_hub if node.allocation.is_head else None
     model = command.stand_in or command.model
-    look_at_weights = partial(weights.gather_weights, model, environ, load_format=needs.load_format, ask_hub=ask_hub)
-    return {
-        "gpus": lambda: gpus.gather_gpus(needs, environ, has_cuda_wheel="cuda" in software.torch_built_for()),
+    gatherers: dict[str, Callable[[], Any]] = {
+        "gpus": partial(gpus.gather_gpus, needs, environ),
         "memory": machine.gather_memory,
         "folders": lambda: machine.gather_folders(_folders(node)),
         "limits": machine.gather_limits,
-        "weights": look_at_weights if not _ELSEWHERE & names_in(_engine_words(node)) else lambda: None,
-        "software": lambda: software.gather_software(
-            environ, commands, environ.get("VLLM_RPC_BASE_PATH") or str(node.node_dir)
-        ),
+        "weights": partial(weights.gather_weights, model, environ, load_format=needs.load_format, ask_hub=ask_hub),
+        "software": partial(software.gather_software, environ, commands, sockets),
+        "network": partial(network.gather_network, address, node.environ),
     }
+    if _ELSEWHERE & names_in(_engine_words(node)):
+        del gatherers["weights"]
+    return gatherers
 
 
 def _folders(node: Node) -> dict[str, str]:
@@ -164,7 +159,7 @@ class WorkerPreflight:
             return {"nodes": await find_unreached(others, self._node.token, within_s=REACH_S)}
         node = self._node
         address = node_address(interface=node.environ.get("HPC_SERVE_INTERFACE"), towards=node.head)
-        facts = await NodePreflight(node).facts(address)
+        facts = await NodePreflight(node, address).facts()
         self._listener = PeerListener(node.allocation.node_name, address, node.token)
         return {"facts": to_json_text(facts), "port": self._listener.peer.port, "now": time.time()}
 

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from hpc_serve.job.preflight.facts import GpusFacts, NetworkFacts, NodeReport, SoftwareFacts
-from hpc_serve.job.preflight.needs import Needs
+from hpc_serve.job.preflight.facts import GpusFacts, Needs, NetworkFacts, NodeReport, SoftwareFacts
 from hpc_serve.job.preflight.verdict import Seen, found, not_checked, ok
 from hpc_serve.rendezvous.preflight import Level
 from hpc_serve.sizes import GIB

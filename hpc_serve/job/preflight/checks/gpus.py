@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_serve.job.preflight.facts import CudaDevice, GpusFacts, NodeFacts
-from hpc_serve.job.preflight.needs import Needs
+from hpc_serve.job.preflight.facts import CudaDevice, GpusFacts, Needs, NodeFacts
 from hpc_serve.job.preflight.verdict import Seen, found, not_checked, ok
 from hpc_serve.rendezvous.preflight import Level
 from hpc_serve.sizes import GIB
@@ -69,8 +68,7 @@ def gpus_working(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> Seen:
 
 def _broken(text: str, error: str, facts: NodeFacts) -> Seen:
     if error.startswith("no library"):
-        has_cuda_wheel = facts.software is not None and bool(facts.software.torch_cuda)
-        return found("no libcuda", level=None if has_cuda_wheel else "warning", text=text)
+        return found("no libcuda", level=None if facts.torch_cuda else "warning", text=text)
     name = "no fabric" if error.startswith(_FABRIC) else "broken GPU"
     return found(name, level=None if error.startswith(_FINAL_ERRORS) else "warning", text=text)
 
@@ -82,7 +80,7 @@ def gpus_free(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> Seen:
     for place, one in enumerate(devices):
         if _is_full(one, needs):
             level: Level | None = "warning" if needs.sets_cache_bytes else None
-            numbers = {"free": one.free_bytes, "total": one.total_bytes, "asked": _asked_bytes(one, needs)}
+            numbers = {"free": one.free_bytes, "total": one.total_bytes, "asked": needs.asked_bytes(one.total_bytes)}
             return found("GPU in use", level=level, place=place, part=needs.gpu_memory_utilization, **numbers)
     return ok(f"at least {min(device.free_bytes for device in devices) / GIB:.1f} GiB free on each")
 
@@ -93,17 +91,12 @@ def _devices(gpus: GpusFacts, needs: Needs) -> tuple[CudaDevice, ...]:
 
 
 def _is_full(device: CudaDevice, needs: Needs) -> bool:
-    return device.total_bytes > 0 and device.free_bytes < _asked_bytes(device, needs)
-
-
-def _asked_bytes(device: CudaDevice, needs: Needs) -> float:
-    return device.total_bytes * needs.gpu_memory_utilization
+    return device.total_bytes > 0 and device.free_bytes < needs.asked_bytes(device.total_bytes)
 
 
 def driver(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> Seen:
     """Check that the driver is new enough for torch's CUDA version."""
-    wheel = facts.software.torch_cuda if facts.software is not None else ""
-    if not wheel or gpus.cuda is None or not gpus.cuda.cuda_version:
+    if not (wheel := facts.torch_cuda) or gpus.cuda is None or not gpus.cuda.cuda_version:
         return not_checked("no driver of CUDA, or no torch built for CUDA")
     has, wants = (gpus.cuda.cuda_version // 1000, gpus.cuda.cuda_version % 1000 // 10), _version(wheel)
     name = f"driver {gpus.driver}" if gpus.driver else "the driver"
@@ -115,9 +108,8 @@ def driver(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> Seen:
 
 def capability(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> Seen:
     """Check that the wheel and the engine's options know this kind of GPU."""
-    built_for = facts.software.torch_cuda if facts.software is not None else ""
     known = [(device, _version(device.capability)) for device in _devices(gpus, needs) if device.capability]
-    if not known or not built_for:
+    if not known or not (built_for := facts.torch_cuda):
         return not_checked("no compute capability is known, or no torch built for CUDA")
     wheel = _version(built_for)
     device, least = min(known, key=lambda one: one[1])

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpc_serve.job.preflight.facts import FolderFacts, LimitFacts, MemoryFacts, NodeFacts, SoftwareFacts
-from hpc_serve.job.preflight.needs import Needs
+from hpc_serve.job.preflight.facts import FolderFacts, LimitFacts, MemoryFacts, Needs, NodeFacts, SoftwareFacts
 from hpc_serve.job.preflight.verdict import Seen, found, not_checked, ok, worst
 from hpc_serve.rendezvous.preflight import Level
 from hpc_serve.sizes import GIB, MIB
@@ -56,7 +55,7 @@ def memory(seen: MemoryFacts, facts: NodeFacts, needs: Needs) -> Seen:
         others = "".join(f", {path}" for path in in_memory.values() if not path.startswith("/dev/shm"))
         numbers: dict[str, Any] = {"ranks": needs.ranks_per_node, "wanted": wanted, "kept": kept, "folders": others}
         return found("memory for ranks", whose=whose, limit=limit, **numbers)
-    used = f", {seen.used_of_limit_bytes / GIB:.1f} of them used" if seen.used_of_limit_bytes is not None else ""
+    used = f", {(seen.used_of_limit_bytes or 0) / GIB:.1f} of them used" if limit < seen.total_bytes else ""
     return ok(f"{whose} {limit / GIB:.1f} GiB{used}")
 
 
@@ -106,26 +105,20 @@ def _folder(folder: FolderFacts) -> Seen:
 
 def limits(seen: Mapping[str, LimitFacts], facts: NodeFacts, needs: Needs) -> Seen:
     """Limits on locked memory, open files, processes and the size of one, and on tasks of the job's cgroup."""
-    return worst([_tasks(facts.memory, needs), *(_limit(name, limit, facts, needs) for name, limit in seen.items())])
-
-
-def _tasks(memory: MemoryFacts | None, needs: Needs) -> Seen:
-    if memory is None or memory.tasks_limit is None:
-        return ok("no limit on tasks")
-    left, most = memory.tasks_limit - (memory.tasks or 0), memory.tasks_limit
-    if left < _ENOUGH_TASKS:
-        return found("tasks", level="failed" if left < _too_few_tasks(needs) else None, left=left, most=most)
-    return ok(f"the job's cgroup has room for {left} of {most} tasks (pids.max)")
-
-
-def _too_few_tasks(needs: Needs) -> int:
-    return _TOO_FEW_FOR_RAY if needs.backend == "ray" else _TOO_FEW_TASKS
+    return worst(_limit(name, limit, facts, needs) for name, limit in seen.items())
 
 
 def _limit(name: str, limit: LimitFacts, facts: NodeFacts, needs: Needs) -> Seen:
-    text = f"{name} is {_words(limit.soft)}" + ("" if limit.soft == limit.hard else f" (hard {_words(limit.hard)})")
     left = limit.soft - limit.used if limit.used is not None and limit.soft >= 0 else None
-    if name == "nproc" and left is not None and left < _too_few_tasks(needs):
+    has_too_few = left is not None and left < (_TOO_FEW_FOR_RAY if needs.backend == "ray" else _TOO_FEW_TASKS)
+    if name == "tasks":
+        if left is None:
+            return ok("no limit on tasks")
+        level: Level | None = "failed" if has_too_few else None
+        text = f"the job's cgroup has room for {left} of {limit.soft} tasks (pids.max)"
+        return found("tasks", level=level, text=text) if left < _ENOUGH_TASKS else ok(text)
+    text = f"{name} is {_words(limit.soft)}" + ("" if limit.soft == limit.hard else f" (hard {_words(limit.hard)})")
+    if name == "nproc" and has_too_few:
         return found("nproc used", text=text, used=limit.used)
     has_infiniband = facts.network is not None and facts.network.active_ib_ports > 0
     is_low = {

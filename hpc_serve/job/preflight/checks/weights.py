@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_serve.job.preflight.facts import NodeFacts, WeightsFacts
-from hpc_serve.job.preflight.needs import Needs
+from hpc_serve.job.preflight.facts import Needs, NodeFacts, WeightsFacts
 from hpc_serve.job.preflight.verdict import Seen, found, not_checked, ok
 from hpc_serve.sizes import GIB
 

@@ -10,15 +10,17 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from hpc_serve.errors import RecordError
-from hpc_serve.job.preflight.facts import CudaFacts, GpuFacts, GpusFacts
-from hpc_serve.job.preflight.needs import Needs
+from hpc_serve.job.preflight.facts import CudaFacts, GpuFacts, GpusFacts, Needs
+from hpc_serve.job.preflight.gather.software import torch_cuda
 from hpc_serve.rendezvous.fields import from_json_text
 from hpc_serve.sizes import MIB
 
+Row = dict[str, str]
+"""A GPU as a tool lists it: texts by the names of nvidia-smi's fields."""
 _FIELDS = ("index", "uuid", "name", "memory.total", "driver_version", "ecc.errors.uncorrected.volatile.total")
 _NVIDIA = ("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
 _ROCM = ("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--json")
@@ -28,53 +30,72 @@ _BUSY = ("CUDA_ERROR_DEVICE_UNAVAILABLE", "CUDA_ERROR_OUT_OF_MEMORY")
 _LONGEST = 300
 
 
-def gather_gpus(needs: Needs, environ: Mapping[str, str], *, has_cuda_wheel: bool) -> GpusFacts | None:
+def gather_gpus(needs: Needs, environ: Mapping[str, str]) -> GpusFacts | None:
     """Return the GPUs of this node; None if the engine needs none. Raises OSError."""
     if not needs.gpus:
         return None
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if shutil.which("nvidia-smi", path=environ.get("PATH")):
-        facts = _from_nvidia(environ, visible)
+        facts = _listed(_NVIDIA, parse_nvidia, visible, environ)
     elif shutil.which("rocm-smi", path=environ.get("PATH")):
-        return _from_rocm(environ)
+        visible = environ.get("HIP_VISIBLE_DEVICES") or environ.get("ROCR_VISIBLE_DEVICES")
+        return _listed(_ROCM, parse_rocm, visible, environ)
     else:
         facts = GpusFacts(tool="", visible=visible)
-    if facts.tool or has_cuda_wheel:
+    if facts.tool or torch_cuda():
         return replace(facts, cuda=_probe_until_free(needs, environ))
     return facts
 
 
-def _from_nvidia(environ: Mapping[str, str], visible: str | None) -> GpusFacts:
-    done = _run(_NVIDIA, environ, _TOOL_S)
+def _listed(
+    argv: Sequence[str], parse: Callable[[str], list[Row]], visible: str | None, environ: Mapping[str, str]
+) -> GpusFacts:
+    """Return the GPUs that a driver's tool lists, or what it says in place of a list."""
+    done = _run(argv, environ, _TOOL_S)
     if done.returncode:
-        return GpusFacts(tool="nvidia-smi", visible=visible, error=_last_line(done.stdout + done.stderr))
-    listed = parse_nvidia(done.stdout)
-    driver = next((row["driver_version"] for row in listed), "")
+        return GpusFacts(tool=argv[0], visible=visible, error=_last_line(done.stdout + done.stderr))
+    listed = parse(done.stdout)
     chosen = choose_visible(listed, visible)
     gpus = None if chosen is None else tuple(map(read_gpu, chosen))
-    return GpusFacts(tool="nvidia-smi", driver=driver, visible=visible, gpus=gpus)
+    return GpusFacts(tool=argv[0], driver=listed[0]["driver_version"] if listed else "", visible=visible, gpus=gpus)
 
 
-def parse_nvidia(text: str) -> list[dict[str, str]]:
+def parse_nvidia(text: str) -> list[Row]:
     """Return the rows of nvidia-smi, one for each GPU."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
     return [dict(zip(_FIELDS, row)) for row in rows if len(row) == len(_FIELDS)]
 
 
-def choose_visible(listed: Sequence[Mapping[str, str]], visible: str | None) -> list[Mapping[str, str]] | None:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES names, by number or UUID; None if it names parts of GPUs."""
+def parse_rocm(text: str) -> list[Row]:
+    """Return the rows of `rocm-smi --json`, an object of cards. The keys of a card differ by version."""
+    try:
+        cards = json.loads(text[text.index("{") :])
+    except ValueError:
+        return []
+    found: list[Row] = []
+    for name, card in sorted(cards.items()):
+        if name.startswith("card") and isinstance(card, dict):
+            values = {key.lower(): str(value) for key, value in card.items()}
+            series = next((value for key, value in values.items() if key in ("card series", "card model")), "AMD GPU")
+            total = str(_number(values.get("vram total memory (b)", "")) // MIB)
+            found.append(dict(zip(_FIELDS, (str(len(found)), "", series, total, "", ""))))
+    return found
+
+
+def choose_visible(listed: Sequence[Row], visible: str | None) -> list[Row] | None:
+    """Return the GPUs that are visible, by number or UUID; None if they are parts of GPUs, or the tool says no UUID."""
     if visible is None:
         return list(listed)
     found = []
     for word in filter(None, (word.strip() for word in visible.split(","))):
-        if word.startswith("MIG-"):
+        if word.startswith("MIG-") or not (word.isdigit() or any(gpu["uuid"] for gpu in listed)):
             return None
         found += [gpu for gpu in listed if gpu["index"] == word or (len(word) > 4 and gpu["uuid"].startswith(word))]
     return found
 
 
-def read_gpu(row: Mapping[str, str]) -> GpuFacts:
-    """Return the facts of a GPU that nvidia-smi lists. It prints "[N/A]" for a number that a GPU does not have."""
+def read_gpu(row: Row) -> GpuFacts:
+    """Return the facts of a listed GPU. nvidia-smi prints "[N/A]" for a number that a GPU does not have."""
     return GpuFacts(
         name=row["name"],
         total_bytes=_number(row["memory.total"]) * MIB,
@@ -84,35 +105,6 @@ def read_gpu(row: Mapping[str, str]) -> GpuFacts:
 
 def _number(text: str) -> int:
     return int(text) if text.isdigit() else 0
-
-
-def _from_rocm(environ: Mapping[str, str]) -> GpusFacts:
-    done = _run(_ROCM, environ, _TOOL_S)
-    visible = environ.get("HIP_VISIBLE_DEVICES") or environ.get("ROCR_VISIBLE_DEVICES")
-    if done.returncode:
-        return GpusFacts(tool="rocm-smi", error=_last_line(done.stdout + done.stderr))
-    gpus = parse_rocm(done.stdout)
-    if visible is not None:
-        words = [word.strip() for word in visible.split(",")]
-        if not all(word.isdigit() for word in words):
-            return GpusFacts(tool="rocm-smi", visible=visible)
-        gpus = [gpu for place, gpu in enumerate(gpus) if str(place) in words]
-    return GpusFacts(tool="rocm-smi", visible=visible, gpus=tuple(gpus))
-
-
-def parse_rocm(text: str) -> list[GpuFacts]:
-    """Read the GPUs from `rocm-smi --json`: an object of cards. The keys of a card differ by version."""
-    try:
-        cards = json.loads(text[text.index("{") :])
-    except ValueError:
-        return []
-    found = []
-    for name, card in sorted(cards.items()):
-        if name.startswith("card") and isinstance(card, dict):
-            values = {key.lower(): str(value) for key, value in card.items()}
-            series = next((value for key, value in values.items() if key in ("card series", "card model")), "AMD GPU")
-            found.append(GpuFacts(name=series, total_bytes=_number(values.get("vram total memory (b)", ""))))
-    return found
 
 
 def _probe_until_free(needs: Needs, environ: Mapping[str, str]) -> CudaFacts | None:
@@ -128,7 +120,7 @@ def _probe_until_free(needs: Needs, environ: Mapping[str, str]) -> CudaFacts | N
 def is_in_use(facts: CudaFacts, needs: Needs) -> bool:
     """Return whether a GPU of the engine's is in use by another program, so that it may be free later."""
     return any(
-        device.error.startswith(_BUSY) or device.free_bytes < device.total_bytes * needs.gpu_memory_utilization
+        device.error.startswith(_BUSY) or device.free_bytes < needs.asked_bytes(device.total_bytes)
         for device in facts.devices[: needs.gpus]
     )
 

@@ -34,19 +34,14 @@ def gather_memory() -> MemoryFacts:
     meminfo = read_meminfo()
     cgroups = own_cgroups(Path("/proc/self/cgroup").read_text())
     limit, used, _ = memory_limit(cgroups)
-    tasks_limit, tasks = least_limit(cgroups, "pids", ("pids.max", "pids.current"))
-    total = meminfo["MemTotal"]
-    is_limited = limit is not None and limit < total
     shm_bytes, shm_free_bytes = shared_memory_bytes()
     return MemoryFacts(
-        total_bytes=total,
-        limit_bytes=limit if is_limited else None,
-        used_of_limit_bytes=used if is_limited else None,
+        total_bytes=meminfo["MemTotal"],
+        limit_bytes=limit,
+        used_of_limit_bytes=used,
         shm_bytes=shm_bytes,
         shm_free_bytes=shm_free_bytes,
         shm_is_writable=os.access(SHARED_MEMORY, os.W_OK | os.X_OK),
-        tasks_limit=tasks_limit,
-        tasks=tasks,
     )
 
 
@@ -57,35 +52,27 @@ def gather_folders(folders: Mapping[str, str]) -> tuple[FolderFacts, ...]:
 
 def _folder(purpose: str, path: Path) -> FolderFacts:
     existing = next((one for one in (path, *path.parents) if one.exists()), path)
-    try:
+    found = FolderFacts(purpose=purpose, path=str(path), is_in_memory=is_in_memory(existing))
+    with contextlib.suppress(OSError):
+        stat = os.statvfs(existing)
+        free_files = stat.f_favail if stat.f_files else None
+        found = replace(found, free_bytes=stat.f_bavail * stat.f_frsize, free_files=free_files)
         with tempfile.TemporaryFile(dir=existing) as file:  # a quota or a read-only mount shows at the first byte
             file.write(b"preflight")
             file.flush()
-        is_writable = True
-    except OSError:
-        is_writable = False
-    try:
-        stat = os.statvfs(existing)
-        room, files = stat.f_bavail * stat.f_frsize, stat.f_favail if stat.f_files else None
-    except OSError:
-        return FolderFacts(purpose=purpose, path=str(path), is_writable=False, free_bytes=0)
-    return FolderFacts(
-        purpose=purpose,
-        path=str(path),
-        is_writable=is_writable,
-        free_bytes=room,
-        free_files=files,
-        is_in_memory=is_in_memory(existing),
-    )
+        found = replace(found, is_writable=True)
+    return found
 
 
 def gather_limits() -> dict[str, LimitFacts]:
-    """Return the limits of this process, as `ulimit` shows them."""
+    """Return the limits of this process, as `ulimit` shows them, and that of its cgroup on tasks. Raises OSError."""
     found = {name: resource.getrlimit(number) for name, number in _LIMITS.items()}  # -1: unlimited
     limits = {name: LimitFacts(soft=soft, hard=hard) for name, (soft, hard) in found.items()}
     if os.geteuid() != 0 and limits["nproc"].soft >= 0:  # the kernel holds root to none
         limits["nproc"] = replace(limits["nproc"], used=count_tasks(os.geteuid()))
-    return limits
+    most, used = least_limit(own_cgroups(Path("/proc/self/cgroup").read_text()), "pids", ("pids.max", "pids.current"))
+    of_cgroup = LimitFacts(soft=-1, hard=-1) if most is None else LimitFacts(soft=most, hard=most, used=used or 0)
+    return {"tasks": of_cgroup, **limits}
 
 
 def count_tasks(user_id: int, proc: Path = Path("/proc")) -> int:

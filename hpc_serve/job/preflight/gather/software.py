@@ -20,14 +20,14 @@ _PACKAGES = {
     "torch": ("torch",),
     "filelock": ("filelock",),
 }
-_BUILT_FOR = re.compile(r"^(cuda|hip)\b[^=]*= *['\"]([^'\"]+)['\"]", re.MULTILINE)
+_BUILT_FOR = re.compile(r"^cuda\b[^=]*= *['\"]([^'\"]+)['\"]", re.MULTILINE)
 
 
 def gather_software(environ: Mapping[str, str], commands: Sequence[str], socket_folder: str) -> SoftwareFacts:
     """Versions, what torch was built for, and which of `commands` are missing."""
     return SoftwareFacts(
         versions={"python": platform.python_version(), "hpc-serve": hpc_serve.__version__, **_installed()},
-        torch_cuda=torch_built_for().get("cuda", ""),
+        torch_cuda=torch_cuda(),
         missing_commands=tuple(name for name in commands if shutil.which(name, path=environ.get("PATH")) is None),
         socket_folder=socket_folder,
     )
@@ -44,12 +44,13 @@ def _installed() -> dict[str, str]:
     return found
 
 
-def torch_built_for() -> dict[str, str]:
-    """Which CUDA or HIP the environment's torch was built with, as its version.py says; {} for neither or no torch."""
+def torch_cuda() -> str:
+    """Return which CUDA the environment's torch was built with, as its version.py says; "" for none or no torch."""
     try:
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
-            return {}
-        return dict(_BUILT_FOR.findall(Path(spec.origin).with_name("version.py").read_text()))
+            return ""
+        built_for = _BUILT_FOR.search(Path(spec.origin).with_name("version.py").read_text())
+        return built_for[1] if built_for else ""
     except (OSError, ValueError, ImportError):
-        return {}
+        return ""

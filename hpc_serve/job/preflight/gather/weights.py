@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,46 +31,40 @@ def gather_weights(
     If the cache lacks weights and the hub may be asked, `ask_hub` returns the hub's HTTP status and its name of an
     error.
     """
-    if Path(model).is_dir() or model.startswith("/"):
-        return _of_folder(Path(model), load_format)
-    if not _REPOSITORY.fullmatch(model) or environ.get("VLLM_USE_MODELSCOPE"):
+    is_of_hub = not (Path(model).is_dir() or model.startswith("/"))
+    if is_of_hub and (not _REPOSITORY.fullmatch(model) or environ.get("VLLM_USE_MODELSCOPE")):
         return None
     settings = read_hub_settings(environ)
-    folder = cached_folder(model, environ)
-    common: dict[str, Any] = {"is_offline": settings.is_offline, "has_token": settings.token is not None}
+    facts = WeightsFacts(
+        source=model, is_of_hub=is_of_hub, is_offline=settings.is_offline, has_token=settings.token is not None
+    )
+    folder = cached_folder(model, environ) if is_of_hub else Path(model)
     try:
-        missing = missing_weights(folder)
-    except OSError as error:
-        return WeightsFacts(source=model, is_of_hub=True, error=f"the cache cannot be read: {error}")
-    if missing is not None and not settings.is_offline and ask_hub is not None:
-        common["hub_status"], common["hub_error"] = ask_hub(settings, model)
-    if folder is None:
-        return WeightsFacts(source=model, is_of_hub=True, missing="none of its weights", **common)
-    return WeightsFacts(source=model, is_of_hub=True, **_of_files(folder, load_format), **common)
-
-
-def _of_folder(folder: Path, load_format: str) -> WeightsFacts | None:
-    try:
-        if not folder.exists():
-            return WeightsFacts(source=str(folder), error="no such folder on this node")
-        if not folder.is_dir():
+        if folder is None:
+            facts = replace(facts, missing="none of its weights")
+        elif not folder.exists():
+            return replace(facts, error="no such folder on this node")
+        elif not folder.is_dir():
             return None  # a file that some load format reads
-        if not any((folder / name).is_file() for name in ("config.json", "params.json")):
-            return WeightsFacts(source=str(folder), error="no config.json in it, as this node sees it")
-        return WeightsFacts(source=str(folder), **_of_files(folder, load_format))
+        elif not any((folder / name).is_file() for name in ("config.json", "params.json")):
+            return replace(facts, error="no config.json in it, as this node sees it")
+        else:
+            facts = replace(facts, **_of_files(folder, load_format))
     except OSError as error:
-        return WeightsFacts(source=str(folder), error=f"it cannot be read ({error.strerror})")
+        return replace(facts, error=f"{'the cache' if is_of_hub else 'it'} cannot be read ({error.strerror})")
+    if is_of_hub and facts.missing and not settings.is_offline and ask_hub is not None:
+        status, name = ask_hub(settings, model)
+        facts = replace(facts, hub_status=status, hub_error=name)
+    return facts
 
 
 def _of_files(folder: Path, load_format: str) -> dict[str, Any]:
-    of_tokenizer = {"lacks_tokenizer": lacks_tokenizer(folder)}
+    found = {"folder": str(folder), "lacks_tokenizer": lacks_tokenizer(folder)}
     if load_format == "dummy":
-        return {"folder": str(folder), **of_tokenizer}
-    missing = missing_weights(folder)
-    files = weight_files(folder)
+        return found
+    missing, files = missing_weights(folder), weight_files(folder)
     return {
-        "folder": str(folder),
-        **of_tokenizer,
+        **found,
         "missing": missing.words if missing is not None else "",
         "damaged": damaged_files(files)[:_MOST_DAMAGED],
         "num_files": len(files),

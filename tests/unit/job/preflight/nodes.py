@@ -13,13 +13,13 @@ from hpc_serve.job.preflight.facts import (
     GpusFacts,
     LimitFacts,
     MemoryFacts,
+    Needs,
     NetworkFacts,
     NodeFacts,
     NodeReport,
     SoftwareFacts,
     WeightsFacts,
 )
-from hpc_serve.job.preflight.needs import Needs
 from hpc_serve.sizes import GIB
 
 NEEDS = Needs(num_nodes=2, gpus_per_node=8, world_size=16, backend="ray", memory_bytes=512 * GIB)
@@ -34,12 +34,16 @@ MEMORY = MemoryFacts(
     shm_bytes=512 * GIB,
     shm_free_bytes=512 * GIB,
     shm_is_writable=True,
-    tasks_limit=None,
-    tasks=None,
 )
 FOLDER = FolderFacts(purpose="temporary files", path="/tmp/hs-1", is_writable=True, free_bytes=100 * GIB)
 UNLIMITED = LimitFacts(soft=-1, hard=-1)
-LIMITS = {"memlock": UNLIMITED, "nofile": LimitFacts(soft=1024, hard=1048576), "nproc": UNLIMITED, "as": UNLIMITED}
+LIMITS = {
+    "tasks": UNLIMITED,
+    "memlock": UNLIMITED,
+    "nofile": LimitFacts(soft=1024, hard=1048576),
+    "nproc": UNLIMITED,
+    "as": UNLIMITED,
+}
 WEIGHTS = WeightsFacts(source="/models/m", folder="/models/m", num_files=4, total_bytes=15 * GIB)
 VERSIONS = {"python": "3.12.3", "hpc-serve": "0.1.0", "vllm": "0.32.0", "ray": "2.60.0", "torch": "2.13.0"}
 SOFTWARE = SoftwareFacts(versions=VERSIONS, torch_cuda="12.8", socket_folder="/tmp/hs-1")

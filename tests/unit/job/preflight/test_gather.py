@@ -13,7 +13,7 @@ import pytest
 
 from hpc_serve.hub.hub_settings import HubSettings
 from hpc_serve.job.machine import node_memory
-from hpc_serve.job.preflight.facts import CudaFacts
+from hpc_serve.job.preflight.facts import CudaFacts, GpuFacts
 from hpc_serve.job.preflight.gather import cuda_probe, gpus, machine, network, software, weights
 from tests.unit.job.preflight.nodes import CUDA, DEVICE, NEEDS
 
@@ -61,7 +61,9 @@ def test_amd_gpus_are_read_whatever_the_case_of_the_keys():
         "system": {"Driver version": "6.3"},
     }
     found = gpus.parse_rocm(f"WARNING: low power\n{json.dumps(cards)}")
-    assert [(gpu.name, gpu.total_bytes) for gpu in found] == [("AMD Instinct MI300X", 206141652992)] * 2
+    assert [gpus.read_gpu(gpu) for gpu in found] == [GpuFacts(name="AMD Instinct MI300X", total_bytes=206141652992)] * 2
+    assert gpus.choose_visible(found, "1") == [found[1]]
+    assert gpus.choose_visible(found, "GPU-6d1c1f3e") is None
     assert gpus.parse_rocm("no such thing") == []
 
 
@@ -73,11 +75,12 @@ def test_a_gpu_that_somebody_may_be_leaving_is_looked_at_again():
 
 
 def test_an_engine_on_cpus_has_no_gpus_looked_at():
-    assert gpus.gather_gpus(replace(NEEDS, gpus_per_node=0), {}, has_cuda_wheel=True) is None
+    assert gpus.gather_gpus(replace(NEEDS, gpus_per_node=0), {}) is None
 
 
-def test_a_node_without_any_tool_says_so(tmp_path):
-    facts = gpus.gather_gpus(NEEDS, {"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"}, has_cuda_wheel=False)
+def test_a_node_without_any_tool_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpus, "torch_cuda", str)
+    facts = gpus.gather_gpus(NEEDS, {"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"})
     assert facts is not None
     assert (facts.tool, facts.visible, facts.cuda) == ("", "0", None)
 
@@ -164,7 +167,7 @@ def test_this_machine_has_memory_and_limits():
     memory = machine.gather_memory()
     assert memory.total_bytes > 0
     assert memory.shm_is_writable
-    assert set(machine.gather_limits()) == {"memlock", "nofile", "nproc", "as"}
+    assert set(machine.gather_limits()) == {"tasks", "memlock", "nofile", "nproc", "as"}
 
 
 def test_the_tasks_of_a_user_are_counted(tmp_path):
@@ -187,8 +190,8 @@ def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_above(tmp_path):
 def test_what_torch_was_built_for_is_read_from_its_file():
     cuda = "__version__ = '2.9.0'\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n"
     rocm = "cuda: Optional[str] = None\nhip: Optional[str] = '6.3.4'\n"
-    assert dict(software._BUILT_FOR.findall(cuda)) == {"cuda": "12.8"}
-    assert dict(software._BUILT_FOR.findall(rocm)) == {"hip": "6.3.4"}
+    assert software._BUILT_FOR.findall(cuda) == ["12.8"]
+    assert software._BUILT_FOR.findall(rocm) == []
 
 
 def test_commands_that_are_missing_are_named(tmp_path):

@@ -341,10 +341,16 @@ CASES = {
         "limits", "warning", "address space", limits={**LIMITS, "as": LimitFacts(soft=64 * GIB, hard=-1)}
     ),
     "few tasks left": case(
-        "limits", "warning", "room for 900 of 1000 tasks", memory=replace(MEMORY, tasks_limit=1000, tasks=100)
+        "limits",
+        "warning",
+        "room for 900 of 1000 tasks",
+        limits={**LIMITS, "tasks": LimitFacts(soft=1000, hard=1000, used=100)},
     ),
     "no tasks left": case(
-        "limits", "failed", "room for 10 of 100 tasks", memory=replace(MEMORY, tasks_limit=100, tasks=90)
+        "limits",
+        "failed",
+        "room for 10 of 100 tasks",
+        limits={**LIMITS, "tasks": LimitFacts(soft=100, hard=100, used=90)},
     ),
     "no command": case(
         "commands", "failed", "no command vllm and ray", software=replace(SOFTWARE, missing_commands=("vllm", "ray"))
