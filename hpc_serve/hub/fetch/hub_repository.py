@@ -13,6 +13,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,9 @@ class HubRepository:
         )
         self._hub: Any = huggingface_hub
         self._settings = settings
-        self._token = settings.token or False
-        self._api = huggingface_hub.HfApi(endpoint=settings.endpoint, token=self._token)
+        where: dict[str, Any] = {"endpoint": settings.endpoint, "token": settings.token or False}
+        self._api = huggingface_hub.HfApi(**where)
+        self._download = partial(huggingface_hub.hf_hub_download, name, cache_dir=settings.cache, **where)
         self.folder: Path = settings.cache / ("models--" + name.replace("/", "--"))
         self.commit = ""
 
@@ -102,32 +104,20 @@ class HubRepository:
             for one in files
         )
 
-    def is_whole(self, file: RepositoryFile) -> bool:
-        """Return whether jobs find a file of this commit in the cache, of the size that the hub says."""
-        return _size_of(self.snapshot / file.path) == file.size_bytes
+    def size_of(self, file: RepositoryFile) -> int | None:
+        """Return the size of a file of this commit in the cache; None if it is not there."""
+        return _size_of(self.snapshot / file.path)
 
     def is_here(self, file: RepositoryFile) -> bool:
         """Return whether the content of a file is in the cache, perhaps as that of another commit."""
         blob = self.folder / "blobs" / (file.sha256 or "")  # huggingface_hub 2.4 names large files so
-        return self.is_whole(file) or _size_of(blob) == file.size_bytes
+        return file.size_bytes in (self.size_of(file), _size_of(blob))
 
-    def forget(self, path: str) -> None:
-        """Remove a file of this commit from the cache, with its content, if it is there.
+    def place(self, path: str, bars: dict[str, Any] | None = None, *, again: bool = False) -> Path:
+        """Fetch a file of this commit into the cache, unless it is there; with `again`, even then.
 
-        huggingface_hub fetches no file that is there, whatever its size. The target of a link out of the cache stays.
-        """
-        file = self.snapshot / path
-        with self._explained(path):
-            blob = file.parent / os.readlink(file) if file.is_symlink() else file
-            if blob.parent.resolve() == (self.folder / "blobs").resolve():
-                blob.unlink(missing_ok=True)
-            file.unlink(missing_ok=True)
-
-    def place(self, path: str, bars: dict[str, Any] | None = None) -> Path:
-        """Fetch a file of this commit into the cache, unless it is there; the hidden progress bar goes into `bars`.
-
-        snapshot_download would also write down the files of the whole commit, and engines without a network would
-        then miss those that nobody needs.
+        A progress bar that nobody sees goes into `bars`. snapshot_download is not used: it also writes down all files
+        of the commit, and vLLM without a network then refuses a cache that lacks some.
         """
 
         class Bar(self._hub.utils.tqdm):  # type: ignore[misc,name-defined]
@@ -142,9 +132,10 @@ class HubRepository:
             def update_transfer(self, n: float | None = 1) -> None:
                 """Xet counts bytes of the network besides, which may be packed."""
 
-        options = {"cache_dir": self._settings.cache, "endpoint": self._settings.endpoint, "token": self._token}
         with self._explained(path):
-            return Path(self._hub.hf_hub_download(self.name, path, revision=self.commit, tqdm_class=Bar, **options))
+            if again:
+                (self.snapshot / path).unlink()  # it may be a link out of the cache
+            return Path(self._download(path, revision=self.commit, tqdm_class=Bar, force_download=again))
 
     def remove_leftovers(self) -> None:
         """Remove the parts of files that killed runs left behind: huggingface_hub continues none of another run."""

@@ -99,11 +99,10 @@ class ModelFiles:
     def _fetch_file(self, file: RepositoryFile) -> None:
         """Fetch one file, and try again where the hub or the connection fails."""
         for pause_s in (*_PAUSES_S, None):
-            if not self.repository.is_whole(file):  # another program may have fetched it meanwhile
-                self.repository.forget(file.path)
             try:
-                self.repository.place(file.path, self._bars)
-                if self.repository.is_whole(file):
+                is_damaged = self.repository.size_of(file) not in (None, file.size_bytes)
+                self.repository.place(file.path, self._bars, again=is_damaged)
+                if self.repository.size_of(file) == file.size_bytes:
                     return
                 raise HubConnectionError(f"{file.path} has not the {file.size_bytes:,} bytes that the hub lists")
             except HubConnectionError as error:
@@ -117,7 +116,7 @@ class ModelFiles:
     def _look(self) -> None:
         """Find out which files are missing: not here, or not whole."""
         self._bars.clear()
-        self.missing = tuple(file for file in self.needed if not self.repository.is_whole(file))
+        self.missing = tuple(file for file in self.needed if self.repository.size_of(file) != file.size_bytes)
         absent = (file for file in self.missing if not self.repository.is_here(file))
         self._here_bytes = self.total_bytes - sum(file.size_bytes for file in absent)
 
