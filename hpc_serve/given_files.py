@@ -1,7 +1,7 @@
 """Reads what other people have made, as a model's files are: regular files alone, bounded in size and in depth.
 
 A named pipe in a file's place would hang its reader, a huge index would fill the memory, and deep JSON would end it by
-a RecursionError. The callers say what an error means.
+a RecursionError. A name in an index must stay below its folder. The callers say what an error means.
 """
 
 from __future__ import annotations
@@ -58,3 +58,12 @@ def parse_json(text: str | bytes) -> Any:
         if not inside:
             return value
     raise ValueError("it is nested too deeply")
+
+
+def is_plain_path(path: str) -> bool:
+    """Return whether a path of a listing or an index stays below its folder.
+
+    >>> is_plain_path("2_Dense/model.safetensors"), is_plain_path("../x"), is_plain_path("/etc/x")
+    (True, False, False)
+    """
+    return path.isprintable() and all(part not in ("", ".", "..") for part in path.split("/"))

@@ -48,17 +48,17 @@ def get_file(
         return None
 
 
-def check_answer(response: httpx.Response, repository: str, settings: HubSettings, *, hint: str = "") -> None:
-    """Raise UnknownModelError for an answer that is no file; `hint` names other models."""
+def check_answer(response: httpx.Response, repository: str, settings: HubSettings) -> None:
+    """Raise UnknownModelError for an answer that is no file."""
     endpoint, token = settings.endpoint, settings.token
     if response.status_code in (401, 403):
         cure = "your HF_TOKEN may not read it" if token else "set HF_TOKEN to a token that may read it"
         raise UnknownModelError(
             f"{repository} is private, gated or not there (HTTP {response.status_code}): accept its licence at "
-            f"{endpoint}/{repository} where it has one; {cure}.{hint}"
+            f"{endpoint}/{repository} where it has one; {cure}."
         )
     if response.status_code == 404:
-        raise UnknownModelError(f"{endpoint} has no {repository}, or it has no config.json.{hint}")
+        raise UnknownModelError(f"{endpoint} has no {repository}, or it has no config.json.")
     if response.status_code != 200 or len(response.content) > MAX_CONFIG_BYTES:
         raise UnknownModelError(
             f"{endpoint} answered HTTP {response.status_code} for {repository}: try again later, or name a folder."

@@ -13,9 +13,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from hpc_serve.given_files import open_regular, parse_json, read_bounded, read_json
+from hpc_serve.given_files import is_plain_path, open_regular, parse_json, read_bounded, read_json
 from hpc_serve.hub.hub_settings import read_hub_settings
-from hpc_serve.hub.needed_files import is_plain_path
 
 PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")

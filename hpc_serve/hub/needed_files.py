@@ -33,15 +33,6 @@ class RepositoryFile:
     sha256: str | None = None
 
 
-def is_plain_path(path: str) -> bool:
-    """Return whether a path of a listing or an index stays below its folder.
-
-    >>> is_plain_path("2_Dense/model.safetensors"), is_plain_path("../x"), is_plain_path("/etc/x")
-    (True, False, False)
-    """
-    return path.isprintable() and all(part not in ("", ".", "..") for part in path.split("/"))
-
-
 def needed_files(
     files: Collection[RepositoryFile], indexed: Collection[str], *, include: Iterable[str] = ()
 ) -> tuple[RepositoryFile, ...]:

@@ -49,7 +49,7 @@ def test_prediction_is_what_the_engine_holds(folder: Path, tp: int, pp: int) -> 
     measured = {name: value for line in lines for name, value in read_figures(line).items()}
     loaded = next(json.loads(line.partition(" ")[2]) for line in lines if line.startswith("FIGURES "))
 
-    _, spec = find_spec(str(folder))
+    _, spec, _ = find_spec(str(folder))
     estimate = estimate_memory(
         spec,
         accelerator("cpu-spr", total_bytes=24 * GIB),

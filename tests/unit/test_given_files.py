@@ -12,7 +12,7 @@ import pytest
 from hpc_serve.bench.files import read_samples
 from hpc_serve.errors import InvalidRequestError, SiteFileError
 from hpc_serve.given_files import MAX_INDEX_BYTES, parse_json
-from hpc_serve.hub.hub import find_model, stored_tensors
+from hpc_serve.hub.hub import find_model, stored_weights
 from hpc_serve.hub.local_weights import damaged_files, missing_weights, snapshot_folder, weight_files
 from hpc_serve.hub.needed_files import RepositoryFile
 from hpc_serve.job.weights.stage_copy import copy_files
@@ -31,7 +31,7 @@ def test_a_pipe_in_place_of_weights_hangs_nobody(tmp_path: Path):
     pipe = tmp_path / "a.safetensors"
     os.mkfifo(pipe)
     assert damaged_files((pipe,)) == ("a.safetensors cannot be read (it is no regular file)",)
-    assert stored_tensors(tmp_path) is None
+    assert stored_weights(tmp_path) is None
     (tmp_path / "copy").mkdir()
     with pytest.raises(OSError, match="no regular file"):
         copy_files(tmp_path, tmp_path / "copy", [RepositoryFile(path=pipe.name, size_bytes=9)], **NO_WATCH)
@@ -57,7 +57,7 @@ def test_a_huge_index_is_not_read(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     assert weight_files(tmp_path) == ()
     with pytest.raises(InvalidRequestError, match=f"longer than {MAX_INDEX_BYTES:,} bytes"):
-        stored_tensors(tmp_path)
+        stored_weights(tmp_path)
 
 
 @pytest.mark.parametrize("text", [DEEP, LESS_DEEP])
@@ -70,7 +70,7 @@ def test_deep_json_is_an_error_of_its_file(tmp_path: Path, text: str):
     with pytest.raises(InvalidRequestError, match="nested too deeply"):
         find_model(str(tmp_path))
     with pytest.raises(InvalidRequestError, match="nested too deeply"):
-        stored_tensors(tmp_path)
+        stored_weights(tmp_path)
     assert damaged_files((tmp_path / "a.safetensors",)) == ("a.safetensors has a header that is not safetensors'",)
     for format_name in ("custom", "sharegpt"):
         with pytest.raises(InvalidRequestError, match="nested too deeply"):
@@ -96,7 +96,7 @@ def test_a_header_with_numbers_that_are_none_is_damaged(tmp_path: Path, number: 
     (tmp_path / "config.json").write_text("{}")
     if number != "9" * 4000:
         with pytest.raises(InvalidRequestError, match="is damaged"):
-            stored_tensors(tmp_path)
+            stored_weights(tmp_path)
 
 
 DEEP_YAML = ["[" * 2000, "{a: " * 2000, "- " * 2000, "? " * 2000]

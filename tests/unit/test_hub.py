@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
-from hpc_serve.hub.hub import find_model, find_spec, stored_tensors
+from hpc_serve.hub.hub import find_model, find_spec, stored_weights
 from hpc_serve.hub.local_weights import cached_folder
-from hpc_serve.plan.model.checkpoint import StoredTensor, loaded_bytes
+from hpc_serve.plan.model.checkpoint import StoredTensor, StoredWeights, loaded_bytes
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64}
 TOKEN = "hf_secretsecretsecret"
@@ -170,14 +170,16 @@ def safetensors(file: Path, tensors: dict[str, tuple[str, list[int], int]]) -> N
 
 
 def test_headers_of_weights(tmp_path: Path) -> None:
-    assert stored_tensors(tmp_path) is None
+    assert stored_weights(tmp_path) is None
     safetensors(tmp_path / "a.safetensors", {"x": ("BF16", [4, 8], 64), "y": ("F32", [3], 12)})
     safetensors(tmp_path / "b.safetensors", {"z": ("F8_E4M3", [16, 16], 256)})
-    assert stored_tensors(tmp_path) == [
+    stored = stored_weights(tmp_path)
+    assert stored is not None
+    assert stored.tensors == (
         StoredTensor(name="x", dtype="BF16", elements=32, size_bytes=64),
         StoredTensor(name="y", dtype="F32", elements=3, size_bytes=12),
         StoredTensor(name="z", dtype="F8_E4M3", elements=256, size_bytes=256),
-    ]
+    )
 
 
 TINY = {
@@ -216,7 +218,7 @@ def test_files_that_agree_with_the_config(tmp_path: Path, dtype: str, size: int)
     """A tied head and a further layer are in the files and not loaded; 32 bit becomes 16."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     safetensors(tmp_path / "model.safetensors", tiny_tensors(dtype, size))
-    found, spec = find_spec(str(tmp_path))
+    found, spec, _ = find_spec(str(tmp_path))
     assert found.warning is None
     assert spec.weight_bytes == 2 * spec.parameters == 2 * (512 * 256 + 4 * (9 * 256 * 256 + 512) + 256)
 
@@ -226,7 +228,7 @@ def test_files_that_are_heavier_are_believed(tmp_path: Path) -> None:
     tensors = tiny_tensors()
     tensors["model.layers.0.extra"] = ("BF16", [512, 1024], 512 * 1024 * 2)
     safetensors(tmp_path / "model.safetensors", tensors)
-    found, spec = find_spec(str(tmp_path))
+    found, spec, _ = find_spec(str(tmp_path))
     assert found.warning is not None
     assert "the plan uses the size of the files" in found.warning
     assert spec.weight_bytes == pytest.approx(2 * (2_493_696 + 512 * 1024), rel=0.03)
@@ -249,7 +251,7 @@ def test_modelopts_file_beside_the_config_says_how_it_is_quantized(tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps(llama))
     assert find_spec(str(tmp_path))[1].quantization.method == "none"
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(SIDECAR))
-    _, spec = find_spec(str(tmp_path))
+    _, spec, _ = find_spec(str(tmp_path))
     assert (spec.quantization.method, spec.quantization.linear.name) == ("modelopt", "fp8")
     assert spec.quantization.kv_cache_dtype == "fp8"
     assert spec.quantization.skipped == ("lm_head",)
@@ -268,7 +270,7 @@ def test_the_hub_is_asked_for_modelopts_file(environ: dict[str, str]) -> None:
         seen.append(request.url.path)
         return httpx.Response(200, json=SIDECAR if "quant" in request.url.path else TINY)
 
-    _, spec = find_spec("acme/rocket-8b", environ=environ, transport=httpx.MockTransport(handle))
+    _, spec, _ = find_spec("acme/rocket-8b", environ=environ, transport=httpx.MockTransport(handle))
     assert spec.quantization.method == "modelopt"
     assert seen == [f"/acme/rocket-8b/resolve/main/{file}" for file in ("config.json", "hf_quant_config.json")]
 
@@ -315,14 +317,14 @@ def test_an_index_whose_files_are_not_all_there(tmp_path: Path) -> None:
     safetensors(tmp_path / "a.safetensors", {"x": ("BF16", [4], 8)})
     index = {"weight_map": {"x": "a.safetensors", "y": "missing.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert stored_tensors(tmp_path) is None
+    assert stored_weights(tmp_path) == StoredWeights(names=("x", "y"))
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 16, (5).to_bytes(8, "little") + b'{"a":'])
 def test_a_file_that_is_no_safetensors(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.safetensors").write_bytes(content)
     with pytest.raises(InvalidRequestError, match=r"a\.safetensors"):
-        stored_tensors(tmp_path)
+        stored_weights(tmp_path)
 
 
 @pytest.mark.parametrize("entry", [{}, [], {"dtype": "BF16", "shape": [4], "data_offsets": [0]}, {"dtype": "BF16"}])
@@ -330,7 +332,7 @@ def test_a_safetensors_header_that_says_nothing_of_a_tensor(tmp_path: Path, entr
     header = json.dumps({"x": entry}).encode()
     (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(InvalidRequestError, match=r"a\.safetensors is damaged: .* what 'x' is"):
-        stored_tensors(tmp_path)
+        stored_weights(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd"])
@@ -340,14 +342,14 @@ def test_an_index_that_names_files_elsewhere(tmp_path: Path, name: str) -> None:
     (tmp_path / "outside.safetensors").write_bytes(b"mine")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
     with pytest.raises(InvalidRequestError, match="not below the model's folder"):
-        stored_tensors(folder)
+        stored_weights(folder)
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {"x": 3}}])
 def test_an_index_that_names_no_files(tmp_path: Path, index: Any) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(InvalidRequestError, match="no weight_map"):
-        stored_tensors(tmp_path)
+        stored_weights(tmp_path)
 
 
 def test_a_config_nested_without_end(tmp_path: Path) -> None:

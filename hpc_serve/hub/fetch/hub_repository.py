@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError, UnknownModelError
+from hpc_serve.given_files import is_plain_path
 from hpc_serve.hub.hub_settings import HubSettings
-from hpc_serve.hub.needed_files import RepositoryFile, is_plain_path
+from hpc_serve.hub.needed_files import RepositoryFile
 
 _READ_TIMEOUT_S = 30.0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -36,6 +36,45 @@ class StoredTensor:
     size_bytes: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoredWeights:
+    """What the files of a folder hold: their tensors, or by an index alone the tensors' `names` and bytes in all.
+
+    `size_bytes` is 0 where the index does not say it.
+    """
+
+    tensors: tuple[StoredTensor, ...] | None = None
+    names: tuple[str, ...] = ()
+    size_bytes: int = 0
+
+
+def match_checkpoint(model: ModelSpec, stored: StoredWeights | None) -> tuple[ModelSpec, str | None]:
+    """Return the model with layers of the size that its files have, and a sentence about the difference, if there is
+    one.
+
+    A model with an assumed quantization is not that of its files.
+    """
+    if stored is None or model.quantization.is_assumed:
+        return model, None
+    if stored.tensors is not None:
+        stored_bytes = loaded_bytes(stored.tensors, model)
+    elif stored.size_bytes > 0 and _loads_all(stored.names, model):
+        stored_bytes = stored.size_bytes
+    else:
+        return model, None
+    computed = model.weight_bytes
+    difference = stored_bytes - computed
+    if abs(difference) <= TOLERANCE * computed:
+        return model, None
+    per_layer = difference // model.num_hidden_layers // _GRAIN_BYTES * _GRAIN_BYTES
+    extra = Vector(name="stored beyond the config", size=per_layer, split=True, element_bytes=1)
+    sentence = (
+        f"The files hold {stored_bytes / 1e9:.2f} GB to load, the config says {computed / 1e9:.2f} GB: "
+        "the plan uses the size of the files."
+    )
+    return model.with_weights(lambda weights: (*weights, extra)), sentence
+
+
 def loaded_bytes(tensors: Iterable[StoredTensor], model: ModelSpec) -> int:
     """Return the bytes that vLLM loads of these tensors.
 
@@ -55,28 +94,12 @@ def loaded_bytes(tensors: Iterable[StoredTensor], model: ModelSpec) -> int:
     return total
 
 
-def holds_what_is_loaded(names: Iterable[str], model: ModelSpec) -> bool:
+def _loads_all(names: Iterable[str], model: ModelSpec) -> bool:
     """Return whether vLLM loads all tensors of these names, and as they are stored.
 
     Then the sum of their bytes is what it loads. The files of a model in 32 bit are twice what is loaded.
     """
     return not (model.stored_wide or model.dtype_asked or any(_is_skipped(name, model) for name in names))
-
-
-def match_checkpoint(model: ModelSpec, stored_bytes: int) -> tuple[ModelSpec, str | None]:
-    """Return the model with layers of the size that its files have, and a sentence about the difference, if there is
-    one."""
-    computed = model.weight_bytes
-    difference = stored_bytes - computed
-    if abs(difference) <= TOLERANCE * computed:
-        return model, None
-    per_layer = difference // model.num_hidden_layers // _GRAIN_BYTES * _GRAIN_BYTES
-    extra = Vector(name="stored beyond the config", size=per_layer, split=True, element_bytes=1)
-    sentence = (
-        f"The files hold {stored_bytes / 1e9:.2f} GB to load, the config says {computed / 1e9:.2f} GB: "
-        "the plan uses the size of the files."
-    )
-    return model.with_weights(lambda weights: (*weights, extra)), sentence
 
 
 def _is_skipped(name: str, model: ModelSpec) -> bool:

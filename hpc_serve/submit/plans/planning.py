@@ -9,16 +9,14 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from hpc_serve.errors import DoesNotFitError, InvalidRequestError, UnknownModelError
-from hpc_serve.hub.hub import find_model, find_spec
-from hpc_serve.plan import ModelSpec
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan
 from hpc_serve.plan.choice.suggestions import Remedy
 from hpc_serve.plan.choice.vllm_flags import is_quantized_by_vllm
 from hpc_serve.plan.engine import EngineConfig, Workload
 from hpc_serve.plan.hardware.cluster import cluster_named, part_of_node
 from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
-from hpc_serve.plan.model.architectures import draft_from_config
 from hpc_serve.submit.request.option import spellings
 from hpc_serve.submit.request.request import OPTIONS, ServeRequest
 from hpc_serve.vllm.arguments import without
@@ -147,16 +145,9 @@ def plan_for(asked: PlanRequest, *, stand_in: str | None = None) -> PlanResult:
 
     If `stand_in` is given, the model keeps its name and has the weights of that folder.
     """
-    engine = asked.engine
-    found, model = find_spec(
-        asked.model,
-        dtype=engine.dtype,
-        quantization=engine.quantization,
-        hf_overrides=engine.hf_overrides,
-        stand_in=stand_in,
-        allow_unknown_keys=asked.allow_unknown_config_keys,
+    found, model, draft = find_spec(
+        asked.model, asked.engine, stand_in=stand_in, allow_unknown_keys=asked.allow_unknown_config_keys
     )
-    draft = _draft(engine)
     cluster = cluster_named(
         asked.gpu,
         total_bytes=asked.gpu_memory_bytes,
@@ -164,7 +155,7 @@ def plan_for(asked: PlanRequest, *, stand_in: str | None = None) -> PlanResult:
         gpus_per_node=asked.gpus_per_node,
     )
     if asked.engines_per_node > 1:
-        cluster = part_of_node(cluster, asked.engines_per_node, is_whole=not engine.has_asked_layout)
+        cluster = part_of_node(cluster, asked.engines_per_node, is_whole=not asked.engine.has_asked_layout)
     parts = FoundParts(
         model=model,
         cluster=cluster,
@@ -174,20 +165,3 @@ def plan_for(asked: PlanRequest, *, stand_in: str | None = None) -> PlanResult:
         warning=found.warning,
     )
     return make_plan(asked, parts)
-
-
-def _draft(engine: EngineConfig) -> ModelSpec | None:
-    """Return the draft model that the engine loads. None if there is no draft model, or its config is not known here.
-
-    Raises UnknownModelError for a folder that is not there, InvalidRequestError where its architecture is not known.
-    """
-    named = engine.draft_model
-    if named is None:
-        return None
-    try:
-        config = find_model(named).config
-    except UnknownModelError:
-        if named.startswith(("/", ".", "~")):
-            raise
-        return None
-    return draft_from_config(config, name=named, method=str(engine.speculative_method), dtype=engine.dtype)
