@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.plan.choice.candidates import PlanInputs
-from hpc_serve.plan.choice.contexts import LayoutContexts, contexts_by_layout, contexts_of
-from hpc_serve.plan.choice.minimum import minimum_gpus
+from hpc_serve.plan.choice.candidates import LayoutContexts, PlanInputs, contexts_by_layout, contexts_of, minimum_gpus
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan, plan
 from hpc_serve.plan.engine import LONGEST_THAT_FITS, Arrivals, EngineConfig, Workload
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.accuracy.recipes import Recipe, recipes
-from hpc_serve.plan.catalog import find
-from hpc_serve.plan.catalog.parsers import parsers_of
+from hpc_serve.plan.catalog import find, parsers_of
 
 PARTS = ("missing", "parsers", "least vLLM")
 

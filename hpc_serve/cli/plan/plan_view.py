@@ -13,8 +13,7 @@ from rich.text import Text
 
 from hpc_serve.cli.console import plain_table
 from hpc_serve.cli.plan.plan_speed import print_speed, print_speed_explanation, speed_line, wide_table
-from hpc_serve.plan.choice.candidates import Candidate, on_most_gpus
-from hpc_serve.plan.choice.contexts import LayoutContexts
+from hpc_serve.plan.choice.candidates import Candidate, LayoutContexts, on_most_gpus
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.choice.planner import ServePlan
 from hpc_serve.plan.choice.replicas import TYPICAL_REQUEST_TOKENS, compare_sharing, replica_options

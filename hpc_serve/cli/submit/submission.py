@@ -100,7 +100,7 @@ def submission_text(submission: Submission, *, gpu_note: str | None = None) -> s
 
 def _tools_note(model: str, engine_args: Sequence[str]) -> str:
     """Which parsers the engine has for calls of tools and reasoning, or how to have them; "" where none is known."""
-    from hpc_serve.plan.catalog.parsers import parsers_of
+    from hpc_serve.plan.catalog import parsers_of
     from hpc_serve.vllm.arguments import read_arguments, value_of
 
     given = read_arguments(engine_args)

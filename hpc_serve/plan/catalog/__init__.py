@@ -1,6 +1,7 @@
-"""Facts about models and accelerators as data, and how a name finds its entry.
+"""Facts about models, accelerators and vLLM's parsers as data, and how a name finds its entry.
 
-The JSON files hold the facts, each with its source. A new model or accelerator is one entry in one of them.
+The JSON files hold the facts, each with its source. A new model or accelerator is one entry in one of them. Whether a
+service has a model's parsers is what a person asks for.
 """
 
 from __future__ import annotations
@@ -153,6 +154,54 @@ def config_keys() -> Mapping[str, Any]:
     """Return the fields that change no weight in transformers, `generic` and by architecture: measured by the tests."""
     found: Mapping[str, Any] = load_data("config_keys.json")
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parsers:
+    """vLLM's names of the parsers. None: the model has no such output, or its parser is not known.
+
+    `tokenizer` is the --tokenizer-mode that has the chat template of such a model.
+    """
+
+    tools: str | None = None
+    reasoning: str | None = None
+    tokenizer: str | None = None
+
+    @property
+    def vllm_args(self) -> tuple[str, ...]:
+        """The options of `vllm serve` that switch them on."""
+        tools = ("--enable-auto-tool-choice", "--tool-call-parser", self.tools) if self.tools else ()
+        reasoning = ("--reasoning-parser", self.reasoning) if self.reasoning else ()
+        return (*tools, *reasoning, *(("--tokenizer-mode", self.tokenizer) if self.tokenizer else ()))
+
+
+def parsers_of(model: str) -> Parsers:
+    """Return the parsers of a model by its repository or folder.
+
+    >>> parsers_of("Qwen/Qwen3-8B").vllm_args[1:]
+    ('--tool-call-parser', 'hermes', '--reasoning-parser', 'qwen3')
+    """
+    name = model.rstrip("/").rsplit("/", 1)[-1].lower()
+    return next((parsers for names, parsers in parser_families() if names.match(name)), Parsers())
+
+
+@lru_cache(maxsize=1)
+def parser_families() -> tuple[tuple[re.Pattern[str], Parsers], ...]:
+    """Return pairs of an expression for the last part of a name, and the parsers of the models with such a name."""
+    return tuple(
+        (re.compile(entry["names"]), Parsers(**{key: entry.get(key) for key in ("tools", "reasoning", "tokenizer")}))
+        for entry in load_data("parsers.json")["families"]
+    )
+
+
+def tool_parsers() -> Mapping[str, tuple[str, ...]]:
+    """Return the parsers of tool calls that vLLM has, each with the tokens that it needs in a tokenizer."""
+    return {name: tuple(tokens) for name, tokens in load_data("parsers.json")["tokens"]["tools"].items()}
+
+
+def reasoning_parsers() -> Mapping[str, tuple[str, ...]]:
+    """Return the parsers of reasoning that vLLM has, each with the tokens that it needs in a tokenizer."""
+    return {name: tuple(tokens) for name, tokens in load_data("parsers.json")["tokens"]["reasoning"].items()}
 
 
 @cache

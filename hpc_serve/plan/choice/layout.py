@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.engine import EngineConfig
+from hpc_serve.plan.hardware.accelerator import is_offered, slice_with
 from hpc_serve.plan.hardware.cluster import ClusterSpec
-from hpc_serve.plan.hardware.tpu import is_offered, slice_with
 from hpc_serve.sizes import layout_text
 
 MAX_NODES = 64

@@ -1,10 +1,12 @@
 """One accelerator as the planner sees it: memory, bandwidth, FLOP/s and links of a GPU, a TPU chip or a CPU socket.
 
-The facts come from the catalogue. cluster.py describes the machines made of accelerators.
+The facts come from the catalogue. TPU chips come in slices of given shapes. cluster.py describes the machines made of
+accelerators.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -142,3 +144,36 @@ def least_of(devices: Sequence[AcceleratorSpec]) -> AcceleratorSpec:
         list_price=None,
         **{name: least(name) for name in _RATES},
     )
+
+
+def chip_count(topology: str) -> int:
+    """Return the chips of a slice.
+
+    >>> chip_count("4x4")
+    16
+    """
+    return math.prod(int(side) for side in topology.split("x"))
+
+
+def same_slice(topology: str, known: tuple[str, ...]) -> str | None:
+    """Return the slice of that list with these sides in any order, or None.
+
+    >>> same_slice("4x2", ("2x2", "2x4"))
+    '2x4'
+    """
+    return next((name for name in known if sorted(name.split("x")) == sorted(topology.split("x"))), None)
+
+
+def split_axes(topology: str) -> int:
+    """Return how many sides of a slice have more than one chip. A model can be split along these."""
+    return sum(int(side) > 1 for side in topology.split("x"))
+
+
+def slice_with(accelerator: AcceleratorSpec, count: int) -> str | None:
+    """Return the topology with exactly so many chips, or None."""
+    return next((name for name in accelerator.slices if chip_count(name) == count), None)
+
+
+def is_offered(accelerator: AcceleratorSpec, count: int) -> bool:
+    """Return whether so many make one machine. GPUs come in any number, TPU chips in the numbers of slices."""
+    return accelerator.kind != "tpu" or slice_with(accelerator, count) is not None

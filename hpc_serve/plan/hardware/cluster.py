@@ -14,8 +14,14 @@ from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.catalog import accelerator_entry, is_accelerator
-from hpc_serve.plan.hardware.accelerator import AcceleratorSpec, accelerator, least_of
-from hpc_serve.plan.hardware.tpu import chip_count, same_slice, slice_with
+from hpc_serve.plan.hardware.accelerator import (
+    AcceleratorSpec,
+    accelerator,
+    chip_count,
+    least_of,
+    same_slice,
+    slice_with,
+)
 
 DEFAULT_GPU = "h100-80gb"
 """The GPU that is planned for where nobody names one."""

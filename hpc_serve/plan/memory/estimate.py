@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.engine import (
     EngineConfig,
+    batches_in_flight,
     gpu_memory_utilization,
     max_num_batched_tokens,
     max_num_seqs,
@@ -32,7 +33,6 @@ from hpc_serve.plan.memory.stages import (
     pipeline_stages,
 )
 from hpc_serve.plan.model.spec import ModelSpec
-from hpc_serve.plan.scheduling import batches_in_flight
 
 
 @dataclass(frozen=True, kw_only=True)

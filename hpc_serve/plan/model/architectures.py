@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.catalog import architectures, gone_architectures
-from hpc_serve.plan.model.config_check import CheckedConfig
-from hpc_serve.plan.model.config_keys import check_all_read
+from hpc_serve.plan.model.config import CheckedConfig, check_all_read
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.ordinary import ordinary_layer
 from hpc_serve.plan.model.quantization import quantization_from_config

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.model.config_check import CheckedConfig
+from hpc_serve.plan.model.config import CheckedConfig
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.moe import experts_or_dense, has_experts
 from hpc_serve.plan.model.spec import CacheTensor, DecoderLayer, LayerCache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.model.config_check import missing
+from hpc_serve.plan.model.config import missing
 from hpc_serve.plan.model.layers import HeadSizes, LayerBuilder, block
 from hpc_serve.plan.model.spec import DecoderLayer
 from hpc_serve.plan.model.weights import Block, Part, Vocabulary, Weight

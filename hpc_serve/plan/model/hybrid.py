@@ -6,7 +6,7 @@ Qwen3-Next and Qwen 3.5 have gated delta nets, Nemotron-H has Mamba 2, LFM2 has 
 from __future__ import annotations
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.model.config_check import CheckedConfig
+from hpc_serve.plan.model.config import CheckedConfig
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.moe import experts_or_dense, qwen_moe_half
 from hpc_serve.plan.model.spec import DecoderLayer, LayerCache

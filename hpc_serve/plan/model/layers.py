@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.model.config_check import CheckedConfig, missing
+from hpc_serve.plan.model.config import CheckedConfig, missing
 from hpc_serve.plan.model.quantization import Quantization
 from hpc_serve.plan.model.scheme import Scheme
 from hpc_serve.plan.model.spec import LayerCache

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.model.config_check import CheckedConfig
+from hpc_serve.plan.model.config import CheckedConfig
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.spec import DecoderLayer
 from hpc_serve.plan.model.weights import Block, Vocabulary

@@ -14,7 +14,7 @@ from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.catalog import load_data
-from hpc_serve.plan.model.config_check import missing
+from hpc_serve.plan.model.config import missing
 from hpc_serve.plan.model.spec import ImageEncoder
 from hpc_serve.plan.model.weights import Block, Linear, Part, Vector, Weight
 

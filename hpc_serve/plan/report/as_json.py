@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpc_serve.plan.choice.candidates import Candidate
-from hpc_serve.plan.choice.contexts import LayoutContexts
+from hpc_serve.plan.choice.candidates import Candidate, LayoutContexts
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.memory.estimate import MemoryEstimate

@@ -1,11 +1,16 @@
-"""Says at which tensor parallel size communication takes longer than arithmetic."""
+"""Says at which tensor parallel size communication takes longer than arithmetic.
+
+The closed formulas are from "How To Scale Your Model", parts 7 and 8 (jax-ml.github.io/scaling-book).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpc_serve.plan.hardware.tpu import model_parallel_limit, slice_with, split_axes
+from hpc_serve.plan.hardware.accelerator import AcceleratorSpec, slice_with, split_axes
 from hpc_serve.plan.speed.step import IDEAL, Roofline
+
+_LINKS_BY_DIMENSIONS = {2: 4, 3: 6}
 
 
 def limit_lines(roofline: Roofline) -> Iterator[str]:
@@ -28,3 +33,21 @@ def limit_lines(roofline: Roofline) -> Iterator[str]:
             f"A full step of {roofline.max_num_batched_tokens:,} tokens at TP={width}, ideally: "
             f"{1000 * step.communication_s:.1f} ms of all-reduces, {1000 * step.flops_s:.1f} ms of FLOP/s: {verdict}."
         )
+
+
+def critical_batch(accelerator: AcceleratorSpec, compute: str, bytes_per_weight: float) -> float:
+    """Return the batch at which arithmetic on a matrix takes as long as loading it: C ÷ W_hbm × bytes ÷ 2."""
+    assert accelerator.bandwidth_bytes_per_s
+    return accelerator.dense_flops[compute] / accelerator.bandwidth_bytes_per_s * bytes_per_weight / 2
+
+
+def axis_bytes_per_s(accelerator: AcceleratorSpec) -> float:
+    """Return the bytes per second along one axis of a torus, both directions together."""
+    assert accelerator.link_bytes_per_s
+    dimensions = len(accelerator.slices[0].split("x"))
+    return 2 * accelerator.link_bytes_per_s / _LINKS_BY_DIMENSIONS[dimensions]
+
+
+def model_parallel_limit(accelerator: AcceleratorSpec, intermediate_size: int, over_axes: int) -> float:
+    """Return the most chips for a large batch before the links take longer than arithmetic: F·axes ÷ (C ÷ W_ici)."""
+    return intermediate_size * over_axes / (accelerator.dense_flops["bf16"] / axis_bytes_per_s(accelerator))

@@ -13,10 +13,9 @@ from functools import cached_property
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.choice.layout import Layout
-from hpc_serve.plan.engine import EngineConfig, max_num_batched_tokens, max_num_seqs
+from hpc_serve.plan.engine import EngineConfig, is_async, max_num_batched_tokens, max_num_seqs
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.model.spec import ModelSpec
-from hpc_serve.plan.scheduling import is_async
 from hpc_serve.plan.speed.work import ALL_REDUCES_PER_LAYER, ModelWork, StageWork, model_work
 
 ASSUMED_LINK_BYTES_PER_S = 32e9
@@ -113,7 +112,7 @@ class Roofline:
     With data parallelism the batch is that of one rank. The ranks step together, each with as large a batch.
 
     If scheduling is async, the host works on a step while the device computes the last one (`is_async` in
-    scheduling.py). Raises InvalidRequestError if no source confirms the accelerator's FLOP/s or bandwidth.
+    plan/engine.py). Raises InvalidRequestError if no source confirms the accelerator's FLOP/s or bandwidth.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from hpc_serve.hub.local_weights import PATTERNS, cached_folder, missing_weights
 from hpc_serve.hub.stand_in import find_stand_in
 from hpc_serve.job.weights.weights_place import find_weights
 from hpc_serve.plan import ServePlan
-from hpc_serve.plan.catalog.parsers import reasoning_parsers, tool_parsers
+from hpc_serve.plan.catalog import reasoning_parsers, tool_parsers
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.request.environment import Environment
 from hpc_serve.submit.request.request import ServeRequest

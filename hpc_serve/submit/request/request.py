@@ -41,7 +41,7 @@ class ServeRequest:
     `engine_args` are further words for `vllm serve`, put last, so that they win. An option that the pinned vLLM does
     not know is refused unless `allow_unknown_vllm_options`. A size in a config that the planner does not know is
     refused unless `allow_unknown_config_keys`. `tools` gives the engine the parsers of the model's calls of tools and
-    reasoning (plan/catalog/parsers.py). An engine that was ready is started again in place `engine_restarts` times
+    reasoning (plan/catalog/parsers.json). An engine that was ready is started again in place `engine_restarts` times
     (None: as often as the launcher does).
 
     A `keep_up` job submits the next one before its time limit. A `chain` is so many jobs, submitted ahead. Each begins

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import hpc_serve
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.catalog.parsers import parsers_of, tool_parsers
+from hpc_serve.plan.catalog import parsers_of, tool_parsers
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.rendezvous.names import log_dir_before_job
 from hpc_serve.submit.request.option import option_words

@@ -19,8 +19,7 @@ from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan import model_from_config, resolve
 from hpc_serve.plan.catalog import models
-from hpc_serve.plan.model.config_check import CheckedConfig
-from hpc_serve.plan.model.config_keys import looks_like_size
+from hpc_serve.plan.model.config import CheckedConfig, looks_like_size
 from hpc_serve.plan.model.weights import Linear
 
 MEASURED = json.loads(Path(__file__).with_name("config_key_effects.json").read_text())["architectures"]
@@ -275,7 +274,7 @@ ANY_VALUE = {
     "rope_type": "what is not known is refused",
     "type": "what is not known is refused",
 }
-"""Fields that families read and that config_check.py has no rule for."""
+"""Fields that families read and that config.py has no rule for."""
 
 
 def test_every_field_that_a_family_reads_has_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,11 +26,11 @@ from hpc_serve.plan import (
     resolve,
 )
 from hpc_serve.plan.choice.planner import NoLayoutError
+from hpc_serve.plan.engine import batches_in_flight
 from hpc_serve.plan.memory.cuda_graphs import capture_sizes, graph_mode
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
 from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.memory.stages import pipeline_stages
-from hpc_serve.plan.scheduling import batches_in_flight
 from hpc_serve.sizes import GIB
 
 ENGINES = json.loads((DATA / "vllm_engine_runs.json").read_text())

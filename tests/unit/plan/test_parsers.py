@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.catalog.parsers import Parsers, families, parsers_of, reasoning_parsers, tool_parsers
+from hpc_serve.plan.catalog import Parsers, parser_families, parsers_of, reasoning_parsers, tool_parsers
 from hpc_serve.submit.plans.planning import plan_service
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.script.render import render_script
@@ -73,8 +73,8 @@ def test_the_data_names_vllms_parsers_and_the_tokens_they_need():
 
 
 def test_vllm_has_every_parser_of_a_family():
-    assert {one.tools for _, one in families() if one.tools} <= set(tool_parsers())
-    assert {one.reasoning for _, one in families() if one.reasoning} <= set(reasoning_parsers())
+    assert {one.tools for _, one in parser_families() if one.tools} <= set(tool_parsers())
+    assert {one.reasoning for _, one in parser_families() if one.reasoning} <= set(reasoning_parsers())
 
 
 def _script(model: str, *words: str, tools: bool = True) -> str:
