@@ -68,8 +68,8 @@ def missing_weights(folder: Path | None) -> MissingWeights | None:
         return MissingWeights()
     for name in _INDEXES:
         if (folder / name).is_file():
-            files = _indexed(folder / name)
-            missing = tuple(file for file in files if not _is_there(folder, file))
+            files = _indexed(folder, name)
+            missing = tuple(file for file, is_there in files.items() if not is_there)
             has_others = len(missing) == len(files) and _has_weights(folder)
             return MissingWeights(files=missing, of=len(files)) if missing and not has_others else None
     return None if _has_weights(folder) else MissingWeights()
@@ -82,10 +82,10 @@ def lacks_tokenizer(folder: Path) -> bool:
 
 
 def tokenizer_tokens(folder: Path) -> frozenset[str] | None:
-    """Return the tokens that the tokenizer of a folder has; None where no tokenizer.json says so. Raises OSError."""
-    if not (folder / "tokenizer.json").is_file() or (folder / "tekken.json").is_file():  # vLLM prefers Mistral's own
-        return None
+    """Return the tokens that the tokenizer of a folder has; None where no tokenizer.json can be read."""
     try:
+        if not (folder / "tokenizer.json").is_file() or (folder / "tekken.json").is_file():
+            return None  # vLLM prefers Mistral's own
         whole = read_json(folder / "tokenizer.json")
         vocabulary = whole["model"]["vocab"]  # of Unigram, pairs of a token and its score
         tokens = {*vocabulary} if isinstance(vocabulary, dict) else {token for token, _ in vocabulary}
@@ -94,7 +94,7 @@ def tokenizer_tokens(folder: Path) -> frozenset[str] | None:
         further = read_json(config) if config.is_file() else {}
         tokens |= {token["content"] for token in further.get("added_tokens_decoder", {}).values()}
         return frozenset(tokens.union(further.get("additional_special_tokens", ())))
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None  # vLLM's to say
 
 
@@ -104,8 +104,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     Raises OSError.
     """
     for name in _INDEXES:
-        indexed = _indexed(folder / name) if (folder / name).is_file() else ()
-        if present := tuple(folder / file for file in indexed if _is_there(folder, file)):
+        indexed = _indexed(folder, name) if (folder / name).is_file() else {}
+        if present := tuple(folder / file for file, is_there in indexed.items() if is_there):
             return present
     for pattern in PATTERNS:
         if found := tuple(sorted(folder.glob(pattern))):
@@ -164,17 +164,16 @@ def _damage(path: Path) -> str:
     return f"has {size:,} of its {whole:,} bytes" if size < whole else ""
 
 
-def _indexed(index: Path) -> tuple[str, ...]:
-    """Return the files that an index names; none where it cannot be used, which is vLLM's to say."""
+def _indexed(folder: Path, index: str) -> dict[str, bool]:
+    """Return the files that an index names, and whether each is in the folder: engines read no file outside of it.
+
+    It is empty where the index cannot be used, which is vLLM's to say.
+    """
     try:
-        return tuple(sorted(set(read_index(index)["weight_map"].values())))
+        names = sorted(set(read_index(folder / index)["weight_map"].values()))
     except ValueError:
-        return ()
-
-
-def _is_there(folder: Path, file: str) -> bool:
-    """Return whether a folder has a file that its index names. Engines read no file outside the folder."""
-    return is_plain_path(file) and (folder / file).is_file()
+        return {}
+    return {name: is_plain_path(name) and (folder / name).is_file() for name in names}
 
 
 def _has_weights(folder: Path) -> bool:

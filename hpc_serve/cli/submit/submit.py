@@ -26,15 +26,13 @@ _VLLM_OPTIONS = "\n\nOptions of `vllm serve` go to it as they are, here or after
 @request_options
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write it to a file instead.")
 def render_command(output: Path | None, **options: Any) -> None:
-    from hpc_serve.submit.plans.planning import idle_gpus_note, on_whole_nodes, plan_service
+    from hpc_serve.submit.plans.planning import plan_request
     from hpc_serve.submit.script.memory import small_memory_note
     from hpc_serve.submit.script.render import render_script
 
-    request = make_request(options)
-    plan = plan_service(request, stand_in=os.environ.get("HPC_SERVE_MODEL"))
-    request = on_whole_nodes(request, plan)
-    script = render_script(request, plan)
-    for note in (assumed_gpu_note(), idle_gpus_note(request, plan), small_memory_note(request, plan)):
+    planned = plan_request(make_request(options), stand_in=os.environ.get("HPC_SERVE_MODEL"))
+    script = render_script(planned.request, planned.plan)
+    for note in (assumed_gpu_note(), planned.machines_note, small_memory_note(planned.request, planned.plan)):
         if note:
             click.echo(f"note: {note}", err=True)
     if output is None:

@@ -23,7 +23,7 @@ from hpc_serve.plan.choice.candidates import (
 )
 from hpc_serve.plan.choice.layout import Layout, layouts
 from hpc_serve.plan.choice.suggestions import Remedy, suggestions
-from hpc_serve.plan.choice.vllm_flags import assumption, vllm_args
+from hpc_serve.plan.choice.vllm_flags import assumption, is_quantized_by_vllm, vllm_args
 from hpc_serve.plan.engine import EngineConfig, Workload, max_num_batched_tokens, max_num_seqs
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import ClusterSpec
@@ -41,7 +41,7 @@ class ServePlan:
     `layout` is the layout of one replica, on nodes with `accelerator`. `vllm_args` are the options after the model,
     without served names, host, port and backend. `memory` is the memory of the tightest rank. If the cache does not
     hold all requests asked for at once, the options in `suggestions` make it hold them. `notes` are the `reasons` that
-    no candidate has.
+    no candidate has. `quantizes_files`: vLLM makes 8 bits of 16-bit files as it loads them.
     """
 
     model: str
@@ -54,6 +54,7 @@ class ServePlan:
     memory: MemoryEstimate
     reasons: tuple[str, ...]
     minimum_gpus: MinimumGpus
+    quantizes_files: bool = False
     notes: tuple[str, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     suggestions: tuple[Remedy, ...] = ()
@@ -152,6 +153,7 @@ def _plan(
         notes=(*waiting, *notes),
         suggestions=suggestions,
         minimum_gpus=minimum,
+        quantizes_files=model.quantization.is_assumed and is_quantized_by_vllm(engine, model),
         candidates=(*next_smaller(tried, layout), chosen, *others),
     )
 

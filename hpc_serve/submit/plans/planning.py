@@ -1,4 +1,4 @@
-"""Finds the model and the machines that a request names, and has the plan made for them.
+"""Finds the model and the machines that a request names, has the plan made for them, and says what the engine is told.
 
 Finding a model reads files and may ask the hub. The plan itself is made in plan/make.py, which is pure; `hpc-serve
 plan`, `render` and `submit` all ask for it here.
@@ -6,11 +6,13 @@ plan`, `render` and `submit` all ask for it here.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.hub.hub import find_spec
+from hpc_serve.plan.catalog import parsers_of, reasoning_parsers, tool_parsers
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan
 from hpc_serve.plan.choice.suggestions import Remedy
 from hpc_serve.plan.choice.vllm_flags import is_quantized_by_vllm
@@ -19,11 +21,31 @@ from hpc_serve.plan.hardware.cluster import cluster_named, part_of_node
 from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
 from hpc_serve.submit.request.option import spellings
 from hpc_serve.submit.request.request import OPTIONS, ServeRequest
-from hpc_serve.vllm.arguments import without
+from hpc_serve.vllm.arguments import read_arguments, value_of, without
 
 _OWN_OPTIONS = {name: one.name for one in OPTIONS if one.metadata["of_plan"] for name in spellings(one)}
 """Options of remedies that are of the request, by its names; the others are vLLM's."""
 _NOT_VLLMS = ("int8", "int4", "nvfp4")  # what `plan` takes as a size alone
+# Arguments for another tokenizer than the one beside the weights, or for none.
+_OTHER_TOKENIZER = frozenset(
+    {"--tokenizer", "--tokenizer-mode", "--tokenizer-revision", "--revision", "--skip-tokenizer-init"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A request with its plan. `plan.vllm_args` are all options of the engine, the request's own among them.
+
+    The replicas of --target share the nodes of --exclusive in `request`, if they fill them evenly. `result` is what the
+    plan was made from. `needed_tokens` has the parser that each option names, and the tokens that it needs in the
+    tokenizer. `machines_note` says how many GPUs of a node stay idle.
+    """
+
+    request: ServeRequest
+    plan: ServePlan
+    result: PlanResult
+    needed_tokens: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    machines_note: str | None = None
 
 
 def plan_service(request: ServeRequest, *, stand_in: str | None = None) -> ServePlan:
@@ -31,20 +53,31 @@ def plan_service(request: ServeRequest, *, stand_in: str | None = None) -> Serve
 
     `stand_in` (HPC_SERVE_MODEL) is the folder that is loaded in place of the model, or None.
     """
-    return plan_with_inputs(request, stand_in=stand_in).chosen
+    return plan_request(request, stand_in=stand_in).plan
 
 
-def plan_with_inputs(request: ServeRequest, *, stand_in: str | None = None) -> PlanResult:
-    """Return the result of planning, which has a plan and knows its speed. Raises what `plan_service` raises."""
+def plan_request(request: ServeRequest, *, stand_in: str | None = None) -> Planned:
+    """Return the request with its plan. Raises what `plan_service` raises."""
     try:
         result = _result(request, stand_in)
-        _ = result.chosen
-        return result
+        plan = result.chosen
     except NoLayoutError as error:
         error.suggestions = tuple(filter(None, (_accepted(one, request, stand_in) for one in error.suggestions)))
         if (per_job := request.replicas_per_job) > 1:
             error.args = (f"An engine has 1/{per_job} of a node with --replicas-per-job {per_job}. {error.args[0]}",)
         raise
+    shared = _sharing(request, plan) if request.replicas_per_job == 1 else None
+    if request.target is not None and shared is not None:
+        request, shared = shared, None
+    note = _idle_gpus_note(request, plan, shared)
+    words = _engine_words(request, plan)
+    return Planned(
+        request=request,
+        plan=replace(plan, vllm_args=words),
+        result=result,
+        needed_tokens=_needed_tokens(words),
+        machines_note=note,
+    )
 
 
 def _result(request: ServeRequest, stand_in: str | None) -> PlanResult:
@@ -78,21 +111,40 @@ def _accepted(remedy: Remedy, request: ServeRequest, stand_in: str | None) -> Re
     return None
 
 
-def on_whole_nodes(request: ServeRequest, plan: ServePlan) -> ServeRequest:
-    """Return the request with the replicas of --target sharing the nodes of --exclusive.
+def _engine_words(request: ServeRequest, plan: ServePlan) -> tuple[str, ...]:
+    """Return the options after the model: the plan's and the parsers', then the request's, which win.
 
-    The request is unchanged if the replicas do not fill nodes evenly, or cannot share a job.
+    Raises InvalidRequestError if tools are asked for and no parser of them is known or given.
     """
-    is_chosen = request.target is not None and request.replicas_per_job == 1
-    return (_sharing(request, plan) if is_chosen else None) or request
+    parsers, given = parsers_of(plan.model), request.engine_option_names
+    if request.tools and not parsers.vllm_args and "--tool-call-parser" not in given:
+        raise InvalidRequestError(
+            f"--tools: no parser is known for {plan.model}; name one: -- --enable-auto-tool-choice --tool-call-parser "
+            f"NAME, one of vLLM's: {', '.join(sorted(tool_parsers()))}."
+        )
+    ours = (*plan.vllm_args, *(parsers.vllm_args if request.tools else ()))
+    return (*without(ours, given), *request.engine_args)
 
 
-def idle_gpus_note(request: ServeRequest, plan: ServePlan) -> str | None:
-    """Say how many GPUs of its node a job leaves idle that has the node alone. None: none."""
+def _needed_tokens(words: Sequence[str]) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Return the parser that each option names, with the tokens that it needs in the model's own tokenizer."""
+    given = read_arguments(words)
+    if _OTHER_TOKENIZER & {argument.name for argument in given}:
+        return {}
+    parsers = {"--tool-call-parser": tool_parsers()} if value_of(given, "--enable-auto-tool-choice") else {}
+    parsers["--reasoning-parser"] = reasoning_parsers()
+    named = {option: value_of(given, option) for option in parsers}
+    return {option: (name, parsers[option].get(name, ())) for option, name in named.items() if name}
+
+
+def _idle_gpus_note(request: ServeRequest, plan: ServePlan, shared: ServeRequest | None) -> str | None:
+    """Say how many GPUs of its node a job leaves idle that has the node alone. None: none.
+
+    `shared` is the request with as many replicas in each job as fill the node.
+    """
     idle, size = _idle_gpus(request, plan), _node_size(request, plan)
     if not idle:
         return None
-    shared = _sharing(request, plan) if request.replicas_per_job == 1 else None
     fill = f"; --replicas-per-job {shared.replicas_per_job} fills the node with replicas" if shared else ""
     return f"{idle} of {size} GPUs of each node stay idle (--exclusive): --no-exclusive leaves them to others{fill}."
 

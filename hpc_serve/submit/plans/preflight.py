@@ -20,8 +20,8 @@ from hpc_serve.hub.local_weights import PATTERNS, cached_folder, missing_weights
 from hpc_serve.hub.stand_in import find_stand_in
 from hpc_serve.job.weights.weights_place import find_weights
 from hpc_serve.plan import ServePlan
-from hpc_serve.plan.catalog import reasoning_parsers, tool_parsers
 from hpc_serve.sizes import GIB
+from hpc_serve.submit.plans.planning import Planned
 from hpc_serve.submit.request.environment import Environment
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.vllm.arguments import read_arguments, value_of
@@ -31,10 +31,6 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _FROM_FILES = (None, "auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral")
 # Arguments that name another place or another revision of the weights.
 _ELSEWHERE = frozenset({"--download-dir", "--revision", "--model-loader-extra-config"})
-# Arguments for another tokenizer than the one beside the weights, or for none.
-_OTHER_TOKENIZER = frozenset(
-    {"--tokenizer", "--tokenizer-mode", "--tokenizer-revision", "--revision", "--skip-tokenizer-init"}
-)
 
 
 def check_before_plan(request: ServeRequest, environ: Mapping[str, str]) -> None:
@@ -48,37 +44,46 @@ def check_before_plan(request: ServeRequest, environ: Mapping[str, str]) -> None
         _check_folder(Path(stand_in.folder), f"HPC_SERVE_MODEL={stand_in.folder}", load_format)
 
 
-def check_weights(
-    request: ServeRequest, plan: ServePlan, environ: Mapping[str, str], *, ask_hub: bool = False
-) -> str | None:
-    """Return a note on weights that the job still has to fetch from the hub; None: nothing to say.
+def check_files(planned: Planned, environ: Mapping[str, str], *, ask_hub: bool = False) -> str | None:
+    """Look for the model's files where the job will. Return a note on weights that it still has to fetch, or None.
 
-    Raises InvalidRequestError if the model is a folder that the job could not load, or if the job could not fetch the
-    model's weights.
+    If `ask_hub` is true, the hub is asked whether they may be fetched. Raises InvalidRequestError if the model is a
+    folder that the job could not load, if the job could not fetch the weights, or if a parser needs a token that the
+    tokenizer lacks, if the tokenizer is here.
     """
-    if environ.get("HPC_SERVE_MODEL"):
-        return None
-    if plan.model.startswith("/"):
-        _check_folder(Path(plan.model), f"the model's folder {plan.model}", request.load_format)
-        return None
-    try:
-        return _check_hub(request, plan, environ, ask_hub=ask_hub)
-    except OSError as error:
-        return f"{plan.model}: its weights cannot be looked for: {error}"
+    model, stand_in, note = planned.plan.model, environ.get("HPC_SERVE_MODEL"), None
+    if not stand_in and model.startswith("/"):
+        _check_folder(Path(model), f"the model's folder {model}", planned.request.load_format)
+    elif not stand_in:
+        note = _check_hub(planned.request, planned.plan, environ, ask_hub=ask_hub)
+    if not planned.needed_tokens:
+        return note
+    named = stand_in or (model if model.startswith("/") else None)
+    folder = Path(named) if named else cached_folder(model, environ)
+    tokens = tokenizer_tokens(folder) if folder is not None else None
+    for option, (parser, needed) in planned.needed_tokens.items():
+        if tokens is not None and (lacking := [token for token in needed if token not in tokens]):
+            raise InvalidRequestError(
+                f"{option} {parser} needs the token {lacking[0]}, and the tokenizer in {folder} has none: the engine "
+                f"would end. Leave --tools out, or name the parser of the model's card after `--`: {option} NAME."
+            )
+    return note
 
 
 def _check_hub(request: ServeRequest, plan: ServePlan, environ: Mapping[str, str], *, ask_hub: bool) -> str | None:
     """Return a note on the weights of a hub's model that are not in the cache; None if there is nothing to say.
 
-    If `ask_hub` is true, the hub is asked whether they may be fetched. Raises InvalidRequestError if the job could not
-    fetch them.
+    Raises InvalidRequestError if the job could not fetch them.
     """
     if not is_repository(plan.model) or request.load_format not in _FROM_FILES:
         return None
     if _ELSEWHERE & request.engine_option_names:
         return None
     settings = read_hub_settings(environ)
-    missing = missing_weights(cached_folder(plan.model, environ))
+    try:
+        missing = missing_weights(cached_folder(plan.model, environ))
+    except OSError as error:
+        return f"{plan.model}: its weights cannot be looked for: {error}"
     if missing is None:
         return None
     seen = f"{plan.model}: {settings.cache} holds {missing.words}"
@@ -102,33 +107,6 @@ def _check_hub(request: ServeRequest, plan: ServePlan, environ: Mapping[str, str
     token = "" if settings.token else " There is no token (`hf auth login`, HF_TOKEN); a gated model needs one."
     site = f" Your site says: {request.weights_help}." if request.weights_help else ""
     return f"{seen}, so the job fetches them first. To have them before: {cure}.{token}{site}"
-
-
-def check_parsers(words: Sequence[str], model: str, environ: Mapping[str, str]) -> None:
-    """Raise InvalidRequestError where a parser needs a token that the tokenizer lacks, if the tokenizer is here.
-
-    `words` are the options of the engine.
-    """
-    given = read_arguments(words)
-    parsers = {"--tool-call-parser": tool_parsers(), "--reasoning-parser": reasoning_parsers()}
-    wanted = {option: name for option in parsers if (name := value_of(given, option))}
-    if not value_of(given, "--enable-auto-tool-choice"):
-        wanted.pop("--tool-call-parser", None)
-    if not wanted or _OTHER_TOKENIZER & {argument.name for argument in given}:
-        return
-    named = environ.get("HPC_SERVE_MODEL") or (model if model.startswith("/") else None)
-    folder = Path(named) if named else cached_folder(model, environ)
-    try:
-        tokens = tokenizer_tokens(folder) if folder is not None else None
-    except OSError:
-        return
-    for option, name in wanted.items():
-        needed = parsers[option].get(name, ())
-        if tokens is not None and (lacking := [token for token in needed if token not in tokens]):
-            raise InvalidRequestError(
-                f"{option} {name} needs the token {lacking[0]}, and the tokenizer in {folder} has none: the engine "
-                f"would end. Leave --tools out, or name the parser of the model's card after `--`: {option} NAME."
-            )
 
 
 def _check_folder(folder: Path, called: str, load_format: str | None) -> None:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from hpc_serve.hub.hub_settings import hub_cache
-from hpc_serve.plan.choice.vllm_flags import ONLINE_METHODS
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.request.request import ServeRequest
-from hpc_serve.vllm.arguments import read_arguments, value_of
 
 if TYPE_CHECKING:
     from hpc_serve.plan import ServePlan
@@ -35,11 +33,6 @@ _GIB_BESIDE_WEIGHTS = 1
 _SIMPLE_OFFLOAD_BYTES = 8 * GIB
 _ENGINE, _HALF = "engine processes", "room, since a copy may take half of the free memory"
 _SLURM_SIZE = re.compile(r"(\d{1,15})([KMGT]?)B?", re.IGNORECASE)
-
-
-def memory_gib(request: ServeRequest, plan: ServePlan) -> int:
-    """Return the GiB of each node for a job, all its replicas together."""
-    return sum(memory_parts(request, plan).values())
 
 
 def memory_parts(request: ServeRequest, plan: ServePlan) -> dict[str, int]:
@@ -70,10 +63,9 @@ def memory_parts(request: ServeRequest, plan: ServePlan) -> dict[str, int]:
     return {name: gib for name, gib in found.items() if gib}
 
 
-def memory_sum(request: ServeRequest, plan: ServePlan) -> str:
+def memory_sum(parts: Mapping[str, int]) -> str:
     """Return the sum in words; empty where a job keeps nothing in memory but its processes."""
-    parts = memory_parts(request, plan)
-    if list(parts) == [_ENGINE]:
+    if not parts.keys() - {_ENGINE}:
         return ""
     return f"{sum(parts.values())} GiB of each node = {_listed(parts, ' + ')}"
 
@@ -120,10 +112,9 @@ def _images_gib(request: ServeRequest, api_servers: int) -> int:
 
 
 def _weights_gib(plan: ServePlan) -> int:
-    """Return what the files of the model take. vLLM quantizes 16-bit files to 8 bits if it is told to."""
+    """Return what the files of the model take, which may have 16 bits for 8 in memory."""
     memory, ranks = plan.memory, plan.layout.num_gpus
-    method = value_of(read_arguments(plan.vllm_args), "--quantization")
-    stored = 2 if method in ONLINE_METHODS.values() else 1
+    stored = 2 if plan.quantizes_files else 1
     return _gib((memory.weight_bytes + memory.offloaded_bytes) * ranks * stored) + _GIB_BESIDE_WEIGHTS
 
 
@@ -170,5 +161,5 @@ def _gib(size: float) -> int:
     return math.ceil(size / GIB)
 
 
-def _listed(parts: dict[str, int], between: str) -> str:
+def _listed(parts: Mapping[str, int], between: str) -> str:
     return between.join(f"{gib} for {name}" for name, gib in parts.items())

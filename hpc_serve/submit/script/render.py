@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import hpc_serve
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.catalog import parsers_of, tool_parsers
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.rendezvous.names import log_dir_before_job
 from hpc_serve.submit.request.option import option_words
 from hpc_serve.submit.request.request import OPTIONS, ServeRequest
-from hpc_serve.submit.script.memory import memory_gib, memory_sum
+from hpc_serve.submit.script.memory import memory_parts, memory_sum
 from hpc_serve.submit.script.template import Checked, comment, render_template
 from hpc_serve.submit.slurm.slurm import array_options, batch_log_option
-from hpc_serve.vllm.arguments import read_arguments, without
+from hpc_serve.vllm.arguments import read_arguments
 from hpc_serve.vllm.command import check_layout, choose_backend, read_command
 
 if TYPE_CHECKING:
@@ -38,21 +37,17 @@ def render_script(request: ServeRequest, plan: ServePlan) -> str:
     Raises InvalidRequestError if there are no scripts for the accelerator, or a site's template uses a value that is
     not there, and DoesNotFitError if the engine could not start so on the job's nodes.
     """
-    _check_start(request, plan)
-    return render_template(f"{request.cluster}.sh.j2", request.templates_dir, _context(request, plan))
+    text = render_template(f"{request.cluster}.sh.j2", request.templates_dir, _context(request, plan))
+    _check_start(plan, request.backend)
+    return text
 
 
-def _check_start(request: ServeRequest, plan: ServePlan) -> None:
+def _check_start(plan: ServePlan, backend: str) -> None:
     """Check what the head checks of the visible line. Raises DoesNotFitError."""
-    command = read_command(["vllm", "serve", plan.model, *engine_words(request, plan)])
-    nodes = plan.layout.num_nodes
-    check_layout(
-        command,
-        num_nodes=nodes,
-        device="TPU" if plan.accelerator.kind == "tpu" else "GPU",
-        per_node=devices_per_node(plan),
-        backend=choose_backend(request.backend, command, nodes),
-    )
+    command, nodes = read_command(["vllm", "serve", plan.model, *plan.vllm_args]), plan.layout.num_nodes
+    backend = choose_backend(backend, command, nodes)
+    device: Literal["TPU", "GPU"] = "TPU" if plan.accelerator.kind == "tpu" else "GPU"
+    check_layout(command, num_nodes=nodes, device=device, per_node=devices_per_node(plan), backend=backend)
 
 
 def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
@@ -61,12 +56,13 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         raise InvalidRequestError(
             f"hpc-serve plans for {device.product}, but has no script for it: {device.no_script_reason}."
         )
+    # Whole nodes have all their memory, and a person's own --mem wins.
+    memory = {} if request.slurm.mem or _whole_nodes(request, plan) else memory_parts(request, plan)
     return {
         "title": comment(_title(request, plan)),
         "not_run": comment(_not_run(device)),
         "version": Checked(hpc_serve.__version__),
-        "memory_sum": comment(_memory_sum(request, plan)),
-        "directives": [Checked(line) for line in directives(request, plan)],
+        "memory_sum": comment(memory_sum(memory)),
         "environment": request.environment,
         "modules": request.environment.modules,
         "exports": {Checked(name): value for name, value in _exports(request).items()},
@@ -83,23 +79,9 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "model": plan.model,
         "served_model_names": served_model_names(request, plan),
         "rendered_by": comment(shlex.join(render_argv(request))),
-        "engine_options": [option.words for option in read_arguments(engine_words(request, plan))],
+        "directives": [Checked(line) for line in _directives(request, plan, sum(memory.values()))],
+        "engine_options": [option.words for option in read_arguments(plan.vllm_args)],
     }
-
-
-def engine_words(request: ServeRequest, plan: ServePlan) -> tuple[str, ...]:
-    """Return the options after the model: the plan's and the parsers', then the request's, which win.
-
-    Raises InvalidRequestError if tools are asked for and no parser of them is known or given.
-    """
-    parsers, given = parsers_of(plan.model), request.engine_option_names
-    if request.tools and not parsers.vllm_args and "--tool-call-parser" not in given:
-        raise InvalidRequestError(
-            f"--tools: no parser is known for {plan.model}; name one: -- --enable-auto-tool-choice --tool-call-parser "
-            f"NAME, one of vLLM's: {', '.join(sorted(tool_parsers()))}."
-        )
-    ours = (*plan.vllm_args, *(parsers.vllm_args if request.tools else ()))
-    return (*without(ours, given), *request.engine_args)
 
 
 def _replicas(per_job: int) -> dict[str, Any]:
@@ -155,8 +137,10 @@ def served_model_names(request: ServeRequest, plan: ServePlan) -> tuple[str, ...
     return tuple(dict.fromkeys((*plan.served_model_names, request.service)))
 
 
-def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
+def _directives(request: ServeRequest, plan: ServePlan, memory_gib: int) -> list[str]:
     """Return the words of the `#SBATCH` lines, in a fixed order. Their values were checked when the request was made.
+
+    `memory_gib` is what the job takes of each node. 0: all there is.
 
     Raises InvalidRequestError for a share of a CPU node without a number of cores.
     """
@@ -167,7 +151,7 @@ def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
     completed = replace(
         slurm,
         cpus_per_task=slurm.cpus_per_task or (None if whole_nodes else _cpus(plan, gpus)),
-        mem=slurm.mem or ("0" if whole_nodes else f"{memory_gib(request, plan)}G"),
+        mem=slurm.mem or ("0" if whole_nodes else f"{memory_gib}G"),
     )
     return [
         f"--job-name={slurm.job_name or f'hpc-serve-{request.service}'}",
@@ -190,11 +174,6 @@ def _whole_nodes(request: ServeRequest, plan: ServePlan) -> bool:
     if request.slurm.exclusive is not None:
         return request.slurm.exclusive
     return plan.layout.num_nodes > 1 or plan.accelerator.kind != "gpu"
-
-
-def _memory_sum(request: ServeRequest, plan: ServePlan) -> str:
-    """Return where the figure of --mem comes from; empty for a person's own, and for whole nodes."""
-    return "" if request.slurm.mem or _whole_nodes(request, plan) else memory_sum(request, plan)
 
 
 def _cpus(plan: ServePlan, gpus: int) -> int:

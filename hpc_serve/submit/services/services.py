@@ -23,11 +23,11 @@ from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.rendezvous.wanted_file import read_wanted
 from hpc_serve.submit.plans.planned_speed import speed_figures
-from hpc_serve.submit.plans.planning import idle_gpus_note, on_whole_nodes, plan_with_inputs
-from hpc_serve.submit.plans.preflight import check_before_plan, check_parsers, check_weights
+from hpc_serve.submit.plans.planning import plan_request
+from hpc_serve.submit.plans.preflight import check_before_plan, check_files
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.script.memory import small_memory_note
-from hpc_serve.submit.script.render import devices_per_node, engine_words, render_script, replicas_of
+from hpc_serve.submit.script.render import devices_per_node, render_script, replicas_of
 from hpc_serve.submit.services.carry_out import end_submission
 from hpc_serve.submit.services.hand_over import (
     claimed,
@@ -84,19 +84,15 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, as
     """
     check_before_plan(request, environ)
     windows_of(environ)
-    result = plan_with_inputs(request, stand_in=environ.get("HPC_SERVE_MODEL"))
-    plan = result.chosen
-    request = on_whole_nodes(request, plan)
-    words, of_job = engine_words(request, plan), {**environ, **request.env}
-    check_parsers(words, plan.model, of_job)
-    weights_note = check_weights(request, plan, of_job, ask_hub=ask_hub)
+    planned = plan_request(request, stand_in=environ.get("HPC_SERVE_MODEL"))
+    weights_note = check_files(planned, {**environ, **request.env}, ask_hub=ask_hub)
 
-    store, service = ServiceStore(default_home(environ)), request.service
+    request, plan, service = planned.request, planned.plan, request.service
+    store = ServiceStore(default_home(environ))
     request = dataclasses.replace(request, log_dir=request.log_dir or str(store.log_dir(service)))
+    job, replicas = _job_of(request, plan, speed_figures(planned.result.estimates())), replicas_of(request, plan)
     script = render_script(request, plan)
-
-    job, replicas = _job_of(request, plan, words, speed_figures(result.estimates())), replicas_of(request, plan)
-    note = " ".join(filter(None, (idle_gpus_note(request, plan), small_memory_note(request, plan)))) or None
+    note = " ".join(filter(None, (planned.machines_note, small_memory_note(request, plan)))) or None
     made = functools.partial(Submission, plan=plan, weights_note=weights_note, machines_note=note)
 
     store.ensure_service(service)
@@ -151,7 +147,7 @@ def _with_others(store: ServiceStore, done: Submission) -> Submission:
     )
 
 
-def _job_of(request: ServeRequest, plan: ServePlan, words: tuple[str, ...], speed: Mapping[str, float]) -> SubmittedJob:
+def _job_of(request: ServeRequest, plan: ServePlan, speed: Mapping[str, float]) -> SubmittedJob:
     """What is known of a job before it has an id."""
     return SubmittedJob(
         service=request.service,
@@ -165,7 +161,7 @@ def _job_of(request: ServeRequest, plan: ServePlan, words: tuple[str, ...], spee
         replicas_per_job=request.replicas_per_job,
         time_limit_s=(request.slurm.time_limit_s or 0.0) if request.chain > 1 else 0.0,
         predicted={**_figures(plan), **speed},
-        engine_args=words,
+        engine_args=plan.vllm_args,
     )
 
 

@@ -167,11 +167,11 @@ def test_weights_are_looked_for_where_the_job_will_look(tmp_path, monkeypatch):
 
     seen = []
 
-    def check_weights(request, plan, environ, *, ask_hub):
+    def check_files(planned, environ, *, ask_hub):
         seen.append(environ["HF_HOME"])
         raise InvalidRequestError("enough")
 
-    monkeypatch.setattr(services, "check_weights", check_weights)
+    monkeypatch.setattr(services, "check_files", check_files)
     monkeypatch.setattr(services, "check_before_plan", lambda request, environ: None)
     request = ServeRequest(model="8b", service="8b", env={"HF_HOME": "/dev/shm/hf"})
     with pytest.raises(InvalidRequestError, match="enough"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_serve.submit.plans.planned_speed import planned_request, planned_tokens_per_s, speed_figures
-from hpc_serve.submit.plans.planning import plan_with_inputs
+from hpc_serve.submit.plans.planning import plan_request
 from hpc_serve.submit.request.request import ServeRequest
 
 PREDICTED = {f"output_tokens_per_s_at_{count}": 100.0 * count for count in (1, 4, 16)}
@@ -27,7 +27,7 @@ def test_without_a_speed_there_is_none(predicted):
 
 
 def test_the_figures_are_those_of_the_plan():
-    result = plan_with_inputs(ServeRequest(model="8b", service="8b"))
+    result = plan_request(ServeRequest(model="8b", service="8b")).result
     figures = speed_figures(result.estimates())
     assert planned_request(figures) == (1024, 256)
     for estimate in result.estimates():

@@ -11,11 +11,11 @@ import pytest
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.hub.hub_requests import check_access
 from hpc_serve.submit.plans import preflight as weights
-from hpc_serve.submit.plans.planning import plan_service
-from hpc_serve.submit.plans.preflight import check_parsers, check_weights
+from hpc_serve.submit.plans.planning import plan_request, plan_service
+from hpc_serve.submit.plans.preflight import check_files
 from hpc_serve.submit.request.environment import JobSettings
 from hpc_serve.submit.request.request import ServeRequest
-from hpc_serve.submit.script.render import engine_words, render_script
+from hpc_serve.submit.script.render import render_script
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 SHARDS = ("model-1.safetensors", "model-2.safetensors")
@@ -41,7 +41,8 @@ def snapshot(tmp_path):
 
 def said(environ, *, ask_hub: bool = False, **fields) -> str | None:
     request = ServeRequest(**{"model": "8b", "service": "8b", **fields})
-    return check_weights(request, plan_service(ServeRequest(model="8b", service="8b")), environ, ask_hub=ask_hub)
+    planned = plan_request(ServeRequest(model="8b", service="8b"))
+    return check_files(replace(planned, request=request), environ, ask_hub=ask_hub)
 
 
 def test_weights_that_are_all_there_need_no_word(environ, snapshot):
@@ -134,9 +135,10 @@ def test_one_that_may_be_fetched_is_no_error(environ):
 
 def test_a_folder_that_lacks_files_of_its_index_is_refused(environ, snapshot):
     (snapshot / SHARDS[1]).touch()
-    plan = replace(plan_service(ServeRequest(model="8b", service="8b")), model=str(snapshot))
+    planned = plan_request(ServeRequest(model="8b", service="8b"))
+    planned = replace(planned, plan=replace(planned.plan, model=str(snapshot)))
     with pytest.raises(InvalidRequestError, match=r"holds only 1 of its 2 files of weights \(model-1\.safetensors"):
-        check_weights(ServeRequest(model=str(snapshot), service="8b"), plan, environ)
+        check_files(planned, environ)
 
 
 def test_where_nodes_are_offline_the_job_is_told(environ):
@@ -157,8 +159,7 @@ BPE = {"model": {"type": "BPE", "vocab": {"a": 0}}, "added_tokens": [{"id": 1, "
 
 def check_tools(environ, *words, tools=True, **fields):
     request = ServeRequest(model="8b", service="8b", tools=tools, engine_args=words, **fields)
-    plan = plan_service(request)
-    check_parsers(engine_words(request, plan), plan.model, environ)
+    check_files(plan_request(request), environ)
 
 
 class TestTokenizer:
