@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from hpc_serve.client.own_program import run_command
+from hpc_serve.client.own_program import CommandFailedError, run_command
 from hpc_serve.gateway.answers import Refusal
 from hpc_serve.gateway.settings import OnDemand
 from hpc_serve.printable import printable
@@ -196,7 +195,7 @@ class OnDemandModels:
         words = ["wake", service] if is_asleep else ["submit", *self._limits.models[service].words]
         try:
             await asyncio.to_thread(run_command, words, self._store.home)
-        except (OSError, subprocess.SubprocessError) as error:
+        except CommandFailedError as error:
             self._note_failure(service, f"`hpc-serve {words[0]}` failed: {error}")
             return
         times.begun_at_s = now_s
@@ -205,7 +204,7 @@ class OnDemandModels:
     async def _end(self, service: str) -> None:
         try:
             await asyncio.to_thread(run_command, ["stop", service], self._store.home)
-        except (OSError, subprocess.SubprocessError) as error:
+        except CommandFailedError as error:
             _log.warning("%s", printable(f"on demand: {service} did not end: {error}"))
         finally:
             await self._services.look(older_than_s=0.0)

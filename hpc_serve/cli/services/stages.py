@@ -52,7 +52,6 @@ def follow_until_ready(
 
 def _first_use(store: ServiceStore, status: ReplicaStatus) -> str:
     """A sentence on how to ask a service that is ready."""
-    from hpc_serve.cli.use.talk import embeddings_call
     from hpc_serve.vllm.arguments import read_arguments, value_of
 
     submitted = store.read_submitted(status.service)
@@ -60,6 +59,11 @@ def _first_use(store: ServiceStore, status: ReplicaStatus) -> str:
     if value_of(read_arguments(words), "--runner") == "pooling":
         return f"It generates no text. For embeddings: {embeddings_call(status.service)}"
     return f"Try: hpc-serve chat {status.service}"
+
+
+def embeddings_call(service: str) -> str:
+    """The words of Python that ask a service for an embedding."""
+    return f'`client = hpc_serve.connect("{service}")`, `client.embeddings.create(model=client.model, input="…")`'
 
 
 class Stages:

@@ -91,11 +91,6 @@ def chat_command(
     _ask(client, [*messages, {"role": "user", "content": question}], options)
 
 
-def embeddings_call(service: str) -> str:
-    """The words of Python that ask a service for an embedding."""
-    return f'`client = hpc_serve.connect("{service}")`, `client.embeddings.create(model=client.model, input="…")`'
-
-
 def _name_first(word: str) -> str:
     """Advice for a person who may have meant `word` as a question, when no service has that name."""
     from hpc_serve.client import services
@@ -148,6 +143,8 @@ def _ask(client: ServiceClient, messages: list[dict[str, str]], options: dict[st
                 click.echo(printable(text), nl=False)
                 sys.stdout.flush()
     except openai.NotFoundError as error:
+        from hpc_serve.cli.services.stages import embeddings_call
+
         if "does not exist" in error.message:  # the model, not the route
             raise HpcServeError(f"{client.service} answered {error.status_code}: {error.message}") from error
         raise HpcServeError(

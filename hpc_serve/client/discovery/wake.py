@@ -5,7 +5,6 @@ Of several programs, and of several threads here, one wakes the service.
 
 from __future__ import annotations
 
-import subprocess
 import threading
 import time
 
@@ -67,8 +66,6 @@ class Waker:
             run_command(["wake", self._service], self._store.home)
         except CommandFailedError as error:
             raise ServiceAsleepError(f"{self._service} is asleep, and was not woken: {error}") from error
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise ServiceAsleepError(f"{self._service} is asleep, and cannot be woken: {error}") from error
 
 
 def _why_asleep(found: Wanted | None) -> str | None:
