@@ -14,7 +14,6 @@ from markupsafe import Markup
 from hpc_serve.bench.figures import METRICS
 from hpc_serve.bench.report import (
     Result,
-    is_number,
     load_curves,
     load_title,
     no_prediction,
@@ -35,9 +34,10 @@ td,th{border-bottom:1px solid var(--line);white-space:nowrap} .scroll{margin:.8r
 def page(results: Sequence[Result]) -> str:
     """Return the whole page."""
     services = ", ".join(dict.fromkeys(one["service"] for one in results))
+    heading, *rows = sweep_rows(results)
     parts = [
         Markup('<h1>{}</h1><p class="about">{}</p>').format(services, _about(results)),
-        _table(sweep_rows(results)),
+        table(heading, rows),
         *(_curves(results) if len(results) > 1 else ()),
         *(part for number, one in enumerate(results, start=1) for part in _run(number, one)),
     ]
@@ -70,11 +70,6 @@ def _run(number: int, one: Result) -> Iterator[Markup]:
         yield Markup('<p class="about">{}</p>').format(why)
     kinds = {"mean": "mean", "median": "median", "std": "std", "p90": "P90", "p99": "P99"}
     times = ([name.upper(), *(f"{one[f'{kind}_{name}_ms']:,.2f}" for kind in kinds)] for name in METRICS)
-    yield _table([["ms", *kinds.values()], *times])
-    yield _table(replica_rows(one))
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Markup:
-    """Return a table; its first row is the heading."""
-    heading, *body = rows
-    return table(heading, body, are_numbers=[is_number(cell) for cell in (body or rows)[0]])
+    yield table(["ms", *kinds.values()], list(times))
+    heading, *rows = replica_rows(one)
+    yield table(heading, rows)

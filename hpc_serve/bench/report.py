@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hpc_serve.pages.charts import Curve
+from hpc_serve.pages.frame import number_columns
 
 Result = Mapping[str, Any]
 
@@ -117,11 +118,11 @@ def _predicted(result: Result) -> float | None:
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows in columns: words to the left, numbers to the right."""
+    """Rows in columns, the first of them headings: words to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    is_text = [not is_number(cell) for cell in (rows[1] if len(rows) > 1 else rows[0])]
+    right = number_columns(rows[1:])
     for row in rows:
-        cells = [cell.ljust(width) if left else cell.rjust(width) for cell, width, left in zip(row, widths, is_text)]
+        cells = [cell.rjust(width) if number else cell.ljust(width) for cell, width, number in zip(row, widths, right)]
         yield "  ".join(cells).rstrip()
 
 
@@ -137,11 +138,6 @@ def _number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def is_number(cell: str) -> bool:
-    """Return whether a cell of a table goes to the right."""
-    return cell.replace(",", "").replace(".", "").isdigit() or cell == "-"
 
 
 def load_of(result: Result) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 
 from markupsafe import Markup
@@ -17,6 +18,7 @@ COLOURS = 8
 """Series have the classes s0 to s7, whose colour is `currentColor`: darker on paper, lighter on a dark screen."""
 _LIGHT = ("#1b66a8", "#c05a12", "#2b8049", "#8f3f8a", "#b3332f", "#5f5f5f", "#7a6a10", "#1f7f8c")
 _DARK = ("#6bb2f2", "#f2a266", "#76c893", "#d59ad1", "#f28b82", "#b8b8b8", "#d8c65a", "#6fd0de")
+_NUMBER = re.compile(r"-|[-+]?[0-9][0-9.,]*( \S+)?")
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1d1d1f;--soft:#5a5a60;--paper:#fff;--line:#dcdce0;--panel:#f4f4f7;--bad:#b3261e;
 --bad-panel:#fdf1f0;--good:#27753c;--note:#fff3bf}
@@ -71,15 +73,18 @@ def document(
     )
 
 
-def table(
-    headings: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    numbers_from: int = 0,
-    are_numbers: Sequence[bool] | None = None,
-) -> Markup:
-    """Return a table. The columns from the given one on are numbers, or the columns that are named."""
-    right = are_numbers or [place >= numbers_from for place in range(len(headings))]
+def number_columns(rows: Sequence[Sequence[str]]) -> list[bool]:
+    """Return which columns hold numbers alone, perhaps with a unit: these go to the right.
+
+    >>> number_columns([["9-r0-0", "1,024", "22.2 s"], ["10-r0-0", "-", "1 at once"]])
+    [False, True, False]
+    """
+    return [all(_NUMBER.fullmatch(cell) for cell in column if cell) for column in zip(*rows)]
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
+    """Return a table; columns of numbers go to the right."""
+    right = number_columns(rows) or [False] * len(headings)
 
     def line(cells: Sequence[str], tag: str) -> Markup:
         found = [

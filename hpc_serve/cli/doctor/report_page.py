@@ -101,7 +101,7 @@ def _plan(found: ReplicaReport) -> Markup:
         return _facts(rows)
     cells = [(f"{count:,}", f"{speed:,.0f}") for count, speed in speeds]
     what = f"Expected of requests of {request[0]:,} tokens in and {request[1]:,} out:"
-    return _facts(rows) + _note(what) + table(("in flight", "generated tokens/s"), cells, numbers_from=0)
+    return _facts(rows) + _note(what) + table(("in flight", "generated tokens/s"), cells)
 
 
 def _start(status: ReplicaStatus) -> Markup:
@@ -122,7 +122,7 @@ def _start(status: ReplicaStatus) -> Markup:
     caches = f" Caches: {_text(status.record.cache)}." if status.record and status.record.cache else ""
     note = f"{duration(total)} {end}.{caches}"
     bar = stage_bar(list(stages.items()))
-    return bar + _note(note) + table(("stage", "took", "share"), cells, numbers_from=1)
+    return bar + _note(note) + table(("stage", "took", "share"), cells)
 
 
 def _figures(status: ReplicaStatus) -> Markup:
@@ -133,7 +133,7 @@ def _figures(status: ReplicaStatus) -> Markup:
     for name, (predicted, measured) in status.predicted_and_measured.items():
         ratio = f"{round(100 * (measured / predicted - 1), 1) + 0.0:+.1f} %" if predicted else ""
         cells.append((_text(figure_name(name)), figure(name, predicted), figure(name, measured), ratio))
-    return table(("figure", "predicted", "measured", "measured is"), cells, numbers_from=1)
+    return table(("figure", "predicted", "measured", "measured is"), cells)
 
 
 def _over_time(found: ReplicaReport) -> Markup:

@@ -69,7 +69,7 @@ def test_a_page_without_a_script_may_have_none() -> None:
 
 
 def test_text_of_others_is_text() -> None:
-    body = table([EVIL, "b"], [[EVIL, "1"]], numbers_from=1)
+    body = table([EVIL, "b"], [[EVIL, "1"]])
     text = document(EVIL, body, script="1;", data={"name": EVIL, EVIL: [EVIL]})
     parts = Parts(text)
     assert parts.tags.count("script") == 2
