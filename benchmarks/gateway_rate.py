@@ -2,7 +2,8 @@
 
 Two stub engines answer short chats, whole and as streams. A client that does as little as it can (prepared bytes over
 connections that stay open) asks one engine over TLS, a gateway on its Unix socket, and, where `--router` or PATH has
-it, vllm-router over TCP, which cannot be given a run's certificate: its engines are two more, without TLS. Beside the
+it, vllm-router over TCP, which cannot be given a run's certificate: its engines are two more, without TLS. A request on
+each connection goes before a turn, since idle connections to engines are closed while others have theirs. Beside the
 rates stands what a request costs each program in CPU time, which tells more than the rate where programs share cores,
 and where the gateway's own time goes, by package. Ten minutes; needs no engine.
 """
@@ -196,6 +197,7 @@ class Way:
 
 
 def turn(way: Way, client: Client, seconds: float) -> Figures:
+    client.run(0.0)
     before = time.process_time(), cpu_s(way.between), cpu_s(way.engines)
     answered, took_s = client.run(seconds)
     after = time.process_time(), cpu_s(way.between), cpu_s(way.engines)
