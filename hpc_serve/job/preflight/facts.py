@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hpc_serve.rendezvous.fields import SignedInt
-from hpc_serve.vllm.command import Device
 
 _DEFAULT_UTILIZATION = 0.92  # of the pinned version
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """The engine's needs of each of `num_nodes` nodes.
+    """The engine's needs of each of `num_nodes` nodes. `gpus` are 0 for engines on other devices.
 
     `memory_bytes` is the job's memory on a node by the scheduler, None if the scheduler does not say. `offload_bytes`
     is the part of the weights that each rank keeps in the node's memory. `staged_bytes` of the model are copied to each
@@ -27,10 +26,9 @@ class Needs:
     """
 
     num_nodes: int
-    gpus_per_node: int
+    gpus: int
     world_size: int
     backend: str
-    device: Device = "GPU"
     memory_bytes: int | None = None
     dtype: str = "auto"
     gpu_memory_utilization: float = _DEFAULT_UTILIZATION
@@ -41,11 +39,6 @@ class Needs:
     staged_bytes: int = 0
     has_own_gloo_interface: bool = False
     ignores_ray_versions: bool = False
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of each node that the engine needs; 0 for engines on other devices."""
-        return self.gpus_per_node if self.device == "GPU" else 0
 
     def asked_bytes(self, total_bytes: int) -> float:
         """Return how much of a GPU must be free at the engine's start."""

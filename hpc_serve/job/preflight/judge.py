@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Literal
 
-from hpc_serve.job.preflight.checks import gpus, node, weights
-from hpc_serve.job.preflight.checks.between import BETWEEN_CHECKS, Nodes
-from hpc_serve.job.preflight.facts import Needs, NodeFacts, NodeReport
+from hpc_serve.job.preflight.checks import between, gpus, node, weights
+from hpc_serve.job.preflight.checks.between import Nodes
+from hpc_serve.job.preflight.facts import Needs, NodeReport
 from hpc_serve.job.preflight.verdict import Seen, not_checked, worst
 from hpc_serve.rendezvous.preflight import Verdict
 
 _LONGEST = 400
 _NOT_GATHERED = {"weights": "the weights are not looked for with these options", "gpus": "the GPUs were not listed"}
-NodeCheck = Callable[[Any, NodeFacts, Needs], Seen]
-"""It is called with the facts of its group, all facts of the node, and the needs."""
-NODE_CHECKS: tuple[tuple[str, str, NodeCheck], ...] = (
-    ("commands", "software", node.commands),
-    ("gpus", "gpus", gpus.gpus_there),
-    ("gpus-working", "gpus", gpus.gpus_working),
-    ("gpus-free", "gpus", gpus.gpus_free),
-    ("driver", "gpus", gpus.driver),
-    ("capability", "gpus", gpus.capability),
-    ("weights", "weights", weights.weights),
-    ("memory", "memory", node.memory),
-    ("shm", "memory", node.shared_memory),
-    ("disk", "folders", node.folders),
-    ("staging", "folders", node.staged),
-    ("limits", "limits", node.limits),
-    ("paths", "software", node.paths),
+Scope = Literal["node", "nodes", "several nodes"]
+CHECKS: tuple[tuple[str, str, Scope, Callable[..., Seen]], ...] = (
+    ("addresses", "address", "nodes", between.addresses),
+    ("interfaces", "network", "several nodes", between.interfaces),
+    ("reach", "", "several nodes", between.reach),
+    ("links", "network", "several nodes", between.links),
+    ("clocks", "", "several nodes", between.clocks),
+    ("gpus-alike", "gpus", "nodes", between.gpus_alike),
+    ("versions", "software", "several nodes", between.versions),
+    ("commands", "software", "node", node.commands),
+    ("gpus", "gpus", "node", gpus.gpus_there),
+    ("gpus-working", "gpus", "node", gpus.gpus_working),
+    ("gpus-free", "gpus", "node", gpus.gpus_free),
+    ("driver", "gpus", "node", gpus.driver),
+    ("capability", "gpus", "node", gpus.capability),
+    ("weights", "weights", "node", weights.weights),
+    ("memory", "memory", "node", node.memory),
+    ("shm", "memory", "node", node.shared_memory),
+    ("disk", "folders", "node", node.folders),
+    ("staging", "folders", "node", node.staged),
+    ("limits", "limits", "node", node.limits),
+    ("paths", "software", "node", node.paths),
 )
-"""Name, group of facts, and function of each."""
+"""Name, group of facts ("": none), scope and function of each. A function gets the facts of its group on one node.
+
+After them it gets, for "node", all facts of the node and the needs; else the node's report and what all nodes have.
+"""
 
 
 def judge(reports: Sequence[NodeReport], needs: Needs) -> tuple[Verdict, ...]:
@@ -41,27 +50,24 @@ def judge(reports: Sequence[NodeReport], needs: Needs) -> tuple[Verdict, ...]:
 def look(reports: Sequence[NodeReport], needs: Needs) -> Iterator[tuple[str, str, dict[str, Seen]]]:
     """Yield each check: its name, its group of facts, and what it finds on each node."""
     nodes = Nodes(reports, needs)
-    for name, group, needs_several, between in BETWEEN_CHECKS:
-        if needs_several and len(reports) == 1:
+    for name, group, scope, check in CHECKS:
+        if scope == "several nodes" and len(reports) == 1:
             yield name, group, {reports[0].name: not_checked("there is one node")}
         else:
-            yield name, group, {one.name: _of_node(one, group, needs, between, one, nodes) for one in reports}
-    for name, group, check in NODE_CHECKS:
-        yield name, group, {one.name: _of_node(one, group, needs, check, one.facts, needs) for one in reports}
+            yield name, group, {one.name: _of_node(one, group, scope, check, nodes) for one in reports}
 
 
-def _of_node(report: NodeReport, group: str, needs: Needs, check: Callable[..., Seen], *others: object) -> Seen:
-    """Return the finding of a check on one node. `others` are its arguments after the facts of its group."""
-    facts = report.facts
+def _of_node(report: NodeReport, group: str, scope: Scope, check: Callable[..., Seen], nodes: Nodes) -> Seen:
+    facts, needs = report.facts, nodes.needs
     if not group:
-        return check(None, *others)
+        return check(None, report, nodes)
     if facts is None:
         return not_checked("the node sent no facts in time")
     if group == "gpus" and not needs.gpus:
         return not_checked("the engine needs no GPUs")
     if (seen := getattr(facts, group)) is None:
         return not_checked(facts.problems.get(group) or _NOT_GATHERED.get(group, f"no facts of {group}"))
-    return check(seen, *others)
+    return check(seen, facts, needs) if scope == "node" else check(seen, report, nodes)
 
 
 def _verdict(check: str, group: str, reports: Sequence[NodeReport], seen: Mapping[str, Seen]) -> Verdict:

@@ -42,10 +42,9 @@ def needs_of(node: Node) -> Needs:
     options, environ = node.options, node.environ
     return Needs(
         num_nodes=node.allocation.num_nodes,
-        gpus_per_node=options.gpus_per_node,
+        gpus=options.gpus_per_node if options.device == "GPU" else 0,
         world_size=node.command.world_size,
         backend=node.backend,
-        device=options.device,
         memory_bytes=node.allocation.memory_bytes,
         dtype=str(_value(given, "--dtype", "auto")),
         gpu_memory_utilization=float(_value(given, "--gpu-memory-utilization", Needs.gpu_memory_utilization)),

@@ -35,13 +35,7 @@ class PeerListener:
 
     def __init__(self, name: str, address: str, token: str) -> None:
         self._name, self._token = name, token
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            listener.bind((address, 0))
-            listener.listen(_BACKLOG)
-        except OSError:
-            listener.close()
-            raise
+        listener = socket.create_server((address, 0), backlog=_BACKLOG)
         self.peer = Peer(name=name, address=address, port=int(listener.getsockname()[1]))
         self._admission = Admission(listener, token, self._answer)
 

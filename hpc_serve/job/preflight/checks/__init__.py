@@ -1,1 +1,1 @@
-"""The checks, each a pure function over facts: `NODE_CHECKS` look at one node, those in `between` at all nodes."""
+"""The checks, each a pure function over facts: of one node, and in `between` of all nodes. `judge` has their list."""

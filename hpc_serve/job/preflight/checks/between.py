@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hpc_serve.job.preflight.facts import GpusFacts, Needs, NetworkFacts, NodeReport, SoftwareFacts
@@ -157,15 +157,3 @@ def _ray_refuses(package: str, of_head: str | None, own: str | None) -> bool:
     if package == "python":
         return of_head.split(".")[:2] != own.split(".")[:2]
     return package == "ray"
-
-
-BETWEEN_CHECKS: tuple[tuple[str, str, bool, Callable[[Any, NodeReport, Nodes], Seen]], ...] = (
-    ("addresses", "address", False, addresses),
-    ("interfaces", "network", True, interfaces),
-    ("reach", "", True, reach),
-    ("links", "network", True, links),
-    ("clocks", "", True, clocks),
-    ("gpus-alike", "gpus", False, gpus_alike),
-    ("versions", "software", True, versions),
-)
-"""Name, group of facts ("": none), whether it needs several nodes, and function of each."""

@@ -17,6 +17,7 @@ _CHOOSES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 def gather_network(address: str, environ: Mapping[str, str], *, sys_class: Path = _SYS) -> NetworkFacts:
     interface = interface_of(address) or ""
+    folder = sys_class / "net" / interface
     began_at = time.monotonic()
     try:
         answers = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
@@ -25,8 +26,8 @@ def gather_network(address: str, environ: Mapping[str, str], *, sys_class: Path 
         resolved = ()
     return NetworkFacts(
         interface=interface,
-        speed_mbits=_number(sys_class / "net" / interface / "speed") if interface else None,
-        mtu=_number(sys_class / "net" / interface / "mtu") if interface else None,
+        speed_mbits=_number(folder / "speed"),
+        mtu=_number(folder / "mtu"),
         resolved=resolved,
         resolving_s=time.monotonic() - began_at,
         active_ib_ports=_active_ib_ports(sys_class / "infiniband"),

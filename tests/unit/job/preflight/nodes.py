@@ -22,7 +22,7 @@ from hpc_serve.job.preflight.facts import (
 )
 from hpc_serve.sizes import GIB
 
-NEEDS = Needs(num_nodes=2, gpus_per_node=8, world_size=16, backend="ray", memory_bytes=512 * GIB)
+NEEDS = Needs(num_nodes=2, gpus=8, world_size=16, backend="ray", memory_bytes=512 * GIB)
 DEVICE = CudaDevice(name="NVIDIA H100 80GB HBM3", capability="9.0", free_bytes=78 * GIB, total_bytes=79 * GIB)
 CUDA = CudaFacts(cuda_version=12080, devices=(DEVICE,) * 8)
 GPU = GpuFacts(name=DEVICE.name, total_bytes=80 * GIB)

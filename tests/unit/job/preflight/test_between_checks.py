@@ -76,7 +76,7 @@ def test_engines_without_gpus_need_no_interface_of_nccl():
         report("n1"),
         report("n2", network=replace(NETWORK, interfaces=("lo",), chosen={"NCCL_SOCKET_IFNAME": "ib"})),
     ]
-    assert seen_by("interfaces", nodes, replace(NEEDS, gpus_per_node=0))["n2"].level == "ok"
+    assert seen_by("interfaces", nodes, replace(NEEDS, gpus=0))["n2"].level == "ok"
 
 
 UNREACHED = replace(report("n2"), unreached={"n3": "timed out", "n1": "timed out"})

@@ -75,7 +75,7 @@ def test_a_gpu_that_somebody_may_be_leaving_is_looked_at_again():
 
 
 def test_an_engine_on_cpus_has_no_gpus_looked_at():
-    assert gpus.gather_gpus(replace(NEEDS, gpus_per_node=0), {}) is None
+    assert gpus.gather_gpus(replace(NEEDS, gpus=0), {}) is None
 
 
 def test_a_node_without_any_tool_says_so(tmp_path, monkeypatch):

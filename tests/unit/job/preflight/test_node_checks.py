@@ -11,7 +11,7 @@ import pytest
 import hpc_serve.job.preflight.checks
 from hpc_serve.job.preflight.checks import node
 from hpc_serve.job.preflight.facts import CudaFacts, GpusFacts, LimitFacts, NodeReport
-from hpc_serve.job.preflight.judge import NODE_CHECKS, judge
+from hpc_serve.job.preflight.judge import CHECKS, judge
 from hpc_serve.job.preflight.verdict import findings
 from hpc_serve.sizes import GIB, MIB
 from tests.unit.job.preflight.nodes import (
@@ -36,7 +36,10 @@ VOLTA = replace(DEVICE, name="Tesla V100", capability="7.0")
 BLACKWELL = replace(DEVICE, name="NVIDIA B200", capability="10.0")
 CUDA_13 = replace(SOFTWARE, torch_cuda="13.0")
 HUB = replace(WEIGHTS, source="acme/m", is_of_hub=True, folder="", missing="none of its weights")
-ON_CPUS = replace(NEEDS, gpus_per_node=0, num_nodes=1, world_size=1, backend="mp")
+ON_CPUS = replace(NEEDS, gpus=0, num_nodes=1, world_size=1, backend="mp")
+
+
+NODE_CHECKS = [(name, group) for name, group, scope, _ in CHECKS if scope == "node"]
 
 
 def judged(check, facts, needs):
@@ -45,13 +48,13 @@ def judged(check, facts, needs):
     return verdict
 
 
-@pytest.mark.parametrize("check", [check[0] for check in NODE_CHECKS])
+@pytest.mark.parametrize("check", [name for name, _ in NODE_CHECKS])
 def test_a_healthy_node_passes(check):
     seen = judged(check, FACTS, NEEDS)
     assert (seen.level, seen.cure) == ("ok", ""), seen
 
 
-@pytest.mark.parametrize(("name", "group"), [check[:2] for check in NODE_CHECKS])
+@pytest.mark.parametrize(("name", "group"), NODE_CHECKS)
 def test_what_was_not_gathered_is_not_checked(name, group):
     assert judged(name, replace(FACTS, **{group: None}), NEEDS).level == "not checked"
     problem = replace(FACTS, **{group: None}, problems={group: "no answer within 20 s"})
