@@ -22,7 +22,7 @@ from tests.support.stub_engine import chat_context, greedy_answer
 
 LINES = 20_000
 WORDS = 4
-BETWEEN = 1_800  # lines between two kills
+BETWEEN = 900  # lines between two kills: more than half is left for the handovers
 AGAIN_S = 900.0
 END_S = 1500.0
 SETTLED = 300
@@ -37,7 +37,7 @@ _CLIENT = ("-m", "hpc_serve.cli", "batch")
     bounds="2:3",
     each=("--time", "3", "--signal", "B:USR1@30", "--keep-up"),
     slots=32,
-    token_s=0.05,
+    token_s=0.5,
 )
 def batch(service: SlurmService) -> Outcome:
     """20,000 lines of `batch --detach`: client, jobs and nodes are killed in turn, each three times; two handovers."""
