@@ -38,16 +38,12 @@ def render_script(request: ServeRequest, plan: ServePlan) -> str:
     not there, and DoesNotFitError if the engine could not start so on the job's nodes.
     """
     text = render_template(f"{request.cluster}.sh.j2", request.templates_dir, _context(request, plan))
-    _check_start(plan, request.backend)
-    return text
-
-
-def _check_start(plan: ServePlan, backend: str) -> None:
-    """Check what the head checks of the visible line. Raises DoesNotFitError."""
+    # The head checks its visible line in the same way.
     command, nodes = read_command(["vllm", "serve", plan.model, *plan.vllm_args]), plan.layout.num_nodes
-    backend = choose_backend(backend, command, nodes)
+    backend = choose_backend(request.backend, command, nodes)
     device: Literal["TPU", "GPU"] = "TPU" if plan.accelerator.kind == "tpu" else "GPU"
     check_layout(command, num_nodes=nodes, device=device, per_node=devices_per_node(plan), backend=backend)
+    return text
 
 
 def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:

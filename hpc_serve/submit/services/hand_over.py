@@ -28,27 +28,38 @@ from hpc_serve.submit.slurm.slurm import UNKNOWN, after_start_option, array_opti
 from hpc_serve.submit.status.status_reader import old_jobs, scheduled_job
 
 
-def start_locally(
-    store: ServiceStore, job: SubmittedJob, script: str, log_dir: Path
-) -> tuple[str, tuple[SubmittedJob, ...]]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobScript:
+    """What is handed over: the text of a script, and the job that it is, as far as it is known before it has an id.
+
+    The script is kept in `folder`, its log goes to `log_dir`.
+    """
+
+    text: str
+    job: SubmittedJob
+    folder: Path
+    log_dir: Path
+
+    def as_submitted(self, job_id: str, file: Path) -> SubmittedJob:
+        """Return the job with its id and its files."""
+        log_path = str(self.log_dir / f"{job_id}.log")
+        return dataclasses.replace(
+            self.job, job_id=job_id, submitted_at=time.time(), script=str(file), log_path=log_path, end=None
+        )
+
+
+def start_locally(store: ServiceStore, script: JobScript) -> tuple[str, tuple[SubmittedJob, ...]]:
     """Run the script on this machine; returns its id and the job."""
     from hpc_serve.submit.slurm import executor
 
-    pid, file = executor.start_locally(script, _scripts(store, job.service), log_dir)
-    job = _as_submitted(job, f"local-{pid}", file, log_dir)
+    pid, file = executor.start_locally(script.text, script.folder, script.log_dir)
+    job = script.as_submitted(f"local-{pid}", file)
     job = dataclasses.replace(job, pid=pid, pid_start_time=process_start_time(pid), host=socket.gethostname())
     return job.job_id, _written(store, job.job_id, (job,))
 
 
 def submit_to_slurm(
-    store: ServiceStore,
-    job: SubmittedJob,
-    script: str,
-    log_dir: Path,
-    *,
-    count: int,
-    anew: bool = False,
-    options: Sequence[str] = (),
+    store: ServiceStore, script: JobScript, *, count: int, anew: bool = False, options: Sequence[str] = ()
 ) -> tuple[str, tuple[SubmittedJob, ...]]:
     """Hand the script to sbatch, once for `count` jobs; returns sbatch's id, and the jobs.
 
@@ -59,29 +70,22 @@ def submit_to_slurm(
     from hpc_serve.submit.slurm import executor
 
     if anew:
-        options = [*options, *array_options(count), batch_log_option(log_dir, is_array=True)]
-        job = dataclasses.replace(job, time_limit_s=0.0)
-    own_id, file = executor.submit_to_slurm(script, _scripts(store, job.service), options)
+        options = [*options, *array_options(count), batch_log_option(script.log_dir, is_array=True)]
+        script = dataclasses.replace(script, job=dataclasses.replace(script.job, time_limit_s=0.0))
+    own_id, file = executor.submit_to_slurm(script.text, script.folder, options)
     is_array = anew or count > 1
     job_ids = [f"{own_id}_{task}" for task in range(count)] if is_array else [own_id]
+    jobs = tuple(script.as_submitted(job_id, file) for job_id in job_ids)
     if why := executor.why_it_never_starts(own_id):
         scheduler.cancel(own_id)
         file.unlink(missing_ok=True)
-        store.forget(job.service, {own_id, *job_ids})
+        store.forget(script.job.service, {own_id, *job_ids})
         raise SubmissionRefusedError(f"Slurm would never start the job, so it was cancelled: {why}")
-    jobs = tuple(_as_submitted(job, job_id, file, log_dir) for job_id in job_ids)
     return own_id, _written(store, own_id, jobs)
 
 
 def submit_chains(
-    store: ServiceStore,
-    job: SubmittedJob,
-    script: str,
-    log_dir: Path,
-    *,
-    length: int,
-    after_min: int,
-    count: int,
+    store: ServiceStore, script: JobScript, *, length: int, after_min: int, count: int
 ) -> tuple[str, tuple[SubmittedJob, ...]]:
     """Submit `count` chains of `length` jobs ahead; returns the id of the first job, and all jobs, chain after chain.
 
@@ -92,20 +96,13 @@ def submit_chains(
         for _ in range(count):
             before = ""
             for _ in range(length):
-                one = dataclasses.replace(job, predecessor=before)
+                one = dataclasses.replace(script, job=dataclasses.replace(script.job, predecessor=before))
                 options = [after_start_option(before, after_min)] if before else []
-                before, submitted = submit_to_slurm(store, one, script, log_dir, count=1, options=options)
+                before, submitted = submit_to_slurm(store, one, count=1, options=options)
                 undo.callback(end_job, before, submitted[0])
                 jobs += submitted
         undo.pop_all()
     return jobs[0].job_id, tuple(jobs)
-
-
-def _as_submitted(job: SubmittedJob, job_id: str, script: Path, log_dir: Path) -> SubmittedJob:
-    log_path = str(log_dir / f"{job_id}.log")
-    return dataclasses.replace(
-        job, job_id=job_id, submitted_at=time.time(), script=str(script), log_path=log_path, end=None
-    )
 
 
 def _written(store: ServiceStore, job_id: str, jobs: tuple[SubmittedJob, ...]) -> tuple[SubmittedJob, ...]:
@@ -126,10 +123,6 @@ def ended_if_it_fails(job_ids: Iterable[str], job: SubmittedJob) -> Iterator[Non
         undo.pop_all()
 
 
-def _scripts(store: ServiceStore, service: str) -> Path:
-    return make_private_folder(store.service_dir(service) / "scripts")
-
-
 def add_jobs(store: ServiceStore, service: str, count: int, *, predecessor: str = "") -> tuple[SubmittedJob, ...]:
     """Submit `count` more jobs of a service, with the script and the log folder of the last job, or of `predecessor`.
 
@@ -144,15 +137,19 @@ def add_jobs(store: ServiceStore, service: str, count: int, *, predecessor: str 
             f"There is no script of `hpc-serve submit` for {service} to submit again: it was started by hand, "
             "on this machine alone, or its files are gone. Start replicas as you started the first."
         )
-    with claimed(store, service, last.model):
-        script, log_dir = read_private(Path(last.script)), Path(str(last.log_path)).parent
+    with claimed(store, service, last.model) as folder:
+        text, log_dir = read_private(Path(last.script)), Path(str(last.log_path)).parent
         job = dataclasses.replace(last, predecessor=predecessor)
-        return submit_to_slurm(store, job, script, log_dir, count=count, anew=True)[1]
+        script = JobScript(text=text, job=job, folder=folder, log_dir=log_dir)
+        return submit_to_slurm(store, script, count=count, anew=True)[1]
 
 
 @contextlib.contextmanager
-def claimed(store: ServiceStore, service: str, model: str) -> Iterator[None]:
-    """Hold the service's name for this model; if what is done under it fails, the name is free as before."""
+def claimed(store: ServiceStore, service: str, model: str) -> Iterator[Path]:
+    """Hold the service's name for this model; if what is done under it fails, the name is free as before.
+
+    Yields the folder of its scripts.
+    """
     slurm = SchedulerView()
     slurm.note_old_ends(old_jobs(store.read(service)))
     is_over = functools.partial(_is_over, store=store, slurm=slurm)
@@ -161,7 +158,7 @@ def claimed(store: ServiceStore, service: str, model: str) -> Iterator[None]:
         claim(store, service, model, is_over=is_over)
         undo.callback(release, store, service, model)
         store.ensure_api_key(service)
-        yield
+        yield make_private_folder(store.service_dir(service) / "scripts")
         undo.pop_all()
 
 

@@ -30,6 +30,7 @@ from hpc_serve.submit.script.memory import small_memory_note
 from hpc_serve.submit.script.render import devices_per_node, render_script, replicas_of
 from hpc_serve.submit.services.carry_out import end_submission
 from hpc_serve.submit.services.hand_over import (
+    JobScript,
     claimed,
     ended_if_it_fails,
     start_locally,
@@ -87,19 +88,21 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, as
     planned = plan_request(request, stand_in=environ.get("HPC_SERVE_MODEL"))
     weights_note = check_files(planned, {**environ, **request.env}, ask_hub=ask_hub)
 
-    request, plan, service = planned.request, planned.plan, request.service
-    store = ServiceStore(default_home(environ))
-    request = dataclasses.replace(request, log_dir=request.log_dir or str(store.log_dir(service)))
-    job, replicas = _job_of(request, plan, speed_figures(planned.result.estimates())), replicas_of(request, plan)
-    script = render_script(request, plan)
+    store, service = ServiceStore(default_home(environ)), request.service
+    plan = planned.plan
+    request = dataclasses.replace(planned.request, log_dir=request.log_dir or str(store.log_dir(service)))
+    job = _job_of(request, plan, speed_figures(planned.result.estimates()))
+    replicas = replicas_of(request, plan)
     note = " ".join(filter(None, (planned.machines_note, small_memory_note(request, plan)))) or None
+    text = render_script(request, plan)
     made = functools.partial(Submission, plan=plan, weights_note=weights_note, machines_note=note)
 
     store.ensure_service(service)
     log_dir = make_log_dir(Path(log_dir_before_job(str(request.log_dir))), called="--log-dir")
-    with claimed(store, service, plan.model), contextlib.ExitStack() as undo:
+    with claimed(store, service, plan.model) as folder, contextlib.ExitStack() as undo:
+        script = JobScript(text=text, job=job, folder=folder, log_dir=log_dir)
         if request.cluster == "local":
-            job_id, jobs = start_locally(store, job, script, log_dir)
+            job_id, jobs = start_locally(store, script)
             done = made(job_id=job_id, jobs=jobs)
         else:
             before = read_wanted(store, service)
@@ -109,9 +112,9 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, as
                 count = -(-wanted.submitting // request.replicas_per_job)
                 if request.chain > 1:
                     chain = {"length": request.chain, "after_min": request.next_begins_after_min}
-                    job_id, jobs = submit_chains(store, job, script, log_dir, **chain, count=count)
+                    job_id, jobs = submit_chains(store, script, **chain, count=count)
                 else:
-                    job_id, jobs = submit_to_slurm(store, job, script, log_dir, count=count)
+                    job_id, jobs = submit_to_slurm(store, script, count=count)
                 with ended_if_it_fails([one.job_id for one in jobs], jobs[0]):
                     wanted = end_submission(store, service, wanted, jobs) or wanted
                 done = made(job_id=job_id, jobs=jobs, wanted=wanted)
