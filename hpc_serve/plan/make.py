@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.choice.candidates import LayoutContexts, PlanInputs, contexts_by_layout, contexts_of, minimum_gpus
-from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan, plan
+from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan, choose
 from hpc_serve.plan.engine import LONGEST_THAT_FITS, Arrivals, EngineConfig, Workload
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU, ClusterSpec
@@ -146,16 +146,16 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
         tokens = traffic.input_tokens + traffic.output_tokens
         inputs = replace(inputs, workload=replace(inputs.workload, request_tokens=tokens))
     is_auto, reasons = asked.workload.max_model_len == LONGEST_THAT_FITS, _context_reasons(inputs, contexts)
-    cluster, engine, workload = inputs.cluster, inputs.engine, inputs.workload
+    planned = inputs
     try:
         if asked.target is not None:
             if asked.engines_per_node == 1:
                 inputs = replace(inputs, cluster=replace(inputs.cluster, is_whole=False))
-            cluster, engine, workload, speed = _for_target(inputs, traffic, asked.target)
+            planned, speed = _for_target(inputs, traffic, asked.target)
             reasons += speed
-            traffic = replace(traffic, concurrency=workload.concurrency)
-            inputs = replace(inputs, engine=engine)
-        chosen = plan(found.model, cluster, engine, workload, served_model_names=found.served_model_names)
+            traffic = replace(traffic, concurrency=planned.workload.concurrency)
+            inputs = replace(inputs, engine=planned.engine)
+        chosen = choose(planned, served_model_names=found.served_model_names)
     except NoLayoutError as error:
         return PlanResult(inputs=inputs, plan=None, error=error, note=found.note, traffic=traffic)
     if is_auto:
@@ -251,10 +251,8 @@ def _traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
     )
 
 
-def _for_target(
-    inputs: PlanInputs, traffic: Traffic, asked: str
-) -> tuple[ClusterSpec, EngineConfig, Workload, list[str]]:
-    """Return the machines, sizes and replicas that meet the target, and why.
+def _for_target(inputs: PlanInputs, traffic: Traffic, asked: str) -> tuple[PlanInputs, list[str]]:
+    """Return the inputs with the machines, sizes and replicas that meet the target, and why.
 
     Raises NoLayoutError where none does, InvalidRequestError where a number of replicas was asked for as well.
     """
@@ -285,4 +283,4 @@ def _for_target(
     nodes = max(1, layout.num_gpus * option.replicas // cluster.node_size_of(layout.num_nodes))
     concurrency = -(-workload.concurrency // option.replicas)
     workload = replace(workload, replicas=option.replicas, concurrency=concurrency)
-    return cluster.with_nodes(nodes), engine, workload, reasons
+    return replace(inputs, cluster=cluster.with_nodes(nodes), engine=engine, workload=workload), reasons

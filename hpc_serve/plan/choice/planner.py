@@ -95,19 +95,24 @@ def plan(
     NoLayoutError if no layout holds a single request of the longest context, and InvalidRequestError for a context
     longer than the model's.
     """
-    engine, workload = engine or EngineConfig(), workload or Workload()
-    asked = PlanInputs(
+    workload = workload or Workload()
+    inputs = PlanInputs(
         model=model,
         cluster=cluster,
-        engine=engine,
+        engine=engine or EngineConfig(),
         workload=workload,
         max_model_len=workload.max_model_len or model.max_model_len,
     )
+    return choose(inputs, served_model_names=served_model_names)
+
+
+def choose(asked: PlanInputs, *, served_model_names: tuple[str, ...] = ()) -> ServePlan:
+    """Return the plan for these inputs, as `plan` does."""
     inputs = asked.for_one_replica()
     tried: list[Candidate] = []
     try:
-        _check_dtype(model, cluster)
-        for layout in layouts(inputs.cluster, engine):
+        _check_dtype(asked.model, asked.cluster)
+        for layout in layouts(inputs.cluster, inputs.engine):
             candidate = inputs.evaluate(layout)
             if candidate.verdict == "fits":
                 return _plan(inputs, replace(candidate, verdict="chosen"), tried, served_model_names)

@@ -7,7 +7,7 @@ plan`, `render` and `submit` all ask for it here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
@@ -44,8 +44,8 @@ class Planned:
     request: ServeRequest
     plan: ServePlan
     result: PlanResult
-    needed_tokens: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
-    machines_note: str | None = None
+    needed_tokens: Mapping[str, tuple[str, tuple[str, ...]]]
+    machines_note: str | None
 
 
 def plan_service(request: ServeRequest, *, stand_in: str | None = None) -> ServePlan:
