@@ -15,8 +15,8 @@ from markupsafe import Markup
 import hpc_serve
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.pages.frame import document
-from hpc_serve.plan.report.classes import class_texts
 from hpc_serve.plan.report.speed import accuracy_text, formula_text
+from hpc_serve.plan.speed.classes import class_texts
 from hpc_serve.plan.speed.decode import critical_batch
 from hpc_serve.plan.speed.traffic import Traffic
 from hpc_serve.plots.curves import Drawn, batches, drawn_of

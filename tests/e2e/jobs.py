@@ -22,6 +22,7 @@ from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.submit.request.request import Backend, ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.script.render import render_script
+from hpc_serve.vllm.arguments import names_in, without
 from tests.cluster import SlurmCluster, wait_for
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -183,7 +184,7 @@ def layout_script(
             num_nodes=num_nodes,
             gpus_per_node=-(-ranks // num_nodes),
         ),
-        vllm_args=tuple(sizes),
+        vllm_args=(*without(sizes, names_in(engine_args)), *engine_args),
         served_model_names=found.served_model_names,
     )
     request = ServeRequest(

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from hpc_serve.cli.console import plain_table
 from hpc_serve.plan.make import PlanResult
-from hpc_serve.plan.report.classes import class_texts
 from hpc_serve.plan.report.speed import (
     accuracy_text,
     arrivals_text,
@@ -21,6 +20,7 @@ from hpc_serve.plan.report.speed import (
     start_text,
     waiting_text,
 )
+from hpc_serve.plan.speed.classes import class_texts
 from hpc_serve.plan.speed.estimate import SpeedEstimate
 
 _UNKNOWN = "Speed: no source confirms this accelerator's FLOP/s and bandwidth."

@@ -20,9 +20,9 @@ from hpc_serve.plan.choice.replicas import TYPICAL_REQUEST_TOKENS, compare_shari
 from hpc_serve.plan.make import PlanResult
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.report.as_json import contexts_json, no_plan_json, plan_json
-from hpc_serve.plan.report.classes import measured_classes
 from hpc_serve.plan.report.explain import explain
 from hpc_serve.plan.report.speed import speed_json
+from hpc_serve.plan.speed.classes import measured_classes
 from hpc_serve.sizes import GIB
 
 _BAR_WIDTH = 60

@@ -1,13 +1,15 @@
 """Names the classes of published runs that a plan belongs to: by accelerator and weights, and by uncounted effects.
 
-The classes do not change the estimate. Each class tells how far its runs were from the printed figures;
+The classes do not change the estimate. Each class tells how far its runs were from the speed that is printed for them;
 benchmarks/accuracy/speed_accuracy.py measures it (plan/catalog/speed_accuracy.json).
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
+from hpc_serve.plan.catalog import speed_accuracy
 from hpc_serve.plan.memory.cuda_graphs import graph_mode
 from hpc_serve.plan.model.spec import ModelSpec, distinct_layers
 from hpc_serve.plan.model.weights import Linear
@@ -66,3 +68,27 @@ def wide_classes(roofline: Roofline) -> tuple[str, ...]:
 
 def _is_eager(roofline: Roofline) -> bool:
     return graph_mode(roofline.engine) == "NONE" and roofline.accelerator.kind == "gpu"
+
+
+def measured_classes(roofline: Roofline) -> dict[str, dict[str, Any]]:
+    """Return the figures of a plan's classes by name: of its accelerator the narrowest with runs, and all wide ones."""
+    found = speed_accuracy()["classes"]
+    own = [name for name in own_classes(roofline) if name in found][:1]
+    wide = [name for name in wide_classes(roofline) if name in found]
+    return {name: found[name] for name in (*own, *wide)}
+
+
+def class_texts(roofline: Roofline) -> list[str]:
+    """Return a sentence for each class, without its full stop: "Published runs of all models on v6e had 0.4 to 1.3
+    times"."""
+    return [f"Published runs of {name} had {_spread(figures)}" for name, figures in measured_classes(roofline).items()]
+
+
+def _spread(figures: dict[str, Any]) -> str:
+    low, high = figures["measured_by_printed"]
+    first, third = figures["measured_by_printed_quartiles"]
+    sources = f"{figures['sources']} source{'s' * (figures['sources'] > 1)}"
+    return (
+        f"{low:g} to {high:g} times these tokens/s ({figures['rows']} rows of {sources}; the middle half {first:g} to "
+        f"{third:g})"
+    )

@@ -55,7 +55,10 @@ def check_files(planned: Planned, environ: Mapping[str, str], *, ask_hub: bool =
     if not stand_in and model.startswith("/"):
         _check_folder(Path(model), f"the model's folder {model}", planned.request.load_format)
     elif not stand_in:
-        note = _check_hub(planned.request, planned.plan, environ, ask_hub=ask_hub)
+        try:
+            note = _check_hub(planned.request, planned.plan, environ, ask_hub=ask_hub)
+        except OSError as error:
+            note = f"{model}: its weights cannot be looked for: {error}"
     if not planned.needed_tokens:
         return note
     named = stand_in or (model if model.startswith("/") else None)
@@ -73,17 +76,14 @@ def check_files(planned: Planned, environ: Mapping[str, str], *, ask_hub: bool =
 def _check_hub(request: ServeRequest, plan: ServePlan, environ: Mapping[str, str], *, ask_hub: bool) -> str | None:
     """Return a note on the weights of a hub's model that are not in the cache; None if there is nothing to say.
 
-    Raises InvalidRequestError if the job could not fetch them.
+    Raises InvalidRequestError if the job could not fetch them, and OSError.
     """
     if not is_repository(plan.model) or request.load_format not in _FROM_FILES:
         return None
     if _ELSEWHERE & request.engine_option_names:
         return None
     settings = read_hub_settings(environ)
-    try:
-        missing = missing_weights(cached_folder(plan.model, environ))
-    except OSError as error:
-        return f"{plan.model}: its weights cannot be looked for: {error}"
+    missing = missing_weights(cached_folder(plan.model, environ))
     if missing is None:
         return None
     seen = f"{plan.model}: {settings.cache} holds {missing.words}"

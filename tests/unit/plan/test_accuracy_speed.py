@@ -25,7 +25,7 @@ from benchmarks.accuracy.speed_scores import (
     table,
 )
 from hpc_serve.plan.catalog import SPEED_ACCURACY
-from hpc_serve.plan.report.classes import class_texts, measured_classes
+from hpc_serve.plan.speed.classes import class_texts, measured_classes
 from hpc_serve.plan.speed.estimate import speed_column
 from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Factors
 
