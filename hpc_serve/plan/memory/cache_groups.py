@@ -101,21 +101,22 @@ class CacheLayout:
         )
 
 
-def grouped(pages: Sequence[LayerPage | None]) -> tuple[CacheGroup, ...]:
-    """Return the groups of a model's layers, which all take blocks of equally many bytes a layer.
+def grouped(pages: Sequence[tuple[int, LayerPage]]) -> tuple[CacheGroup, ...]:
+    """Return the groups of a model's layers, each with its number, which all take blocks of equally many bytes a layer.
+
+    A layer with attention and a state has two pages.
 
     Layers that need equally many tokens at all times are one group, whatever their pages. Otherwise pages are made
     equal, and a group has layers of one kind and size, about as many as each other group. Raises DoesNotFitError where
     vLLM cannot make pages equal.
     """
-    found = {index: page for index, page in enumerate(pages) if page is not None}
-    if len({page.type for page in found.values()}) == 1:
-        return (_group(found),)
-    largest = max((page.page_bytes for page in found.values()), default=0)
-    if any(page.cache.kind == "mla" and largest % page.page_bytes for page in found.values()):
-        return (_group(_all_kept(found)),)
+    if len({page.type for _, page in pages}) == 1:
+        return (_group(dict(pages)),)
+    largest = max((page.page_bytes for _, page in pages), default=0)
+    if any(page.cache.kind == "mla" and largest % page.page_bytes for _, page in pages):
+        return (_group(_all_kept(dict(pages))),)
     buckets: dict[LayerPage, list[int]] = {}
-    for index, page in found.items():
+    for index, page in pages:
         buckets.setdefault(page.raised_to(largest), []).append(index)
     counts = [len(layers) for layers in buckets.values()] or [1]
     group_size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)

@@ -78,7 +78,7 @@ def cache_layout(model: ModelSpec, engine: EngineConfig, ranks: int, *, kind: Ac
         return _compressed_layout(caches, per_token, engine.kv_cache_dtype)
     block_size = engine.block_size or default_block_size(engine, kind, is_mla=model.is_mla)
     state_dtype_bytes = 4 if kind == "cpu" else model.dtype_bytes
-    states = {cache: cache.state_bytes(ranks, state_dtype_bytes) for cache in known if cache.kind == "state"}
+    states = {cache: cache.state_bytes(ranks, state_dtype_bytes) for cache in known if cache.state}
     own = max(per_token[: len(per_token) - model.draft_layers], default=0)
     if states:
         if not own:
@@ -88,12 +88,17 @@ def cache_layout(model: ModelSpec, engine: EngineConfig, ranks: int, *, kind: Ac
         unit = max(block_size, _LATENT_HYBRID_TOKENS) if model.is_mla else block_size
         block_size = unit * -(-max(states.values()) // (unit * own))
     pages = {
-        cache: LayerPage(
-            cache=_on_rank(cache, model, engine, ranks), block_size=block_size, page_bytes=block_size * (size or own)
-        )
+        cache: [
+            LayerPage(
+                cache=_on_rank(part, model, engine, ranks),
+                block_size=block_size,
+                page_bytes=block_size * (own if part.kind == "state" else size),
+            )
+            for part in cache.parts
+        ]
         for cache, size in known.items()
     }
-    groups = grouped([None if cache is None else pages[cache] for cache in caches])
+    groups = grouped([(index, page) for index, cache in enumerate(caches) if cache for page in pages[cache]])
     return CacheLayout(
         groups=groups,
         block_size=min((group.block_size for group in groups), default=block_size),
@@ -149,9 +154,8 @@ def full_context_bytes(model: ModelSpec, engine: EngineConfig, tokens: int) -> i
         cache = layer.cache
         if cache is None:
             continue
-        if cache.kind == "state":
-            total += cache.state_bytes(1, model.dtype_bytes)
-        elif cache.kind == "compressed":
+        total += cache.state_bytes(1, model.dtype_bytes)
+        if cache.kind == "compressed":
             for tensor in cache.tensors:
                 held = min(tokens, tensor.window) if tensor.window else tokens
                 total += held // tensor.tokens_per_entry * tensor.entry_bytes

@@ -16,8 +16,8 @@ from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
 from hpc_serve.plan.model.weights import Block, Linear, Part, Vector, Weight
 
 _STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_READS_VIDEO = ("Qwen",)
-"""Architectures whose tower reads videos too begin so."""
+_READS_MORE = {"Qwen": ("video",), "Gemma3n": ("audio",)}
+"""What towers read beside images, by the beginning of the architecture's name."""
 _PREDICTS_ONE = ("Qwen3Next", "Qwen3_5", "Step3p")
 """Architectures with one prediction layer where the config has no number: vLLM's models/*_mtp.py, speculative.py."""
 _ADAPTS_VOCABULARY = (
@@ -39,7 +39,7 @@ def loaded_model(model: ModelSpec, engine: EngineConfig, draft: ModelSpec | None
             f"{engine.data_parallel_size}, and ask for --replicas, which start, stop and fail one by one."
         )
     if model.images and is_text_only(model, engine):
-        model = replace(model, everywhere=Block(), images=None)
+        model = replace(model, tower=Block(), images=None)
     elif model.images and is_left_out("video", engine):
         model = replace(model, images=replace(model.images, frame_pairs=0, kept_tokens_0_11=0))
     if engine.is_pooling:
@@ -60,8 +60,8 @@ def is_text_only(model: ModelSpec, engine: EngineConfig) -> bool:
 
     It does so where the limit of each kind of input that the tower reads is 0, as with --language-model-only.
     """
-    kinds = ("image", "video") if model.architecture.startswith(_READS_VIDEO) else ("image",)
-    return engine.language_model_only or all(is_left_out(kind, engine) for kind in kinds)
+    more = next((kinds for names, kinds in _READS_MORE.items() if model.architecture.startswith(names)), ())
+    return engine.language_model_only or all(is_left_out(kind, engine) for kind in ("image", *more))
 
 
 def is_left_out(kind: str, engine: EngineConfig) -> bool:

@@ -61,6 +61,10 @@ def check_layout(model: ModelSpec, tensor_parallel_size: int, pipeline_parallel_
             f"vLLM refuses it: Total number of attention heads ({heads}) must be divisible by tensor parallel size "
             f"({tensor_parallel_size}); {possible} are possible"
         )
+    if pipeline_parallel_size > 1 and model.is_one_stage:
+        raise DoesNotFitError(
+            f"vLLM refuses it: Pipeline parallelism is not supported for this model ({model.architecture})"
+        )
     if pipeline_parallel_size > layers:
         raise DoesNotFitError(f"{pipeline_parallel_size} stages cannot share {layers} layers")
 
@@ -73,7 +77,7 @@ def check_decode_context(model: ModelSpec, engine: EngineConfig, tensor_parallel
     ranks = engine.decode_context_parallel_size or 1
     if ranks == 1:
         return
-    if any(layer.cache and layer.cache.kind not in ("full", "mla") for layer in model.layers):
+    if any(layer.cache and (layer.cache.kind not in ("full", "mla") or layer.cache.state) for layer in model.layers):
         raise DoesNotFitError(
             "vLLM refuses it: --decode-context-parallel-size divides the cache of full attention alone, and "
             f"{model.name} has layers with windows, states or a compressed cache"

@@ -7,6 +7,7 @@ that is not listed is an error that names it, never a guess.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -114,7 +115,7 @@ def model_from_config(
     if tied is None:
         tied = about.get("is_tied", False)
     rows, width = builder.vocab_size, builder.hidden_size
-    tower, images = Block(), None
+    tower, images, beside = Block(), None, Block()
     if "tower" in about and config.get("vision_config"):
         from hpc_serve.plan.model.vision import vision_tower  # for models with images alone
 
@@ -122,7 +123,7 @@ def model_from_config(
             config["vision_config"].setdefault(key, config.get(key, default))
         tower, images = vision_tower(about["tower"], config["vision_config"], builder.hidden_size)
     if "beside" in about:
-        tower = Block(weights=(*tower.weights, *function_named(about["beside"])(builder).weights))
+        beside = function_named(about["beside"])(builder)
     final = builder.norms(*about.get("final_norms", ("norm",)))
     layers = _layers(builder, function_named(about["layer"]))
     experts, expert_size = _experts(layers)
@@ -141,7 +142,9 @@ def model_from_config(
         layers=layers,
         final=block(final),
         head=None if tied else Vocabulary(name="lm_head", rows=rows, width=width, scheme=scheme.head),
-        everywhere=tower,
+        tower=tower,
+        beside=beside,
+        is_one_stage=about.get("is_one_stage", False),
         on_every_stage=frozenset(about.get("on_every_stage", ())),
         has_whole_shared_experts=about.get("has_whole_shared_experts", False),
         intermediate_size=builder.intermediate_size,
@@ -184,9 +187,10 @@ def _known_architecture(config: Mapping[str, Any], name: str, *, is_draft: bool)
             "model of its kind, as Llama 4 or Qwen3-VL for images."
         )
     if architecture not in known:
+        close = difflib.get_close_matches(architecture[:80], known, n=5, cutoff=0)
         raise InvalidRequestError(
-            f"{name} has the architecture {architecture[:80]}, and this planner does not know it. "
-            f"It knows {', '.join(sorted(known))}."
+            f"{name} has the architecture {architecture[:80]}, and this planner does not know it. Of the {len(known)} "
+            f"that it knows, the closest by name are {', '.join(close)}."
         )
     return architecture
 

@@ -71,7 +71,8 @@ class CheckedConfig(dict[str, Any]):
         self.pop(name, None)
 
     def _checked(self, name: str, value: Any) -> Any:
-        kind = "object" if self.path.endswith(_OBJECTS_OF_OBJECTS) else _kinds().get(name)
+        of_path = "object" if self.path.endswith(_OBJECTS_OF_OBJECTS) else _kinds().get(self.path + name)
+        kind = of_path or _kinds().get(name)
         if kind is None:
             return value
         is_right, wanted = _RULES[kind]
@@ -131,6 +132,7 @@ _RULES: dict[str, tuple[_Predicate, str]] = {
     "layers": (_whole(1, _MOST_LAYERS), f"a whole number from 1 to {_MOST_LAYERS:,}"),
     "at_least_one": (_whole(1), "a whole number of at least 1"),
     "at_least_zero": (_whole(0), "a whole number, not negative"),
+    "sizes": (_any(_whole(0), _list_of(_whole(0))), "a whole number, not negative, or a list of such"),
     "group_size": (_whole(-1), "a whole number, or -1"),
     "number": (_is_number, "a number above 0"),
     "list": (_of(list, tuple), "a list"),

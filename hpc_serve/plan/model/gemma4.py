@@ -27,24 +27,28 @@ def gemma4(builder: LayerBuilder, index: int) -> DecoderLayer:
     attention, copied = _gemma4_attention(builder, f"{prefix}.self_attn", sizes, is_shared=is_shared, bias=bias)
     has_one = attends_to_all and equal and not is_shared
     wide = is_shared and bool(builder.get("use_double_wide_mlp", False))
-    per_layer = builder.get("hidden_size_per_layer_input", 0)
-    own: list[Weight] = []
-    if per_layer:
-        own = [
-            builder.linear(f"{prefix}.per_layer_input_gate", builder.hidden_size, [per_layer]),
-            builder.linear(f"{prefix}.per_layer_projection", per_layer, [builder.hidden_size]),
-            *builder.norms("post_per_layer_input_norm"),
-        ]
     weights = block(
         [*attention, *([] if has_one else copied)],
         builder.mlp(f"{prefix}.mlp", builder.intermediate_size * (2 if wide else 1)),
         _gemma4_experts(builder, prefix),
-        own,
+        per_layer_input(builder, prefix),
         builder.norms(*_TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     )
     window = 0 if attends_to_all else builder.require("sliding_window")
     cache = None if is_shared else builder.cache(window, "sliding" if window else "full", sizes)
     return DecoderLayer(block=weights, cache=cache, derived=block(copied if has_one else []))
+
+
+def per_layer_input(builder: LayerBuilder, prefix: str) -> list[Weight]:
+    """Return what a layer adds its own embedding with, if the model has such embeddings."""
+    width = builder.get("hidden_size_per_layer_input", 0)
+    if not width:
+        return []
+    return [
+        builder.linear(f"{prefix}.per_layer_input_gate", builder.hidden_size, [width]),
+        builder.linear(f"{prefix}.per_layer_projection", width, [builder.hidden_size]),
+        *builder.norms("post_per_layer_input_norm"),
+    ]
 
 
 def gemma4_beside(builder: LayerBuilder) -> Block:

@@ -74,7 +74,8 @@ def nemotron_h(builder: LayerBuilder, index: int) -> DecoderLayer:
     kind = builder.require("hybrid_override_pattern")[index]
     cache = None
     if kind == "M":
-        mixer, cache = mamba2(builder, prefix)
+        # 32 bit where the config does not say: NemotronHForCausalLMConfig in vLLM's models/config.py
+        mixer, cache = mamba2(builder, prefix, state_bytes=4)
     elif kind == "*":
         mixer, cache = builder.attention(prefix), builder.cache()
     elif kind == "-":
@@ -143,14 +144,21 @@ def _lfm2_mixer(builder: LayerBuilder, index: int) -> tuple[list[Weight], LayerC
     return weights, LayerCache(kind="state", state=((width * (kernel - 1), 0),))
 
 
-def mamba2(builder: LayerBuilder, prefix: str) -> tuple[list[Weight], LayerCache]:
-    """Return the weights of a Mamba 2 mixer, and its state."""
+def mamba2(
+    builder: LayerBuilder, prefix: str, *, has_norm: bool = True, state_bytes: int = 0
+) -> tuple[list[Weight], LayerCache]:
+    """Return the weights of a Mamba 2 mixer, and its state.
+
+    Where the config says nothing, `has_norm` and `state_bytes` (of an element; 0: the model's type) count.
+    """
     heads, head_dim = builder.require("mamba_num_heads"), builder.require("mamba_head_dim")
     groups, state_size = builder.require("n_groups"), builder.require("ssm_state_size")
     kernel = builder.get("conv_kernel", 4)
-    inner, group = Part(heads, head_dim), Part(groups, state_size, replicate=True)
+    # vLLM copies one group to all ranks, and refuses to divide several that ranks do not divide
+    inner, group = Part(heads, head_dim), Part(groups, state_size, replicate=groups == 1)
     bias = bool(builder.get("use_bias", False))
     conv_bias = 1 if builder.get("use_conv_bias", True) else 0
+    norm = [builder.vector(f"{prefix}.norm", inner.size, split=True)]
     weights: list[Weight] = [
         builder.linear(
             f"{prefix}.in_proj", builder.hidden_size, [inner, inner, group, group, heads], "column", bias=bias
@@ -160,11 +168,10 @@ def mamba2(builder: LayerBuilder, prefix: str) -> tuple[list[Weight], LayerCache
         builder.vector(f"{prefix}.A_log", heads, split=True, element_bytes=4),
         builder.vector(f"{prefix}.D", heads, split=True),
         builder.vector(f"{prefix}.dt_bias", heads, split=True),
-        *([builder.vector(f"{prefix}.norm", inner.size, split=True)] if builder.get("mamba_rms_norm", True) else []),
+        *(norm if builder.get("mamba_rms_norm", has_norm) else []),
         builder.linear(f"{prefix}.out_proj", inner, [builder.hidden_size], "row", bias=bias),
     ]
-    # vLLM 0.32 keeps this state in 32 bit where the config does not say: NemotronHForCausalLMConfig in models/config.py
-    state = ((inner.size * (kernel - 1), 0), (heads * head_dim * state_size, _state_bytes(builder) or 4))
+    state = ((inner.size * (kernel - 1), 0), (heads * head_dim * state_size, _state_bytes(builder) or state_bytes))
     by_group = Part(groups, 2 * state_size * (kernel - 1), replicate=True)
     return weights, LayerCache(kind="state", state=state, state_groups=by_group)
 

@@ -45,6 +45,8 @@ class LayerBuilder:
         self.kv_heads: int = self.either("num_key_value_heads", "num_kv_heads", self.heads)
         self.head_dim: int = self.either("head_dim", "attention_head_dim", self.hidden_size // self.heads)
         self.intermediate_size: int = self.either("intermediate_size", "ffn_hidden_size", 0)
+        if not isinstance(self.intermediate_size, int):
+            raise InvalidRequestError("The config's intermediate_size is a list: this family has one for all layers.")
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the field, or `default` where it is missing or null."""

@@ -1,7 +1,10 @@
-"""Hybrids of attention and Mamba: Granite 4 with Mamba 2, and Jamba with the first Mamba."""
+"""Hybrids of attention and Mamba: Granite 4 and Falcon-H1 with Mamba 2, and Jamba with the first Mamba."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.hybrid import mamba2
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.moe import experts_or_dense
@@ -16,7 +19,7 @@ def granite_hybrid(builder: LayerBuilder, index: int) -> DecoderLayer:
         bias = bool(builder.get("attention_bias", False))
         mixer, cache = builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias), builder.cache()
     else:
-        mixer, cache = mamba2(builder, f"{prefix}.mamba")
+        mixer, cache = mamba2(builder, f"{prefix}.mamba", state_bytes=4)
     shared = builder.get("shared_intermediate_size", 0)
     half = builder.mlp(f"{prefix}.shared_mlp", shared) if shared else []
     if builder.get("num_local_experts", 0):
@@ -25,6 +28,24 @@ def granite_hybrid(builder: LayerBuilder, index: int) -> DecoderLayer:
     return DecoderLayer(
         block=block(mixer, half, builder.norms("input_layernorm", "post_attention_layernorm")), cache=cache
     )
+
+
+def falcon_h1(builder: LayerBuilder, index: int) -> DecoderLayer:
+    """Build a layer of Falcon-H1: attention and Mamba 2 side by side, which both keep a cache, then an MLP."""
+    prefix = f"model.layers.{index}"
+    inner = builder.require("mamba_num_heads") * builder.require("mamba_head_dim")
+    width = builder.get("mamba_d_ssm", builder.get("mamba_expand", 2) * builder.hidden_size)
+    if width != inner:
+        raise InvalidRequestError(f"The config's mamba_d_ssm is {width} and its mamba_n_heads have {inner} in all.")
+    mixer, state = mamba2(builder, f"{prefix}.mamba", has_norm=False)
+    weights = block(
+        builder.attention(f"{prefix}.self_attn"),
+        mixer,
+        builder.mlp(f"{prefix}.feed_forward", builder.intermediate_size),
+        builder.norms("input_layernorm", "pre_ff_layernorm"),
+    )
+    cache = replace(builder.cache(), state=state.state, state_groups=state.state_groups)
+    return DecoderLayer(block=weights, cache=cache)
 
 
 def jamba(builder: LayerBuilder, index: int) -> DecoderLayer:

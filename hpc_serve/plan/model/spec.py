@@ -50,8 +50,9 @@ class LayerCache:
     these keeps `kv_heads` x (`head_dim` + `value_dim`) elements per token, and tensor parallelism divides the heads.
     "mla" keeps `head_dim` elements per token (latent and rotary) on every rank. If an indexer chooses the tokens, it
     keeps `index_bytes` bytes per token beside them and takes `index_flops` for each token of the context. A token then
-    attends to `chosen_tokens` of them (0: to all). "full" may have such an indexer too. "state" keeps tensors of fixed
-    size. "compressed" keeps `tensors` on every rank, and each tensor has its own blocks.
+    attends to `chosen_tokens` of them (0: to all). "full" may have such an indexer too. "state" keeps `state` alone:
+    tensors of fixed size. "full" with a `state` keeps both. "compressed" keeps `tensors` on every rank, and each tensor
+    has its own blocks.
     """
 
     kind: CacheKind
@@ -67,6 +68,14 @@ class LayerCache:
     state_groups: Part | None = None
     """Elements of the first state tensor by group: ranks beyond the groups hold copies."""
     tensors: tuple[CacheTensor, ...] = ()
+
+    @property
+    def parts(self) -> tuple[LayerCache, ...]:
+        """The caches that vLLM counts one by one: a layer with attention and a state side by side has two."""
+        if self.kind == "state" or not self.state:
+            return (self,)
+        state = LayerCache(kind="state", state=self.state, state_groups=self.state_groups)
+        return replace(self, state=(), state_groups=None), state
 
     def state_bytes(self, ranks: int, dtype_bytes: int) -> int:
         """Return the bytes of the state tensors on one rank. Raises DoesNotFitError if ranks do not divide them."""
@@ -138,13 +147,14 @@ class ModelSpec:
 
     `dtype` is torch's name of the type without quantization, and `dtype_asked` says that a person asked for it by name.
     `max_model_len` is the longest context the config allows, which is vLLM's default. `head` is None if the output head
-    is the embedding. Each pipeline stage holds `everywhere` (the vision tower, which `images` describes). Some models
-    in vLLM ignore the stage, so each stage also holds the parts in `on_every_stage`: of "embedding", "final" and
-    "head". `has_whole_shared_experts`: each rank has them whole if data, tensor and expert parallelism come together.
-    `rotary_bytes` is the table of sines and cosines on each rank. `prediction_layers` are the checkpoint's
-    layers for multi-token prediction, which vLLM loads only to speculate. When it loads them, they are the last
-    `draft_layers` of `layers`. `stored_wide`: the files hold 32-bit floats, which are loaded in 16 bit. `unknown_keys`
-    are fields of the config that look like a size and were left out at the person's own risk.
+    is the embedding. Each pipeline stage holds `tower` (that of images, which `images` describes, and of sound) and
+    `beside`, which is neither tower nor layer. Some models in vLLM ignore the stage, so each stage also holds the parts
+    in `on_every_stage`: of "embedding", "final" and "head". vLLM does not divide a model that `is_one_stage`.
+    `has_whole_shared_experts`: each rank has them whole if data, tensor and expert parallelism come together.
+    `rotary_bytes` is the table of sines and cosines on each rank. `prediction_layers` are the checkpoint's layers for
+    multi-token prediction, which vLLM loads only to speculate. When it loads them, they are the last `draft_layers` of
+    `layers`. `stored_wide`: the files hold 32-bit floats, which are loaded in 16 bit. `unknown_keys` are fields of the
+    config that look like a size and were left out at the person's own risk.
     """
 
     name: str
@@ -161,7 +171,9 @@ class ModelSpec:
     layers: tuple[DecoderLayer, ...]
     final: Block
     head: Vocabulary | None
-    everywhere: Block = field(default_factory=Block)
+    tower: Block = field(default_factory=Block)
+    beside: Block = field(default_factory=Block)
+    is_one_stage: bool = False
     on_every_stage: frozenset[str] = frozenset()
     has_whole_shared_experts: bool = False
     intermediate_size: int = 0
@@ -183,6 +195,11 @@ class ModelSpec:
     def with_weights(self, change: Callable[[tuple[Weight, ...]], tuple[Weight, ...]]) -> ModelSpec:
         """Return the same model with the weights of each decoder layer changed."""
         return self.with_layers(lambda layer: replace(layer, block=Block(weights=change(layer.block.weights))))
+
+    @cached_property
+    def everywhere(self) -> Block:
+        """What each pipeline stage holds beside its layers."""
+        return Block(weights=(*self.tower.weights, *self.beside.weights))
 
     @property
     def num_hidden_layers(self) -> int:
@@ -231,7 +248,7 @@ class ModelSpec:
     @cached_property
     def has_states(self) -> bool:
         """Whether some layers keep a state of fixed size, as hybrid models do."""
-        return any(layer.cache is not None and layer.cache.kind == "state" for layer in self.layers)
+        return any(layer.cache is not None and layer.cache.state for layer in self.layers)
 
     @cached_property
     def is_mla(self) -> bool:

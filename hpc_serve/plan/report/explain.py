@@ -53,8 +53,9 @@ def _model_lines(inputs: PlanInputs) -> Iterator[str]:
         yield f"  output head  {model.vocab_size:>12,} x {model.hidden_size:,} = {model.head.parameters:,}"
     else:
         yield "  output head  the embedding itself (tied)"
-    if model.everywhere.parameters:
-        yield f"  vision tower and projector {model.everywhere.parameters:,}"
+    for what, part in (("vision tower and projector", model.tower), ("beside the layers", model.beside)):
+        if part.parameters:
+            yield f"  {what} {part.parameters:,}"
     if model.prediction_layers:
         layer = model.prediction_layer_parameters
         why = "layers for multi-token prediction, which vLLM loads to speculate"

@@ -89,12 +89,15 @@ states = st.lists(
 @st.composite
 def mixes(draw: st.DrawFn) -> tuple[list[LayerCache], list[LayerCache]]:
     """The caches of a model's layers, of up to three kinds and hybrids among them, and of layers that draft."""
-    kind = draw(st.sampled_from(["plain", "latent", "hybrid", "latent hybrid"]))
-    first = draw(latent if kind.startswith("latent") else attention("full") if kind == "hybrid" else plain)
-    if "hybrid" in kind:
+    kind = draw(st.sampled_from(["plain", "latent", "hybrid", "latent hybrid", "both in a layer"]))
+    is_plain = kind == "plain"
+    first = draw(latent if kind.startswith("latent") else plain if is_plain else attention("full"))
+    if not is_plain:
         first = replace(first, value_dim=first.head_dim if first.kind == "full" else 0)
+        state = draw(states)
         others = st.one_of(states, st.just(replace(first, kind="sliding", window=512)) if kind == "hybrid" else states)
-        kinds = [first, draw(states), *draw(st.lists(others, max_size=1))]
+        both = [replace(first, state=state.state)] if kind == "both in a layer" else [first, state]
+        kinds = [*both, *draw(st.lists(st.just(first) if len(both) == 1 else others, max_size=1))]
     else:
         kinds = [first, *draw(st.lists(plain, max_size=2))]
     pattern = draw(st.lists(st.sampled_from(kinds), min_size=3, max_size=30))
@@ -153,14 +156,18 @@ class Vllm:
     @property
     def widest(self) -> LayerCache:
         """The target's attention, by which a hybrid's blocks are chosen: all of one hybrid here is alike."""
-        return next(layer.cache for layer in self.model.layers if layer.cache and layer.cache.kind != "state")
+        return next(part for _, part in self.parts(range(len(self.model.layers))) if part.kind != "state")
+
+    def parts(self, layers: range) -> list[tuple[str, LayerCache]]:
+        """The caches of these layers, each with a name that begins with its layer's number."""
+        caches = [(index, self.model.layers[index].cache) for index in layers]
+        return [(f"{index}.{number}", part) for index, cache in caches for number, part in enumerate(cache.parts)]
 
     def heads(self, cache: LayerCache) -> int:
         return max(1, cache.kv_heads // self.ranks)
 
     def align_to_states(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        caches = [layer.cache for layer in self.model.layers if layer.cache and layer.cache.kind == "state"]
-        specs = [self.spec(cache) for cache in caches]
+        specs = [self.spec(part) for _, part in self.parts(range(len(self.model.layers))) if part.kind == "state"]
         of_model = SimpleNamespace(get_mamba_specs_from_config=lambda _: specs)
         monkeypatch.setattr(ModelRegistry, "resolve_model_cls", lambda *_, **__: (of_model, ""))
         backend = self.backend(self.widest)
@@ -188,8 +195,7 @@ class Vllm:
     def caches(self, stages: list[range], memory: int, max_model_len: int) -> list[KVCacheConfig]:
         """The caches of all workers. Raises ValueError where vLLM has no room, NotImplementedError for the mix."""
         self.config.model_config.max_model_len = self.config.model_config.original_max_model_len = max_model_len
-        layers = self.model.layers
-        specs = [{str(index): self.spec(layers[index].cache) for index in stage} for stage in stages]
+        specs = [{name: self.spec(part) for name, part in self.parts(stage)} for stage in stages]
         return kv_cache_utils.get_kv_cache_configs(self.config, specs, [memory] * len(stages))
 
 
@@ -239,7 +245,10 @@ def test_groups_are_vllms_own(
     caches = vllm.caches(stages, memory, max_model_len)
     assert [cache.num_blocks for cache in caches] == [blocks] * len(stages)
     assert by_layers(layout) == [
-        (sorted(int(name) for cache in caches for name in cache.kv_cache_groups[index].layer_names), tokens_of(group))
+        (
+            sorted(int(name.split(".")[0]) for cache in caches for name in cache.kv_cache_groups[index].layer_names),
+            tokens_of(group),
+        )
         for index, group in enumerate(caches[0].kv_cache_groups)
     ]
     whole = kv_cache_utils.generate_scheduler_kv_cache_config(caches)

@@ -117,12 +117,23 @@ NO_EFFECT = {
     # numbers that scale activations
     *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "floor_scale", "swiglu_limit"),
     *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "output_multiplier"),
+    *("attention_in_multiplier", "attention_out_multiplier", "key_multiplier", "lm_head_multiplier", "mlp_multipliers"),
+    *("ssm_in_multiplier", "ssm_multipliers", "ssm_out_multiplier", "mamba_norm_before_gate", "altup_coef_clip"),
+    "activation_sparsity_pattern",
     *("activation_situ_beta", "activation_situ_linear_beta", "hc_sinkhorn_iters", "compress_rope_theta"),
     *("routed_scaling_factor", "time_step_limit", "tokens_per_second", "attn_temperature_tuning"),
     # heads of towers, and what only says which patches see each other
     *("num_heads", "window_size", "fullatt_block_indexes", "vision_feature_layer"),
     # what follows from others, which are read: DeepSeek's head_dim is qk_rope_head_dim, `expand` Mamba's heads
-    *("head_dim", "qk_head_dim", "expand", "chunk_size", "no_rope_layer_interval", "_sliding_window_pattern"),
+    *(
+        "head_dim",
+        "qk_head_dim",
+        "expand",
+        "chunk_size",
+        "mamba_chunk_size",
+        "no_rope_layer_interval",
+        "_sliding_window_pattern",
+    ),
     # what only speculation loads, and layers for it
     "mtp_layers_block_type",
     # what a quantization does to activations, or how it was found
@@ -133,6 +144,7 @@ NO_EFFECT = {
 SOMETIMES_NO_EFFECT = {
     ("AfmoeForCausalLM", "global_attn_every_n_layers"): "where layer_types decide",
     ("Ernie4_5_MoeForCausalLM", "moe_layer_end_index"): "beyond the last layer",
+    ("FalconH1ForCausalLM", "mamba_expand"): "where mamba_d_ssm decides",
     ("Gemma4ForConditionalGeneration", "tie_word_embeddings"): "the outer config's counts",
     ("LagunaForCausalLM", "sliding_window"): "where no layer has one",
     ("MellumForCausalLM", "sliding_window"): "where no layer has one",
@@ -148,6 +160,8 @@ SOMETIMES_NO_EFFECT = {
     ("FalconForCausalLM", "multi_query"): "with its new decoder",
     ("Exaone4ForCausalLM", "sliding_window_pattern"): "where layer_types decide",
     ("Gemma3ForCausalLM", "sliding_window_pattern"): "where layer_types decide",
+    ("Qwen3_5ForConditionalGeneration", "full_attention_interval"): "where layer_types decide",
+    ("Qwen3_5MoeForConditionalGeneration", "full_attention_interval"): "where layer_types decide",
     ("Llama4ForConditionalGeneration", "intermediate_size_mlp"): "where every layer has experts",
     ("Llama4ForConditionalGeneration", "moe_layers"): "another order of the same layers",
     **dict.fromkeys(

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from benchmarks.accuracy import DATA, published_configs
-from hpc_serve.errors import InvalidRequestError
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import EngineConfig, ModelSpec, accelerator, model_from_config
 from hpc_serve.plan.catalog import architectures, load_data
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
+from hpc_serve.plan.memory.loaded import loaded_model
+from hpc_serve.plan.memory.stages import check_decode_context, pipeline_stages
 from hpc_serve.plan.model.architectures import function_named
 from hpc_serve.plan.speed.work import model_work
 
@@ -108,6 +110,83 @@ def test_states_of_mamba_are_vllms_and_one_group_is_on_every_rank(
     model = model_from_config(VLLM_CONFIGS[name], name=name)
     (state,) = {layer.cache for layer in model.layers if layer.cache and layer.cache.kind == "state"}
     assert state.state_bytes(ranks, model.dtype_bytes) == sum(elements * size for elements, size in shapes)
+
+
+def published_shape(name: str, **changes: Any) -> ModelSpec:
+    return model_from_config({**VLLM_CONFIGS[name], **changes}, name=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "elements"),
+    [
+        ("falcon-h1-7b", 1, 3 * 3584 + 24 * 128 * 256),
+        ("falcon-h1-7b", 4, 3 * 1280 + 6 * 128 * 256),
+        ("falcon-h1-34b-shape", 2, 3 * 2560 + 16 * 128 * 256),
+    ],
+)
+def test_a_layer_of_falcon_h1_keeps_keys_and_a_state(name: str, ranks: int, elements: int) -> None:
+    """The shapes of the states are those that vLLM 0.32's model class returns, in the model's type."""
+    model = published_shape(name)
+    count = model.num_hidden_layers
+    (cache,) = {layer.cache for layer in model.layers if layer.cache}
+    assert cache.state_bytes(ranks, 2) == 2 * elements
+    layout = cache_layout(model, EngineConfig(), ranks)
+    keys, states = layout.groups
+    assert [(group.kind, len(group.layers)) for group in layout.groups] == [("full", count), ("state", count)]
+    assert keys.page_bytes == states.page_bytes
+    token = 2 * 2 * 128 * max(1, model.num_key_value_heads // ranks)
+    assert layout.bytes_per_token == (token,) * count
+    page = keys.block_size * token
+    assert 2 * elements <= page < 2 * elements + 16 * token
+    assert layout.bytes_per_block(0, count // 2) == count // 2 * page
+    assert layout.blocks_per_request(10_000, 8192) == -(-10_000 // keys.block_size) + layout.state_blocks
+
+
+def test_falcon_h1_is_read_as_a_whole_at_each_token() -> None:
+    model = published_shape("falcon-h1-7b")
+    layout = Layout(tensor_parallel_size=1, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=1)
+    (stage,) = model_work(model, accelerator("h100"), EngineConfig(), layout).stages
+    state = 2 * (3 * 3584 + 24 * 128 * 256)
+    assert stage.cache_bytes(1000) == 44 * (1000 * 1024 + 2 * state)
+    assert full_context_bytes(model, EngineConfig(), 1000) == 44 * (1000 * 1024 + state)
+
+
+def test_vllm_refuses_ranks_that_do_not_divide_falcon_h1s_groups_or_its_cache() -> None:
+    model = published_shape("falcon-h1-34b-shape")
+    with pytest.raises(DoesNotFitError, match="2 units of 256, which 4 ranks do not divide"):
+        pipeline_stages(model, 4, 1)
+    shared = EngineConfig(decode_context_parallel_size=2)
+    with pytest.raises(DoesNotFitError, match="layers with windows, states or a compressed cache"):
+        check_decode_context(published_shape("falcon-h1-7b"), shared, 4)
+    with pytest.raises(InvalidRequestError, match="mamba_d_ssm is 8192 and its mamba_n_heads have 4096 in all"):
+        published_shape("falcon-h1-34b-shape", mamba_d_ssm=8192)
+
+
+def test_gemma_3n_has_a_cache_in_its_first_layers_and_one_stage() -> None:
+    model = published_shape("gemma-3n-e4b")
+    windows = [layer.cache.window for layer in model.layers if layer.cache]
+    assert windows == [512, 512, 512, 512, 0] * 4
+    with pytest.raises(DoesNotFitError, match="Pipeline parallelism is not supported for this model"):
+        pipeline_stages(model, 1, 2)
+    small, large = (published_shape("gemma-3n-e4b-text", intermediate_size=size) for size in (8192, [16384] * 35))
+    mixed = published_shape("gemma-3n-text-of-two-sizes")
+    assert (small.intermediate_size, mixed.intermediate_size) == (8192, 16384)
+    assert 35 * (large.parameters - mixed.parameters) == 10 * (large.parameters - small.parameters)
+    with pytest.raises(InvalidRequestError, match="intermediate_size names 2 of its 35 layers"):
+        published_shape("gemma-3n-e4b-text", intermediate_size=[1, 2])
+    with pytest.raises(InvalidRequestError, match="intermediate_size is a list: this family has one"):
+        of("LlamaForCausalLM", intermediate_size=[1, 2])
+
+
+def test_text_alone_leaves_out_gemma_3ns_towers_and_keeps_the_layers_embeddings() -> None:
+    model = published_shape("gemma-3n-e4b")
+    text = loaded_model(model, EngineConfig(language_model_only=True))
+    assert text.parameters == published_shape("gemma-3n-e4b-text").parameters
+    assert loaded_model(model, EngineConfig(limit_mm_per_prompt={"image": 0, "audio": 0})) == text
+    assert loaded_model(model, EngineConfig(limit_mm_per_prompt={"image": 0})) == model
+    tower = {**VLLM_CONFIGS["gemma-3n-e4b"]["vision_config"], "architecture": "mobilenetv5_base"}
+    with pytest.raises(InvalidRequestError, match=r"vision_config.architecture \(mobilenetv5_base\)"):
+        published_shape("gemma-3n-e4b", vision_config=tower)
 
 
 def test_command_r7b_keeps_a_token_more_than_its_window() -> None:

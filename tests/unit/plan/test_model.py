@@ -139,8 +139,8 @@ def test_block_scales_of_deepseek() -> None:
 
 
 def test_unknown_architecture_is_named() -> None:
-    with pytest.raises(InvalidRequestError, match=r"RwkvForCausalLM, and this planner does not know it.*LlamaFor"):
-        model_from_config({"architectures": ["RwkvForCausalLM"], "hidden_size": 8}, name="x")
+    with pytest.raises(InvalidRequestError, match=r"Llama9ForCausalLM, and this planner does not know it.* LlamaFor"):
+        model_from_config({"architectures": ["Llama9ForCausalLM"], "hidden_size": 8}, name="x")
 
 
 def test_an_architecture_that_vllm_has_no_more_is_refused_with_its_last_version() -> None:

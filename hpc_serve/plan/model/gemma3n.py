@@ -1,0 +1,81 @@
+"""Gemma 3n's decoder: four streams of hidden states (AltUp), a low-rank residual (Laurel), and layers' own embeddings.
+
+The last layers take keys and values from a layer before, and each layer may have an MLP of its own size (MatFormer).
+"""
+
+from __future__ import annotations
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.model.config_check import CheckedConfig
+from hpc_serve.plan.model.gemma4 import gemma4_beside, per_layer_input
+from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.spec import DecoderLayer
+from hpc_serve.plan.model.weights import Block, Part, Weight
+
+_SIZES = "intermediate_size_by_layer"
+
+
+def gemma3n_fields(config: CheckedConfig) -> None:
+    """Write the sizes of all MLPs as one list, and the largest of them as `intermediate_size`."""
+    sizes, layers = config["intermediate_size"], config["num_hidden_layers"]
+    if isinstance(sizes, int):
+        sizes = [sizes] * layers
+    if len(sizes) != layers:
+        raise InvalidRequestError(f"The config's intermediate_size names {len(sizes)} of its {layers} layers.")
+    config[_SIZES], config["intermediate_size"] = sizes, max(sizes)
+
+
+def gemma3n(builder: LayerBuilder, index: int) -> DecoderLayer:
+    """Build a layer of Gemma 3n."""
+    prefix, hidden = f"model.language_model.layers.{index}", builder.hidden_size
+    streams, rank = builder.require("altup_num_inputs"), builder.require("laurel_rank")
+    is_shared = index >= builder.num_layers - builder.get("num_kv_shared_layers", 0)
+    altup: list[Weight] = [
+        builder.linear(f"{prefix}.altup.correction_coefs", streams, [streams]),
+        builder.linear(f"{prefix}.altup.prediction_coefs", streams, [streams**2]),
+        builder.linear(f"{prefix}.altup.modality_router", hidden, [streams]),
+        builder.vector(f"{prefix}.altup.correct_output_scale", hidden, element_bytes=4),
+        *builder.norms("altup.router_norm"),
+    ]
+    laurel: list[Weight] = [
+        builder.linear(f"{prefix}.laurel.linear_left", hidden, [rank], "column"),
+        builder.linear(f"{prefix}.laurel.linear_right", rank, [hidden], "row"),
+        *builder.norms("laurel.post_laurel_norm"),
+    ]
+    weights = block(
+        _attention(builder, f"{prefix}.self_attn", is_shared=is_shared),
+        builder.mlp(f"{prefix}.mlp", builder.require(_SIZES)[index]),
+        altup,
+        laurel,
+        per_layer_input(builder, prefix),
+        builder.norms("input_layernorm", "post_attention_layernorm"),
+        builder.norms("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    )
+    slides = builder.require("layer_types")[index] == "sliding_attention"
+    window = builder.require("sliding_window") if slides else 0
+    cache = None if is_shared else builder.cache(window, "sliding" if window else "full")
+    return DecoderLayer(block=weights, cache=cache)
+
+
+def gemma3n_beside(builder: LayerBuilder) -> Block:
+    """Return the weights beside the layers: the layers' own embeddings, and projections into and out of the streams."""
+    names = [
+        f"model.language_model.{name}.{stream}"
+        for name in ("altup_projections", "altup_unembed_projections")
+        for stream in range(builder.require("altup_num_inputs") - 1)
+    ]
+    streams = [builder.linear(name, builder.hidden_size, [builder.hidden_size], "column") for name in names]
+    return Block(weights=(*gemma4_beside(builder).weights, *streams))
+
+
+def _attention(builder: LayerBuilder, prefix: str, *, is_shared: bool) -> list[Weight]:
+    """Return the attention of a layer. A layer that takes keys and values from another has queries alone."""
+    bias = bool(builder.get("attention_bias", False))
+    if not is_shared:
+        return builder.attention(prefix, bias=bias, output_bias=bias) + builder.query_key_norms(prefix)
+    query = Part(builder.heads, builder.head_dim)
+    return [
+        builder.linear(f"{prefix}.q_proj", builder.hidden_size, [query], "column", bias=bias),
+        builder.linear(f"{prefix}.o_proj", query, [builder.hidden_size], "row", bias=bias),
+        builder.vector(f"{prefix}.q_norm", builder.head_dim),
+    ]
