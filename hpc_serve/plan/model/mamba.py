@@ -19,7 +19,7 @@ def granite_hybrid(builder: LayerBuilder, index: int) -> DecoderLayer:
         bias = bool(builder.get("attention_bias", False))
         mixer, cache = builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias), builder.cache()
     else:
-        mixer, cache = mamba2(builder, f"{prefix}.mamba", state_bytes=4)
+        mixer, cache = mamba2(builder, f"{prefix}.mamba")
     shared = builder.get("shared_intermediate_size", 0)
     half = builder.mlp(f"{prefix}.shared_mlp", shared) if shared else []
     if builder.get("num_local_experts", 0):
@@ -80,5 +80,4 @@ def _mamba1(builder: LayerBuilder, prefix: str) -> tuple[list[Weight], LayerCach
         builder.vector(f"{prefix}.norms", rank + 2 * state_size),
         builder.linear(f"{prefix}.out_proj", inner, [hidden], "row", bias=bias, plain=True),
     ]
-    # vLLM keeps the recurrent state in 32 bit: MambaModelConfig in models/config.py
-    return weights, LayerCache(kind="state", state=((inner * (kernel - 1), 0), (inner * state_size, 4)))
+    return weights, LayerCache(kind="state", state=((inner * (kernel - 1), 0), (inner * state_size, 0)))

@@ -96,17 +96,17 @@ VLLM_CONFIGS = json.loads((DATA / "vllm_weight_bytes.json").read_text())["config
 @pytest.mark.parametrize(
     ("name", "ranks", "shapes"),
     [
-        ("granite-4-h-10-layers", 1, [(3 * 8448, 2), (128 * 64 * 128, 4)]),
-        ("granite-4-h-10-layers", 2, [(3 * 4352, 2), (64 * 64 * 128, 4)]),
-        ("granite-4-h-10-layers", 8, [(3 * 1280, 2), (16 * 64 * 128, 4)]),
-        ("jamba-16-layers", 1, [(3 * 8192, 2), (8192 * 16, 4)]),
-        ("jamba-16-layers", 8, [(3 * 1024, 2), (1024 * 16, 4)]),
+        ("granite-4-h-10-layers", 1, [(3 * 8448, 2), (128 * 64 * 128, 2)]),
+        ("granite-4-h-10-layers", 2, [(3 * 4352, 2), (64 * 64 * 128, 2)]),
+        ("granite-4-h-10-layers", 8, [(3 * 1280, 2), (16 * 64 * 128, 2)]),
+        ("jamba-16-layers", 1, [(3 * 8192, 2), (8192 * 16, 2)]),
+        ("jamba-16-layers", 8, [(3 * 1024, 2), (1024 * 16, 2)]),
     ],
 )
 def test_states_of_mamba_are_vllms_and_one_group_is_on_every_rank(
     name: str, ranks: int, shapes: list[tuple[int, int]]
 ) -> None:
-    """The shapes are those that vLLM 0.32's model classes return."""
+    """The shapes and types are those that vLLM 0.32's model classes return on GPUs. On some CPUs the state is wider."""
     model = model_from_config(VLLM_CONFIGS[name], name=name)
     (state,) = {layer.cache for layer in model.layers if layer.cache and layer.cache.kind == "state"}
     assert state.state_bytes(ranks, model.dtype_bytes) == sum(elements * size for elements, size in shapes)
