@@ -7,6 +7,7 @@ record of it is left and no replica of it answers. `front` sends its requests.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +57,8 @@ class Directory:
         self._settings = settings
         self._live: dict[str, EntryFiles] = {}
         self._found: dict[str, Found] = {}
+        self._recorded: dict[str, Found] = {}
+        """Those of `_found` that have records or jobs, and not only requests under way."""
         self._fronts: dict[str, Front] = {}
         self._listed: OnDemandModels | None = None
         if settings.on_demand is not None:
@@ -82,6 +85,8 @@ class Directory:
             service = self._service_of(model)
         if service is None:
             raise self._unknown(model)
+        if self._listed is not None:
+            self._listed.note_asked(service)
         return self._front(service)
 
     @property
@@ -91,8 +96,13 @@ class Directory:
 
     def states(self, service: str) -> Sequence[str] | None:
         """Return the states of a service's replicas; None if it has no job and does not sleep."""
-        found = self._found.get(service)
+        found = self._recorded.get(service)
         return found.states if found is not None else None
+
+    def is_ready(self, service: str) -> bool:
+        """Return whether a replica of a service is known that takes requests."""
+        front = self._fronts.get(service)
+        return front is not None and front.is_ready
 
     def under_way(self, service: str) -> int:
         """Return how many requests are at a service, or wait for it."""
@@ -138,7 +148,10 @@ class Directory:
 
     def _front(self, service: str) -> Front:
         if (front := self._fronts.get(service)) is None:
-            front = self._fronts[service] = Front(self._store, service, self._settings, self._counts_of(service))
+            front = Front(self._store, service, self._settings, self._counts_of(service))
+            if self._listed is not None and service in self._on_demand_names:
+                front.bring = functools.partial(self._listed.bring, service)
+            self._fronts[service] = front
             front.names = self._found[service].names
         return front
 
@@ -175,6 +188,8 @@ class Directory:
     async def look(self, *, older_than_s: float = AGAIN_S) -> None:
         """Look once more if the last look is that old. One look at a time; a filesystem that hangs holds nobody up."""
         loop = asyncio.get_running_loop()
+        if not older_than_s and self._look is not None and not self._look.done():
+            await asyncio.wait({self._look}, timeout=_READ_S)  # it may have read before what is to be seen
         if self._look is None or self._look.done():
             if loop.time() - self._looked_at_s < older_than_s:
                 return
@@ -189,6 +204,7 @@ class Directory:
             return
         finally:
             self._looked_at_s = asyncio.get_running_loop().time()
+        self._recorded = {**{name: self._recorded[name] for name in unreadable if name in self._recorded}, **found}
         for service, front in list(self._fronts.items()):
             if service in found or service in unreadable:
                 continue
@@ -204,6 +220,8 @@ class Directory:
             front.names = (
                 tuple(dict.fromkeys((*found[service].names, *front.names))) if service in found else front.names
             )
+        if self._listed is not None:
+            self._listed.note_states()
 
     def _last_names(self, service: str) -> tuple[str, ...]:
         """Return the names of a service after all its replicas have ended."""
@@ -216,6 +234,7 @@ class Directory:
         """Return the services found, and the services with unreadable files. Raises StoreError."""
         found: dict[str, Found] = {}
         unreadable: set[str] = set()
+        named = set(self._settings.services).difference(self._on_demand_names)
         services = self._settings.services or self._store.services()
         services = tuple(dict.fromkeys((*services, *self._on_demand_names)))
         if not services and self._found and not (self._store.home / "services").is_dir():
@@ -227,7 +246,7 @@ class Directory:
             except HpcServeError:
                 unreadable.add(service)
                 continue
-            if entries.exists or service in self._settings.services:
+            if entries.exists or service in named:
                 records = entries.records
                 names = dict.fromkeys(name for record in records for name in record.served_model_names)
                 found[service] = Found(names=tuple(names), states=tuple(map(_state_of, records)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from hpc_serve.client.connections.message import Message
@@ -23,6 +24,7 @@ from hpc_serve.rendezvous.store import ServiceStore
 # A replica may go between the wait and the request. How often a request waits for another one:
 _MOST_ROUNDS = 3
 _FIRST_LOOK_S = 10.0
+_BRING_AGAIN_S = 5.0
 _REFUSAL_COUNTS_S = 1.0
 _MODELS_S = 3.0
 
@@ -36,6 +38,8 @@ class Front:
         self.turns = Turns(service, most_in_flight=settings.most_in_flight, most_queued=settings.most_queued)
         self.counts = counts
         self.names: tuple[str, ...] = ()
+        self.bring: Callable[[], Awaitable[None]] | None = None
+        """Returns once the service is there or submitted, if it is started on demand."""
         self._wait_s = settings.wait_s
         self._transport = AsyncServiceTransport(self.watch, wait=settings.wait_s or None)
         self._search: asyncio.Task[None] | None = None
@@ -58,8 +62,13 @@ class Front:
         while not self.is_ready:
             if self._refused is not None and clock() < self._refused[0]:
                 raise self._refused[1]
+            if self.bring is not None:
+                await self.bring()
             search = self._searching()
-            await asyncio.wait({search}, timeout=max(until_s - clock(), 0.0) + _FIRST_LOOK_S)
+            left_s = max(until_s - clock(), 0.0) + _FIRST_LOOK_S
+            await asyncio.wait({search}, timeout=min(left_s, _BRING_AGAIN_S) if self.bring is not None else left_s)
+            if not search.done() and self.bring is not None and clock() < until_s:
+                continue  # somebody may have stopped it meanwhile
             if not search.done():
                 raise WaitTimeoutError(f"Whether {self.service} has a ready replica could not be found out in time.")
             error = search.exception()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -71,8 +72,9 @@ def decide(service: str, waited_s: float, running: Mapping[str, Running], limits
         names = ", ".join(running)
         return Step(what="wait", service=service, why=f"there is no room beside {names}, which came lately or are busy")
     name = min(may_end, key=lambda name: (may_end[name].under_way > 0, -may_end[name].asked_for_s))
-    since = f"{may_end[name].asked_for_s:.0f} s ago"
-    return Step(what="end", service=name, why=f"{service} is asked for and needs its room; it was last asked {since}")
+    asked = may_end[name].asked_for_s
+    since = f"was last asked {asked:.0f} s ago" if math.isfinite(asked) else "was not asked since the gateway began"
+    return Step(what="end", service=name, why=f"{service} is asked for and needs its room; it {since}")
 
 
 @dataclass
@@ -92,10 +94,13 @@ class Services(Protocol):
     """What the gateway knows of the services of a home."""
 
     async def look(self, *, older_than_s: float = 1.0) -> None:
-        """Look once more, if the last look is that old."""
+        """Look once more, if the last look is that old. `note_states` is called after each look."""
 
     def states(self, service: str) -> Sequence[str] | None:
         """Return the states of a service's replicas; None if it has no job."""
+
+    def is_ready(self, service: str) -> bool:
+        """Return whether a replica is known that takes requests."""
 
     def under_way(self, service: str) -> int:
         """Return how many requests are at it, or wait for it."""
@@ -118,21 +123,31 @@ class OnDemandModels:
         clock = asyncio.get_running_loop().time
         times, began_s = self._times[service], clock()
         times.asked_at_s = began_s
-        if self._is_there(service):
+        if self._is_there(service) and self._services.is_ready(service):
             return
         await self._services.look()
         while not self._is_there(service):
             now_s = clock()
-            if now_s < times.failed_until_s or now_s - began_s > self._wait_s:
+            has_failed = now_s < times.failed_until_s
+            if not has_failed:
+                self._want(times, now_s)
+            if has_failed or now_s - began_s >= self._wait_s:
                 retry_s = max(times.failed_until_s - now_s, _LOOK_S)
                 headers = {"retry-after": f"{retry_s:.0f}"}
                 text = f"{service} is started on demand, and is not there yet: {times.why or 'it was asked for now'}."
                 raise Refusal(status=503, code="on_demand", kind="service_unavailable", message=text, headers=headers)
-            if times.wanted_since_s is None:
-                times.wanted_since_s = now_s
-            if self._task is None or self._task.done():
-                self._task = asyncio.get_running_loop().create_task(self._follow())
             await asyncio.sleep(_POLL_S)
+
+    def note_asked(self, service: str) -> None:
+        """A request asks for a service, by whichever name."""
+        if service in self._times:
+            self._times[service].asked_at_s = asyncio.get_running_loop().time()
+
+    def _want(self, times: _Times, now_s: float) -> None:
+        if times.wanted_since_s is None:
+            times.wanted_since_s = now_s
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._follow())
 
     def _is_there(self, service: str) -> bool:
         states = self._services.states(service)
@@ -149,7 +164,6 @@ class OnDemandModels:
         clock = asyncio.get_running_loop().time
         while True:
             await self._services.look()
-            self._note_states(clock())
             wanted = [name for name, times in self._times.items() if times.wanted_since_s is not None]
             if not wanted:
                 return
@@ -157,7 +171,9 @@ class OnDemandModels:
                 await self._step(service, clock())
             await asyncio.sleep(_LOOK_S)
 
-    def _note_states(self, now_s: float) -> None:
+    def note_states(self) -> None:
+        """There was a look: note what came, what is ready, and what ended."""
+        now_s = asyncio.get_running_loop().time()
         for name, times in self._times.items():
             states = self._services.states(name)
             if self._is_there(name):
@@ -165,7 +181,7 @@ class OnDemandModels:
                 if times.ready_at_s is None and states and "ready" in states:
                     times.ready_at_s, times.failures = now_s, 0
                 continue
-            if times.wanted_since_s is not None and now_s - times.asked_at_s > self._wait_s:
+            if times.wanted_since_s is not None and now_s - times.asked_at_s > max(self._wait_s, _LEAST_KEPT_S):
                 times.wanted_since_s = None  # who asked has gone
             if times.begun_at_s is not None and times.ready_at_s is None and name not in self._ending:
                 self._note_failure(name, f"its job ended before it was ready; `hpc-serve doctor {name}` says why")
@@ -221,7 +237,7 @@ class OnDemandModels:
                 gpus=self._limits.models[name].gpus,
                 ready_for_s=now_s - ready_at_s if ready_at_s is not None else None,
                 start_s=ready_at_s - begun_at_s if ready_at_s is not None and begun_at_s is not None else 0.0,
-                asked_for_s=min(now_s - times.asked_at_s, 1e9),
+                asked_for_s=now_s - times.asked_at_s,
                 under_way=self._services.under_way(name),
                 is_ending=name in self._ending,
             )

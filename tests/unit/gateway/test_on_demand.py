@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,13 @@ import pytest
 
 from hpc_serve.client.own_program import CommandFailedError
 from hpc_serve.errors import SiteFileError
-from hpc_serve.gateway.settings import ListedModel, OnDemand
+from hpc_serve.gateway.settings import ListedModel, OnDemand, Settings
 from tests.cluster import wait_for
 from tests.support.stubs import StubService
 
 pytest.importorskip("prometheus_client", reason="the gateway needs it")
-from hpc_serve.gateway import on_demand
+from hpc_serve.gateway import directory, on_demand
+from hpc_serve.gateway.answers import Refusal
 from hpc_serve.gateway.on_demand import Running, decide
 
 LIMITS = OnDemand(
@@ -62,6 +65,7 @@ class Jobs:
         self.most = 0
         self.lines: list[str] = []
         self.fails = False
+        self.load_s = 0.0
         self._number = 0
         self._ids: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -80,7 +84,11 @@ class Jobs:
                 self.there.add(name)
                 self.most = max(self.most, len(self.there))
             self._ids[name] = str(number)
-            service.start("--stub-words", "3", job_id=str(number))
+            state = "starting" if self.load_s else "ready"
+            engine = service.start("--stub-words", "3", job_id=str(number), state=state)
+            if self.load_s:
+                fields = {"job_id": str(number), "counter": 2}
+                threading.Timer(self.load_s, service.publish, args=(engine,), kwargs=fields).start()
         else:
             (engine,) = service.engines
             service.publish(engine, job_id=self._ids[name], state="stopped")
@@ -174,3 +182,106 @@ def test_a_list_says_what_each_model_takes(tmp_path):
     found = read_on_demand(path)
     assert (found.most_services, {name: one.gpus for name, one in found.models.items()}) == (2, {"big": 4, "small": 1})
     assert found.models["small"].words == ("--name", "small", "8b", "--gpu", "h100", "--", "--max-num-seqs", "4")
+
+
+@pytest.fixture
+def seen(monkeypatch) -> list[Any]:
+    """What each decision knew of the listed services that run."""
+    seen: list[Any] = []
+
+    def decide_and_note(service: str, waited_s: float, there: Any, limits: OnDemand) -> Any:
+        seen.append(dict(there))
+        return decide(service, waited_s, there, limits)
+
+    monkeypatch.setattr(on_demand, "decide", decide_and_note)
+    return seen
+
+
+def test_a_service_counts_as_ready_since_it_was(jobs, gateway, seen, monkeypatch):
+    monkeypatch.setattr(directory, "LOOK_S", 0.2)
+    jobs.load_s = 1.0
+    front = gateway(on_demand=listed(most_services=1), wait_s=120.0)
+    assert front.complete("a").status == 200
+    time.sleep(3.0)
+    seen.clear()
+    assert front.complete("b").status == 200
+    assert seen[0]["a"].ready_for_s > 2.0
+    assert seen[0]["a"].start_s > 0.0
+
+
+def test_a_service_that_somebody_stops_comes_back_for_who_asks(jobs, gateway):
+    front = gateway(on_demand=listed(), wait_s=60.0)
+    assert front.complete("a").status == 200
+    jobs.run(["stop", "a"], jobs.services["a"].store.home)
+    with ThreadPoolExecutor(4) as threads:
+        assert [answer.status for answer in threads.map(front.complete, ["a"] * 4)] == [200] * 4
+    assert jobs.lines == ["submit a", "stop a", "submit a"]
+
+
+def test_a_listed_service_may_be_named_beside_the_list(jobs, gateway):
+    front = gateway(services=("a",), on_demand=listed(), wait_s=60.0)
+    assert front.complete("a").status == 200
+
+
+class NothingThere:
+    """A home without jobs, on a slow filesystem."""
+
+    models: Any
+
+    async def look(self, *, older_than_s: float = 1.0) -> None:
+        await asyncio.sleep(0.1)
+        self.models.note_states()
+
+    def states(self, service: str) -> None:
+        return None
+
+    def is_ready(self, service: str) -> bool:
+        return False
+
+    def under_way(self, service: str) -> int:
+        return 0
+
+
+def test_a_service_is_started_for_who_does_not_wait(service, monkeypatch):
+    begun = threading.Event()
+    monkeypatch.setattr(on_demand, "run_command", lambda words, home: begun.set())
+
+    async def ask() -> None:
+        there = NothingThere()
+        there.models = on_demand.OnDemandModels(service.store, listed(), there, wait_s=0.01)
+        with pytest.raises(Refusal):
+            await there.models.bring("a")
+        assert await asyncio.to_thread(begun.wait, 10)
+        await there.models.close()
+
+    asyncio.run(ask())
+
+
+def test_a_service_that_is_asked_by_its_models_name_is_asked(jobs, gateway, seen):
+    jobs.run(["submit", "a"], jobs.services["a"].store.home)
+    front = gateway(on_demand=listed(most_services=1), wait_s=60.0)
+    wait_for(lambda: front.complete("405b").status == 200, 60, what="the model")
+    assert front.complete("b").status == 200
+    assert seen[0]["a"].asked_for_s < 60
+
+
+def test_a_look_that_must_be_new_does_not_count_on_one_that_had_begun(service):
+    reads, goes_on = [], threading.Event()
+
+    class SlowStore(type(service.store)):  # type: ignore[misc]
+        def services(self) -> Any:
+            reads.append("begun")
+            goes_on.wait(60)
+            return super().services()
+
+    async def look_twice() -> None:
+        looks = directory.Directory(SlowStore(service.store.home), Settings(), lambda name: None)  # type: ignore[arg-type,return-value]
+        first = asyncio.create_task(looks.look())
+        await asyncio.to_thread(wait_for, lambda: reads, 60, what="the first look")
+        second = asyncio.create_task(looks.look(older_than_s=0.0))
+        await asyncio.sleep(0.1)
+        goes_on.set()
+        await asyncio.gather(first, second)
+
+    asyncio.run(look_twice())
+    assert len(reads) == 2
