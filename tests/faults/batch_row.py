@@ -36,7 +36,7 @@ _CLIENT = ("-m", "hpc_serve.cli", "batch")
     hold_s=20.0,
     bounds="2:3",
     each=("--time", "3", "--signal", "B:USR1@30", "--keep-up"),
-    slots=32,
+    slots=16,
     token_s=0.5,
 )
 def batch(service: SlurmService) -> Outcome:

@@ -128,6 +128,9 @@ class EngineConnection:
         """Take bytes of the answer that is under way."""
         try:
             self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:  # Ctrl-C in a thread, for one
+            self.fail(http.ReadError("the answer was interrupted"))
+            raise error.__context__ or error from None
         except httptools.HttpParserError as error:
             self.fail(http.RemoteProtocolError(f"the engine sent what is no HTTP: {error}"))
 

@@ -6,7 +6,7 @@ The last layers take keys and values from a layer before, and each layer may hav
 from __future__ import annotations
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.model.config_check import CheckedConfig
+from hpc_serve.plan.model.config import CheckedConfig
 from hpc_serve.plan.model.gemma4 import gemma4_beside, per_layer_input
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.spec import DecoderLayer

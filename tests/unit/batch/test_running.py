@@ -216,7 +216,7 @@ class TestServiceOfItsOwn:
         assert all(one.is_over for one in own.replicas)
 
     def test_it_is_stopped_after_ctrl_c(self, world, requests):
-        requests(5000).rename(world.clone / "in.jsonl")
+        requests(50_000).rename(world.clone / "in.jsonl")
         argv = [sys.executable, "-m", "hpc_serve.cli", "batch", "in.jsonl", "out.jsonl", "--model", "8b"]
         process = subprocess.Popen(
             argv, cwd=world.clone, env=world.environ(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -81,3 +81,17 @@ def test_a_close_by_another_thread_ends_a_read(ends: tuple[CountingSocket, socke
     other.close()
     with pytest.raises((http.ReadError, http.RemoteProtocolError)):
         ask(ours)
+
+
+def test_an_interrupt_while_an_answer_is_read_is_no_error_of_the_engine(
+    ends: tuple[CountingSocket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ThreadConnection, "on_body", interrupted)
+    ours, other = ends
+    other.sendall(OK)
+    with pytest.raises(KeyboardInterrupt):
+        ask(ours)
+    assert ours.fileno() == -1, "the connection has ended"

@@ -275,7 +275,7 @@ def test_a_look_that_must_be_new_does_not_count_on_one_that_had_begun(service):
             return super().services()
 
     async def look_twice() -> None:
-        looks = directory.Directory(SlowStore(service.store.home), Settings(), lambda name: None)  # type: ignore[arg-type,return-value]
+        looks = directory.Directory(SlowStore(service.store.home), Settings(), lambda name: None)
         first = asyncio.create_task(looks.look())
         await asyncio.to_thread(wait_for, lambda: reads, 60, what="the first look")
         second = asyncio.create_task(looks.look(older_than_s=0.0))
