@@ -39,6 +39,7 @@ from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.vllm.command import check_layout, settings_text
 
 _log = logging.getLogger(__name__)
+_ENDS_ITSELF_S = 4.0  # for an engine whose rank has ended: its own words are better than ours
 
 
 async def run_head(node: Node) -> int:
@@ -251,6 +252,7 @@ class Head:
         if message.get("kind") == "ended":
             told = f"its process {message['process']} on {link.name} had ended"
             self._engine.ended_elsewhere = self._engine.ended_elsewhere or told
+            self._parts.run_in_background(self._give_up_without(told))
         elif message.get("kind") == "stopped":
             reason = f"its process {message['process']} on {link.name} was stopped for {self._node.silence_s:g} s"
             if self._engine.watch is not None:
@@ -258,6 +260,13 @@ class Head:
             else:  # it never was ready
                 outcome = Outcome(failed_part=f"engine on {link.name}", reason=reason, exit_code=1)
                 self._parts.run_in_background(self._run_end.fail(outcome))
+
+    async def _give_up_without(self, told: str) -> None:
+        """Give an engine up that goes on without one of its ranks: over Ray, an idle one does not notice its end."""
+        watch = self._engine.watch
+        await asyncio.sleep(_ENDS_ITSELF_S)
+        if watch is not None and watch is self._engine.watch:
+            watch.fault, self._engine.ended_elsewhere = told, ""
 
     def _publish_end(self, outcome: Outcome) -> None:
         if outcome.is_failure:
