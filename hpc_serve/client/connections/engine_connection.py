@@ -41,6 +41,9 @@ class EngineConnection:
         self.is_lost = False
         self.is_full = False
         """The engine does not take what is sent."""
+        self._is_sent = False
+        self._is_whole = False
+        self._may_serve = False
         self._owner = owner
         self._parser = httptools.HttpResponseParser(self)
         self._headers: list[Header] = []
@@ -73,6 +76,7 @@ class EngineConnection:
     async def ask(self, message: Message, pieces: Any) -> EngineAnswer:
         """Send a request, and the `pieces` of an upload; return its answer, of which the head has come."""
         answer = self._answer = EngineAnswer(self, message)
+        self._is_sent = self._is_whole = False
         timeout_s = message.timeout_s("write")
         try:
             head, content = message.head(), message.content or b""
@@ -81,11 +85,14 @@ class EngineConnection:
             if pieces is not None:
                 is_chunked = any(name.lower() == b"transfer-encoding" for name, _ in message.headers)
                 async for piece in pieces:
+                    if answer.is_over or self.is_lost:
+                        break  # a refusal may come before the end of an upload
                     if piece:
                         await self.write(b"%x\r\n%b\r\n" % (len(piece), piece) if is_chunked else piece, timeout_s)
                         await self.room(timeout_s)
-                if is_chunked:
+                if is_chunked and not answer.is_over:
                     await self.write(b"0\r\n\r\n", timeout_s)
+            self._is_sent = True
             while not answer.status_code:
                 answer.check()
                 await self.more(answer)
@@ -131,8 +138,12 @@ class EngineConnection:
         except httptools.HttpParserCallbackError as error:  # Ctrl-C in a thread, for one
             self.fail(http.ReadError("the answer was interrupted"))
             raise error.__context__ or error from None
-        except httptools.HttpParserError as error:
-            self.fail(http.RemoteProtocolError(f"the engine sent what is no HTTP: {error}"))
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._may_serve = False
+            if not self._is_whole:
+                self.fail(http.RemoteProtocolError(f"the engine sent what is no HTTP: {error}"))
+        if self._is_whole:  # not before the parser is done: another thread may take the connection at once
+            self._finish(may_serve=self._may_serve)
 
     def ended(self, error: Exception | None = None) -> None:
         """Nothing more comes, because of an error, or as the engine has closed the connection."""
@@ -147,24 +158,29 @@ class EngineConnection:
 
     # -- what the parser tells
 
+    def on_message_begin(self) -> None:
+        self._headers = []  # without the trailers of the last answer
+        if self._is_whole or self._answer is None:  # nothing was asked
+            self._may_serve = False
+
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         status, headers, self._headers = self._parser.get_status_code(), self._headers, []
-        if status >= 200 and self._answer is not None:
+        if status >= 200 and self._answer is not None and not self._is_whole:
             self._answer.begin(status, headers)
             self.wait.expects_signs = self.replica.signs and self._answer.is_event_stream
             if self._answer.is_head:
                 self._finish(may_serve=False)
 
     def on_body(self, body: bytes) -> None:
-        if self._answer is not None:
+        if self._answer is not None and not self._is_whole:
             self._answer.add(body)
 
     def on_message_complete(self) -> None:
-        if self._parser.get_status_code() >= 200:
-            self._finish(may_serve=self._parser.should_keep_alive())
+        if self._parser.get_status_code() >= 200 and not self._is_whole:
+            self._is_whole, self._may_serve = True, self._parser.should_keep_alive()
 
     def _finish(self, *, may_serve: bool) -> None:
         if not self._end():
@@ -177,7 +193,7 @@ class EngineConnection:
 
     @property
     def _sent_all(self) -> bool:
-        return not self.is_full
+        return self._is_sent and not self.is_full
 
     # -- processes that end
 

@@ -87,7 +87,7 @@ class LoopConnection(EngineConnection, asyncio.Protocol):
 
     @property
     def _sent_all(self) -> bool:
-        return not self.is_full and not self.transport.get_write_buffer_size()
+        return super()._sent_all and not self.transport.get_write_buffer_size()
 
     # -- what the event loop tells
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from hpc_serve.client.replicas.sdk import http
 from hpc_serve.rendezvous.gate_headers import SIGNS
 
 Header = tuple[bytes, bytes]
+_ILLEGAL = re.compile(rb"[\r\n\0]")
 _OURS = frozenset((b"host", b"authorization", b"content-length", SIGNS[0]))
 
 
@@ -46,6 +48,9 @@ class Message:
             content: bytes | None = request.content
         except http.RequestNotRead:
             content = None
+        illegal = next((name for name, value in request.headers.raw if _ILLEGAL.search(name + value)), None)
+        if illegal is not None:
+            raise http.LocalProtocolError(f"the header {illegal!r} has a character that none may have")
         left_out = _OURS if content is not None else _OURS - {b"content-length"}
         return cls(
             method=request.method,
@@ -76,7 +81,7 @@ class Message:
     ) -> Message:
         """Return a request of our own, with the headers and timeouts of the user's."""
         headers = [
-            (b"host", b"%b:%d" % (replica.host.encode(), replica.port)),
+            (b"host", (b"[%b]:%d" if ":" in replica.host else b"%b:%d") % (replica.host.encode(), replica.port)),
             *self.headers,
             # Always the service's own: the SDK may have taken a key that is meant for OpenAI from the environment.
             (b"authorization", b"Bearer " + replica.identity.api_key.encode()),

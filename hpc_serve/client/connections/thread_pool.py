@@ -10,7 +10,8 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from hpc_serve.client.connections.engine_connection import EngineAnswer, EngineConnection
@@ -23,6 +24,8 @@ _READ_BYTES = 64 * 1024
 class ThreadConnection(EngineConnection):
     """A connection for one thread at a time. Another thread may close its answer."""
 
+    _is_used = False
+
     async def secure(self, context: ssl.SSLContext, timeout_s: float) -> None:
         # The socket is known before the handshake, so that a forked process can leave it.
         self.socket = context.wrap_socket(self.socket, do_handshake_on_connect=False)
@@ -33,44 +36,62 @@ class ThreadConnection(EngineConnection):
         unsent = memoryview(data)
         wait_s: float | None = self.wait.begin_write(timeout_s)
         self.is_full = True
-        while unsent and wait_s is not None:
-            try:
-                self._limit(wait_s)
-                unsent = unsent[self.socket.send(unsent) :]
-            except TimeoutError:
-                wait_s = self.check()
-            except OSError:
-                return  # the engine may have answered before it closed the connection: the next read tells
+        with self._using():
+            while unsent and wait_s is not None:
+                try:
+                    self._limit(wait_s)
+                    unsent = unsent[self.socket.send(unsent) :]
+                except TimeoutError:
+                    wait_s = self.check()
+                except OSError:
+                    return  # the engine may have answered before it closed the connection: the next read tells
         self.is_full = False
 
     async def more(self, answer: EngineAnswer) -> None:
+        data, failure = b"", None
         wait_s: float | None = self.wait.begin(answer.timeout_s)
-        while wait_s is not None:
-            try:
-                self._limit(wait_s)
-                data = self.socket.recv(_READ_BYTES)
-            except TimeoutError:
-                wait_s = self.check()
-            except OSError as error:
-                self.abort()
-                return self.ended(error)
-            else:
-                self.wait.end(data)
-                if data:
-                    return self.feed(data)
-                self.abort()
-                return self.ended()
+        with self._using():
+            while wait_s is not None:
+                try:
+                    self._limit(wait_s)
+                    data = self.socket.recv(_READ_BYTES)
+                    break
+                except TimeoutError:
+                    wait_s = self.check()
+                except OSError as error:
+                    failure = error
+                    break
+        if wait_s is None:
+            return  # the answer was given up
+        if failure is None:
+            self.wait.end(data)
+        if data:
+            return self.feed(data)
+        self.abort()
+        self.ended(failure)
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """Let no other thread close the socket: its number could be that of another connection at once."""
+        self._is_used = True
+        try:
+            yield
+        finally:
+            self._is_used = False
+            if self.is_lost:
+                self.socket.close()
 
     def _limit(self, timeout_s: float | None) -> None:
         if self.socket.gettimeout() != timeout_s:
             self.socket.settimeout(timeout_s)
 
     def abort(self) -> None:
+        was_lost, self.is_lost = self.is_lost, True
         with suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
-        self.socket.close()
-        if not self.is_lost:
-            self.is_lost = True
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)  # wakes a thread that reads, and leaves TLS as it is
+        if not self._is_used:
+            self.socket.close()
+        if not was_lost:
             self._owner.forget(self)
 
 

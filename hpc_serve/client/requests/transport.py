@@ -80,6 +80,7 @@ class _ResumedBody(Body):
         self._relay = relay
         self._body = body
         self._is_over = False
+        self._is_closed = False
 
     async def __anext__(self) -> bytes:
         if self._is_over:
@@ -102,6 +103,8 @@ class _ResumedBody(Body):
                 raise broken_stream(relay, replica, error, "it was resumed once") from None
             if relay.is_done:
                 raise StopAsyncIteration
+            if self._is_closed and failure is not None:  # by another thread
+                raise failure
             failure = failure or http.RemoteProtocolError(relay.failure or "it ended early")
             self._body.attempt.end(is_suspect=True)
             await self._body.aclose()
@@ -111,4 +114,5 @@ class _ResumedBody(Body):
             self._body = cast(AttemptBody, response.stream)
 
     async def aclose(self) -> None:
+        self._is_closed = True
         await self._body.aclose()

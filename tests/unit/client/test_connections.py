@@ -1,13 +1,17 @@
 """How many connections requests take: a stream's is used again, unless its engine does not end the stream's body."""
 
 import asyncio
+import threading
 import time
 
+import openai
 import pytest
 
 from hpc_serve.client import connect, connect_async
 from hpc_serve.client.connections.engine_pool import LIMITS
+from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests import attempt
+from tests.support.patience import connect_to_all
 from tests.support.stub_engine import greedy_answer
 
 WORDS = 8
@@ -120,3 +124,17 @@ def test_an_async_stream_that_is_closed_half_way_is_cancelled_at_once(service, t
         await asyncio.to_thread(until_aborted, tmp_path / "work")
 
     asyncio.run(ask())
+
+
+def test_a_stream_that_another_thread_closes_does_not_go_on_elsewhere(service, opened):
+    for _ in range(2):
+        service.start("--stub-greedy", "--stub-words", "1000", "--stub-word-s", "0.1")
+    client = connect_to_all(service, 2)
+    read = stream(client)
+    next(iter(read))
+    closing = threading.Timer(0.3, read.close)
+    closing.start()
+    with pytest.raises((openai.APIError, http.TransportError)):
+        for _ in read:
+            pass
+    assert len(opened) == 1

@@ -303,3 +303,71 @@ def test_an_idle_connection_is_closed_in_time(run, kind):
         assert tried.connections == 2
 
     run(trial, says(OK, OK), keepalive_expiry=0.05)
+
+
+def test_a_refusal_before_the_end_of_an_upload_ends_it(run, kind):
+    refused = asyncio.Event()
+
+    async def pieces():
+        yield b"ab"
+        await asyncio.sleep(0.3)  # the refusal comes
+        for _ in range(1000):
+            yield b"cd"
+
+    async def refuse(reader, writer):
+        await reader.readuntil(b"2\r\nab\r\n")
+        writer.write(b"HTTP/1.1 413 x\r\ncontent-length: 3\r\n\r\nbig")
+        await reader.read()
+        refused.set()
+
+    async def trial(tried):
+        if kind is ThreadPool:
+            pytest.skip("a thread reads when all is sent")
+        length = (b"transfer-encoding", b"chunked")
+        answer = await tried.ask(headers=[(b"host", b"x"), length], content=None, upload=pieces())
+        assert (answer.status_code, await tried.read(answer)) == (413, b"big")
+        assert tried.pool._idle == {}
+        await asyncio.wait_for(refused.wait(), LATE_S)
+
+    run(trial, refuse)
+
+
+@pytest.mark.parametrize("further", [OK, OK[:-1], b"no HTTP"])
+def test_a_connection_with_more_than_the_answer_is_not_kept(run, further):
+    async def trial(tried):
+        for _ in range(2):
+            assert await tried.read(await tried.ask()) == b"ok"
+        assert tried.connections == 2
+
+    run(trial, says(OK + further, OK))
+
+
+def test_trailers_are_no_headers_of_the_next_answer(run):
+    async def trial(tried):
+        assert await tried.read(await tried.ask()) == b"ab"
+        answer = await tried.ask()
+        assert await tried.read(answer) == b"ok"
+        assert dict(answer.headers) == {"content-length": "2"}
+
+    run(trial, says(CHUNKS + b"2\r\nab\r\n0\r\ncontent-encoding: gzip\r\n\r\n", OK))
+
+
+def test_an_engine_that_changes_the_protocol_is_an_error(run):
+    async def trial(tried):
+        with pytest.raises(http.RemoteProtocolError):
+            await tried.read(await tried.ask())
+
+    run(trial, says(b"HTTP/1.1 101 x\r\nconnection: upgrade\r\nupgrade: x\r\n\r\nhello"))
+
+
+def test_a_request_names_the_host_as_urls_do():
+    identity = Identity(certificate="", api_key="k")
+    replica = ReplicaAddress(name="1.json", host="::1", port=8000, identity=identity)
+    asked = Message(method="GET", target=b"/", headers=[], content=b"")
+    assert asked.to(replica, content=None, connect_s=1.0).headers[0] == (b"host", b"[::1]:8000")
+
+
+@pytest.mark.parametrize("value", ["a\r\nx: y", "a\nb", "a\0"])
+def test_a_header_that_would_be_several_is_refused(value):
+    with pytest.raises(http.LocalProtocolError, match="x-mine"):
+        Message.of(http.Request("GET", "https://engine/", headers={"x-mine": value}))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -95,3 +97,27 @@ def test_an_interrupt_while_an_answer_is_read_is_no_error_of_the_engine(
     with pytest.raises(KeyboardInterrupt):
         ask(ours)
     assert ours.fileno() == -1, "the connection has ended"
+
+
+def test_a_socket_is_not_closed_while_another_thread_reads(ends: tuple[CountingSocket, socket.socket]) -> None:
+    ours, _other = ends
+    begun, goes_on, reads = threading.Event(), threading.Event(), ours.recv
+
+    def recv(size: int) -> bytes:
+        begun.set()
+        data = reads(size)
+        goes_on.wait(60)
+        return data
+
+    ours.recv = recv  # type: ignore[method-assign,assignment]
+    connection = ThreadConnection(ThreadPool(NoJudge()), ADDRESS, NoJudge(), ours)
+    asked = Message(method="POST", target=b"/", headers=[], content=b"{}")
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(run_blocking, connection.ask(asked, None))
+        assert begun.wait(60)
+        connection.fail(http.ReadError("closed"))
+        assert ours.fileno() >= 0
+        goes_on.set()
+        with pytest.raises(http.ReadError, match="closed"):
+            answer.result(60)
+    assert ours.fileno() < 0
