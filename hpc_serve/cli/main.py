@@ -47,6 +47,7 @@ COMMANDS = {
     "chat": ("hpc_serve.cli.use.talk", "chat_command", "Talk to a service."),
     "env": ("hpc_serve.cli.use.talk", "env_command", "Print OPENAI_BASE_URL and OPENAI_API_KEY for other tools."),
     "gateway": ("hpc_serve.cli.use.gateway", "gateway_command", "Serve one address for services: a socket or a port."),
+    "key": ("hpc_serve.cli.use.key", "key_command", "Make, list or revoke the keys of persons at gateways."),
     "access": ("hpc_serve.cli.use.access", "access_command", "Say how to reach a service from a laptop."),
     "mcp": ("hpc_serve.cli.use.mcp", "mcp_command", "Let an assistant use these commands, and ask you first."),
     "batch": ("hpc_serve.cli.batch", "batch_command", "Answer a file of requests in OpenAI's Batch format."),

@@ -1,7 +1,8 @@
 """The application of a gateway: who may ask, what the gateway answers itself, and what is passed on.
 
-On a Unix socket in a private folder everybody who can connect may ask; on a port, who shows the key. Requests of web
-pages are refused but for the origins that were allowed: a socket that is forwarded to a laptop is open to its browser.
+On a Unix socket in a private folder everybody who can connect may ask; on a port, who shows the owner's key or a
+personal one. Requests of web pages are refused but for the origins that were allowed: a socket that is forwarded to a
+laptop is open to its browser.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hpc_serve.gateway.directory import Directory
 from hpc_serve.gateway.forwarding import Asked, BrokenAnswerError, forward
 from hpc_serve.gateway.headers import BadHeaderError, Header, for_engine, hosts_of, is_own_host
 from hpc_serve.gateway.metrics import CONTENT_TYPE, Metrics
+from hpc_serve.gateway.people import People
 from hpc_serve.gateway.request import Request
 from hpc_serve.gateway.routes import route_of
 from hpc_serve.gateway.settings import MIB, Settings
@@ -40,20 +42,26 @@ class Gateway:
     def __init__(self, store: ServiceStore, settings: Settings) -> None:
         self._settings = settings
         self._key = settings.key.encode() if settings.key is not None else None
+        self._people = People(store.home / "gateway") if settings.key is not None else None
         self._metrics = Metrics()
         self._directory = Directory(store, settings, self._metrics.of)
         self._metrics.directory = self._directory
         self._held_bytes = 0
-        self._following: asyncio.Task[None] | None = None
+        self._following: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Look for services from now on, in the event loop that runs."""
-        self._following = asyncio.get_running_loop().create_task(self._directory.follow())
+        """Look for services and keys from now on, in the event loop that runs."""
+        loop = asyncio.get_running_loop()
+        self._following = [loop.create_task(self._directory.follow())]
+        if self._people is not None:
+            self._following.append(loop.create_task(self._people.follow()))
 
     async def close(self) -> None:
-        if self._following is not None:
-            self._following.cancel()
+        for task in self._following:
+            task.cancel()
         await self._directory.close()
+        if self._people is not None:
+            await asyncio.to_thread(self._people.save)
 
     # -- who may ask
 
@@ -105,7 +113,11 @@ class Gateway:
         if scheme.lower() != b"bearer":
             given = request.value_of(b"x-api-key")  # of Anthropic's SDKs
         assert self._key is not None
-        return hmac.compare_digest(given.strip(), self._key)
+        assert self._people is not None
+        if hmac.compare_digest(given.strip(), self._key):
+            return True
+        request.person = self._people.with_key(given.strip())
+        return request.person is not None
 
     # -- bodies that are held
 
@@ -199,6 +211,8 @@ class Gateway:
         try:
             asked = self._read(request)
             route = asked.route
+            if self._people is not None:
+                self._people.begin(request)
             front = await self._directory.find(asked.model)
             service = front.service
             status = await forward(front, asked, request, self._for_page(request))
@@ -216,6 +230,8 @@ class Gateway:
             request.refuse(refusal, *self._for_page(request))
         finally:
             self._metrics.count(service, route, status)
+            if self._people is not None:
+                self._people.end(request)
 
     def _read(self, request: Request) -> Asked:
         """Return the request that is to be passed on. Raises Refusal."""

@@ -91,10 +91,14 @@ async def _pass_on(front: Front, response: Any, request: Request, further: Itera
     headers = for_client(response.raw_headers, is_stream=is_stream)
     headers += [(b"x-hpc-serve-service", front.service.encode()), (b"x-hpc-serve-replica", replica.encode()), *further]
     request.begin(response.status_code, headers)
+    if (count := request.count) is not None:
+        count.begin(is_stream=is_stream)
     try:
         async for data in response.stream:
             front.counts.sent_bytes += len(data)
             request.write(data)
+            if count is not None:
+                count.feed(data)
             if request.connection.is_full:
                 await request.connection.room()
     except Exception as error:  # half of an answer is out: whatever it was, the client is told

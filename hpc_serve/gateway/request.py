@@ -10,6 +10,8 @@ import httptools
 
 from hpc_serve.gateway.answers import Refusal
 from hpc_serve.gateway.headers import Header
+from hpc_serve.gateway.personal_keys import Person
+from hpc_serve.gateway.use import AnswerCount
 
 _STATUS_LINES = {status.value: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in http.HTTPStatus}
 _WITHOUT_BODY = (204, 304)
@@ -35,6 +37,7 @@ class Request:
     """One request. Names of `headers` are in small letters; `length` is that of the body, if it was announced.
 
     `is_old`: of HTTP/1.0. `is_last`: the connection ends with its answer. `has_left`: the client has closed it.
+    `person`: who showed a personal key; the `count` of the answer is kept for them alone.
     """
 
     def __init__(self, connection: Connection, method: str, url: bytes, headers: list[Header]) -> None:
@@ -46,6 +49,8 @@ class Request:
         self.parts: list[bytes] = []
         self.held_bytes = self.length = 0
         self.refusal: Refusal | None = None
+        self.person: Person | None = None
+        self.count: AnswerCount | None = None
         self.has_left = self.is_last = self.is_old = False
         self._is_chunked = self._is_silent = False
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.machine.network import LOOPBACK, reachable_addresses
-from hpc_serve.rendezvous.files import make_folders, make_private_folder, write_private
+from hpc_serve.rendezvous.files import make_folders, make_private_folder, remove_file, write_private
 from hpc_serve.rendezvous.ownership import group_name, require
 from hpc_serve.trust.bundle import ADDING_VARIABLE, REPLACING_VARIABLES, with_systems
 from hpc_serve.trust.self_signed import ensure_self_signed
@@ -26,10 +26,10 @@ _ENV = """\
 # How to ask this gateway, in bash or zsh: source this file. It works from a copy of its folder, too.
 hpc_serve_shared="$(cd "$(dirname "${{BASH_SOURCE:-$0}}")" && pwd)"
 export OPENAI_BASE_URL={url}
-export OPENAI_API_KEY="$(cat "$hpc_serve_shared/api_key")"
-{trust}
+{key}{trust}
 unset hpc_serve_shared
 """
+_KEY = 'export OPENAI_API_KEY="$(cat "$hpc_serve_shared/api_key")"\n'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +57,11 @@ def ensure_certificate(path: Path, host: str) -> str:
     return ensure_self_signed(path, names=[name for name in names if _NAME.fullmatch(name)], addresses=addresses)
 
 
-def share(folder: Path, *, host: str, port: int, key: str, certificate: str) -> Shared:
+def share(folder: Path, *, host: str, port: int, key: str | None, certificate: str) -> Shared:
     """Write the files for those who ask the gateway at a host and port. A missing folder is made, for its owner alone.
 
-    A group that may look into the folder may read the files. Raises InvalidRequestError for a folder that everybody can
-    look into or that others can change, and StoreError.
+    A group that may look into the folder may read the files. Without a `key`, readers need one of their own. Raises
+    InvalidRequestError for a folder that everybody can look into or that others can change, and StoreError.
     """
     called = f"the folder {folder} to share"
     try:
@@ -79,16 +79,20 @@ def share(folder: Path, *, host: str, port: int, key: str, certificate: str) -> 
     trust = [f'export {name}="$hpc_serve_shared/trusted.pem"' for name in REPLACING_VARIABLES]
     trust.append(f'export {ADDING_VARIABLE}="$hpc_serve_shared/certificate.pem"')
     files = {
-        "api_key": f"{key}\n",
         "certificate.pem": certificate,
         "trusted.pem": with_systems(certificate),
-        "env.sh": _ENV.format(url=shlex.quote(url), trust="\n".join(trust)),
+        "env.sh": _ENV.format(url=shlex.quote(url), key=_KEY if key is not None else "", trust="\n".join(trust)),
     }
+    if key is not None:
+        files["api_key"] = f"{key}\n"
+    else:
+        remove_file(folder / "api_key")
     for name, text in files.items():
         write_private(folder / name, text)
         if found.st_mode & stat.S_IRGRP:
             _open_to_group(folder / name, found.st_gid)
-    return Shared(folder=folder, readers=_readers(folder, found))
+    has = "have the key" if key is not None else "have the address; each needs a key of their own"
+    return Shared(folder=folder, readers=f"Readers of this folder {has}: {_readers(folder, found)}")
 
 
 def _open_to_group(path: Path, group: int) -> None:
@@ -107,7 +111,7 @@ def _readers(folder: Path, found: os.stat_result) -> str:
         who = f"you alone; to let a group in: chgrp GROUP {quoted} && chmod 2750 {quoted}, and start the gateway again"
     closed = next((above for above in folder.parents if not above.stat().st_mode & stat.S_IXOTH), None)
     below = f" It lies below {closed}, which is not open to everybody." if closed is not None else ""
-    return f"Readers of this folder have the key: {who}.{below}"
+    return f"{who}.{below}"
 
 
 def _reached_by(host: str) -> str:

@@ -1,7 +1,7 @@
 """Claims of service names. Replicas of one model share a name; another model waits until all of them are over.
 
-The claim is one file, and a lock guards it: the only lock among the shared files. Only the scheduler knows whether the
-job that holds a name still exists, so callers that can ask it pass `is_over`.
+The claim is one file, and a lock guards it. Only the scheduler knows whether the job that holds a name still exists, so
+callers that can ask it pass `is_over`.
 """
 
 from __future__ import annotations
@@ -88,18 +88,24 @@ def require_filelock() -> None:
 @contextmanager
 def locked(store: ServiceStore, service: str, *, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
     """Hold the lock of a service's claim. Raises StoreError if it is held for too long, or there is no such service."""
+    store.require_service(service)  # filelock would make the folders of a home that was moved away
+    with lock_file(store.service_dir(service) / ".lock", timeout_s=timeout_s):
+        yield
+
+
+@contextmanager
+def lock_file(path: Path, *, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
+    """Hold a lock that all nodes see, a file in a folder that exists. Raises StoreError if it is held for too long."""
     require_filelock()
     # flock is local to a node on some shared filesystems; a lock file with a lease works on all, clocks aside.
     from filelock import LeaseSettingsMismatch, SoftFileLease, Timeout
 
-    store.require_service(service)  # filelock would make the folders of a home that was moved away
-    path = store.service_dir(service) / ".lock"
     lease = SoftFileLease(path, lease_duration=_LOCK_LEASE_S, timeout=timeout_s, mode=0o600)
     try:
         lease.acquire()
     except (Timeout, LeaseSettingsMismatch, OSError) as error:
         raise StoreError(
-            f"cannot lock {path} within {timeout_s:.0f} s ({type(error).__name__}): another submit holds it, "
+            f"cannot lock {path} within {timeout_s:.0f} s ({type(error).__name__}): another hpc-serve holds it, "
             "or the filesystem does not answer. If no other is running, remove that file."
         ) from error
     try:

@@ -31,6 +31,9 @@ _WITH_KEY = """printf 'header = "Authorization: Bearer %s"' {key} | curl --confi
 @click.option(
     "--share", type=click.Path(path_type=Path), help="With --host: a folder for the files that others need to ask."
 )
+@click.option(
+    "--own-keys", is_flag=True, help="With --share: put no key there; `hpc-serve key add` makes one for each."
+)
 @click.option("--key-file", type=click.Path(path_type=Path), help="The key's file, made if it is missing (0600).")
 @click.option("--wait", type=Duration(), default=60.0, help="How long a request waits for a replica [60s].")
 @click.option("--wake", is_flag=True, help="A request wakes a service that is asleep.")
@@ -75,6 +78,8 @@ def gateway_command(
         raise click.UsageError("--host needs --port.")
     if share is not None and host is None:
         raise click.UsageError("--share needs --host, an address or name of this host that others reach, and --port.")
+    if options["own_keys"] and share is None:
+        raise click.UsageError("--own-keys needs --share.")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     home = default_home(os.environ)
     names = tuple(dict.fromkeys(map(validate_service_name, services)))
@@ -110,7 +115,9 @@ def gateway_command(
             folder = share.absolute() if share else certificate.with_name(f"{certificate.stem}-{place.port}")
             if share is None:  # it is for this run's users alone
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            shared = sharing.share(folder, host=host, port=place.port, key=key, certificate=shown)
+            shared = sharing.share(
+                folder, host=host, port=place.port, key=None if options["own_keys"] else key, certificate=shown
+            )
         elif share is not None:
             raise click.UsageError(
                 f"--share needs an address that others reach, and on this host {host} is {place.host}: give --host an"

@@ -1,0 +1,91 @@
+"""The file of personal keys. It holds SHA-256 hashes; a key itself is shown once, when it is made.
+
+A plain hash is enough, since a key is 256 random bits. Gateways read the file; the command `key` changes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.rendezvous.claims import lock_file
+from hpc_serve.rendezvous.fields import Timestamp
+from hpc_serve.rendezvous.files import make_private_folder, read_json, write_json
+from hpc_serve.rendezvous.names import is_service_name
+
+_FILE = "keys.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Person:
+    """A person with a key, since a time in seconds since the epoch. A limit of None is no limit."""
+
+    name: str
+    key_sha256: str
+    since: Timestamp
+    max_in_flight: int | None
+    tokens_a_day: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    people: tuple[Person, ...] = ()
+
+
+def hash_key(key: bytes) -> str:
+    return hashlib.sha256(key).hexdigest()
+
+
+def read_people(folder: Path) -> tuple[Person, ...]:
+    """Return the persons with a key; none without a file. Raises StoreError, RecordError (others can change it)."""
+    try:
+        return read_json(_File, folder / _FILE).people
+    except FileNotFoundError:
+        return ()
+
+
+def add_person(folder: Path, name: str, *, max_in_flight: int | None, tokens_a_day: int | None) -> str:
+    """Return a new key for a person. Raises InvalidRequestError (a person of that name has one), RendezvousError."""
+    if not is_service_name(name):
+        raise InvalidRequestError(
+            f"{name!r} cannot name a key: use 1 to 63 letters, digits, dots, dashes and underscores, the first a letter"
+            " or digit."
+        )
+    key = secrets.token_urlsafe(32)
+    person = Person(
+        name=name,
+        key_sha256=hash_key(key.encode()),
+        since=time.time(),
+        max_in_flight=max_in_flight,
+        tokens_a_day=tokens_a_day,
+    )
+
+    def added(people: tuple[Person, ...]) -> tuple[Person, ...]:
+        if any(one.name == name for one in people):
+            raise InvalidRequestError(f"{name} has a key already. To make a new one: hpc-serve key revoke {name}")
+        return (*people, person)
+
+    _change(folder, added)
+    return key
+
+
+def revoke_key(folder: Path, name: str) -> None:
+    """Remove the key of a person. Raises InvalidRequestError if there is none, RendezvousError."""
+
+    def left(people: tuple[Person, ...]) -> tuple[Person, ...]:
+        if all(one.name != name for one in people):
+            raise InvalidRequestError(f"{name!r} has no key; `hpc-serve key list` shows who has one.")
+        return tuple(one for one in people if one.name != name)
+
+    _change(folder, left)
+
+
+def _change(folder: Path, change: Callable[[tuple[Person, ...]], tuple[Person, ...]]) -> None:
+    make_private_folder(folder, tighten=False)
+    with lock_file(folder / f"{_FILE}.lock"):
+        write_json(folder / _FILE, _File(people=change(read_people(folder))))
