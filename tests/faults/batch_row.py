@@ -67,6 +67,7 @@ class _BatchRun:
         self.memory: dict[int, list[tuple[int, float]]] = {}
         self.seen: set[str] = set()
         self.killed: set[str] = set()
+        self.batches: set[str] = set()
         self.job = ""
 
     def submit(self) -> None:
@@ -76,6 +77,7 @@ class _BatchRun:
         found = re.search(r"submitted as job (\d+)", said)
         assert found, said
         self.job = found[1]
+        self.batches.add(self.job)
         self.submissions += 1
 
     # -- what is seen
@@ -103,9 +105,8 @@ class _BatchRun:
         return done.stdout.strip() if done.returncode == 0 or "Invalid job id" in done.stderr else "UNKNOWN"
 
     def replicas(self) -> list[str]:
-        words = ["squeue", "--noheader", "--states=RUNNING", "--user", USER, "--format=%i %j", "--array"]
-        listed = [line.split() for line in self.service.run(words).stdout.splitlines()]
-        return [job for job, name in listed if not name.startswith("hpc-serve-batch")]
+        words = ["squeue", "--noheader", "--states=RUNNING", "--user", USER, "--format=%i", "--array"]
+        return [job for job in self.service.run(words).stdout.split() if job not in self.batches]
 
     def is_done(self) -> bool:
         return self.lines() >= LINES
