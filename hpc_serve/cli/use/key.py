@@ -68,10 +68,11 @@ def _show(people: Sequence[Person], use: Mapping[str, Use], *, as_json: bool) ->
         click.echo("Nobody has a key of their own. To make one: hpc-serve key add NAME")
         return
     numbers = ("max_in_flight", "tokens_a_day", "requests", "prompt_tokens", "completion_tokens")
-    headings = ("AT ONCE", "TOKENS A DAY", "REQUESTS TODAY", "PROMPT TOKENS", "COMPLETION TOKENS")
-    table = plain_table("NAME", "SINCE", *headings, right=headings)
+    headings = ("AT ONCE", "TOKENS A DAY", "REQUESTS", "PROMPT", "COMPLETION")
+    table = plain_table("NAME", "SINCE", *headings, right=headings, folded=("NAME",))
     for row in rows:
         cells = ["any" if row[number] is None else f"{row[number]:,}" for number in numbers]
         since = time.strftime("%Y-%m-%d", time.localtime(row["since"]))
         table.add_row(*map(Text, (row["name"], since, *cells)))
     PlainConsole().print(table)
+    click.echo("REQUESTS, and the tokens of PROMPT and COMPLETION, are those of today.")
