@@ -26,7 +26,7 @@ from hpc_serve.rendezvous.names import forgotten_file_name, is_service_name, rec
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 
 WEEK_S = 7 * 24 * 3600.0
-_BESIDE_RECORDS = (".drain", ".successor", ".preflight", ".forgotten")
+_BESIDE_RECORDS = (".drain", ".preflight", ".forgotten")
 
 # A record that was not renewed for so long is over, whatever the clocks of its writer and its reader say.
 ABANDONED_AFTER_S = 900.0
