@@ -17,7 +17,7 @@ from typing import Any
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.errors import HpcServeError, StoreError
 from hpc_serve.gateway.answers import Refusal
-from hpc_serve.gateway.front import Front
+from hpc_serve.gateway.front import Front, model_card
 from hpc_serve.gateway.metrics import Counts
 from hpc_serve.gateway.on_demand import OnDemandModels
 from hpc_serve.gateway.settings import Settings
@@ -31,7 +31,6 @@ AGAIN_S = 1.0
 ASK_S = 5.0  # between two times that engines are asked for a name that is not known
 _READ_S = 5.0
 _SHOWN_NAME = 80
-_CARD = {"object": "model", "created": 0, "owned_by": "hpc-serve"}
 
 _log = logging.getLogger(__name__)
 
@@ -170,7 +169,7 @@ class Directory:
             if cards and all(card["id"] != front.service for card in cards):
                 listed.append({**cards[0], "id": front.service, "root": cards[0]["id"], "service": front.service})
         known = {card["id"] for card in listed}
-        listed += [{**_CARD, "id": name, "service": name} for name in self._on_demand_names if name not in known]
+        listed += [{**model_card(name), "service": name} for name in self._on_demand_names if name not in known]
         return listed
 
     def counts(self) -> Mapping[str, tuple[int, int]]:

@@ -86,7 +86,7 @@ def _for_service(front: Front, asked: Asked) -> Message:
 
 
 async def _pass_on(front: Front, response: Any, request: Request, further: Iterable[Header]) -> None:
-    is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
+    is_stream = response.is_event_stream
     replica = front.watch.last_replica.name or ""
     headers = for_client(response.raw_headers, is_stream=is_stream)
     headers += [(b"x-hpc-serve-service", front.service.encode()), (b"x-hpc-serve-replica", replica.encode()), *further]

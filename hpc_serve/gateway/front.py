@@ -29,6 +29,11 @@ _REFUSAL_COUNTS_S = 1.0
 _MODELS_S = 3.0
 
 
+def model_card(name: str) -> dict[str, Any]:
+    """Return a model as OpenAI lists it, where no engine describes it."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": "hpc-serve"}
+
+
 class Front:
     """One service. Its engines answer to `names`."""
 
@@ -106,7 +111,7 @@ class Front:
             answer = await asyncio.wait_for(self._read(request), _MODELS_S)
             found = [card for card in answer["data"] if isinstance(card["id"], str)]
         except (asyncio.TimeoutError, http.HTTPError, HpcServeError, ValueError, TypeError, KeyError):
-            found = [{"id": name, "object": "model", "created": 0, "owned_by": "hpc-serve"} for name in self.names]
+            found = [model_card(name) for name in self.names]
         return found
 
     async def _read(self, request: Message) -> Any:

@@ -66,7 +66,6 @@ def gateway_command(
     stream continued, at another replica, as by hpc_serve.client. It listens on a Unix socket that only you can reach,
     or on --port, which asks for a key. --host and --share FOLDER let colleagues ask who can read FOLDER.
     """
-    from hpc_serve.cli.use.on_demand import read_on_demand
     from hpc_serve.gateway import key as keys
     from hpc_serve.gateway import listening, server, sharing
     from hpc_serve.gateway.settings import Settings
@@ -83,6 +82,11 @@ def gateway_command(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     home = default_home(os.environ)
     names = tuple(dict.fromkeys(map(validate_service_name, services)))
+    on_demand = None
+    if options["on_demand"]:
+        from hpc_serve.cli.use.on_demand import read_on_demand  # it imports what `submit` does
+
+        on_demand = read_on_demand(options["on_demand"])
     key = None
     if port is not None or key_file is not None:
         key_file = (key_file or keys.default_key_file(home)).absolute()
@@ -98,7 +102,7 @@ def gateway_command(
         most_held_bytes=16 * options["max_body"],
         origins=options["origins"],
         hosts=tuple(map(str.lower, options["hosts"])),
-        on_demand=read_on_demand(options["on_demand"]) if options["on_demand"] else None,
+        on_demand=on_demand,
     )
     with ExitStack() as stack:
         if port is not None:
