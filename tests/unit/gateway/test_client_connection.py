@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from hpc_serve.gate.connection_limits import MAX_PIPELINED
+
+pytest.importorskip("prometheus_client", reason="the gateway needs it")
+
 from hpc_serve.gateway import client_connection, server
 from hpc_serve.gateway.answers import Refusal
 from hpc_serve.gateway.server import Server

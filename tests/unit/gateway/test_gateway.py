@@ -503,6 +503,7 @@ def test_the_gateway_has_a_page_that_may_ask_it_and_no_other(service, gateway):
     ],
 )
 def test_only_who_shows_the_key_is_out_of_a_strangers_limits(service, path, headers, is_known):
+    pytest.importorskip("prometheus_client", reason="the gateway needs it")
     from hpc_serve.gateway.app import Gateway
     from hpc_serve.gateway.request import Request
     from hpc_serve.gateway.settings import Settings
