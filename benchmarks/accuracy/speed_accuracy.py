@@ -18,12 +18,16 @@ from benchmarks.accuracy.speed_cases_later import ENGINE, load_later
 from benchmarks.accuracy.speed_scores import error, leave_one_out
 from hpc_serve.plan.catalog import SPEED_ACCURACY
 from hpc_serve.plan.engine import Arrivals
-from hpc_serve.plan.speed.classes import own_classes, wide_classes
+from hpc_serve.plan.speed.classes import own_classes, range_class, wide_classes
 from hpc_serve.plan.speed.step import EXPECTED, Factors
 
 WITHIN_PER_CENT = 25
 LEAST_TTFT_ROWS = 20
 """Quartiles of fewer rows are not given."""
+ENOUGH = 0.8
+"""Of the sources lie within the bounds of the others."""
+LEAST_SOURCES = 5
+"""Bounds of fewer are not given."""
 LEAST_CLASS_ROWS = 3
 """Of a class with fewer rows nothing is said."""
 
@@ -70,7 +74,7 @@ def _figures(rows: Sequence[tuple[Case, Factors]]) -> dict[str, Any]:
         "rows": len(rows),
         "sources": len(medians),
         "median_error_per_cent": round(statistics.median(medians), 1),
-        "eight_of_ten_within_per_cent": round(medians[math.ceil(0.8 * len(medians)) - 1], 1),
+        "ranges": _ranges(rows),
     }
     ratios = _ttft_ratios(rows)
     if len(ratios) >= LEAST_TTFT_ROWS:
@@ -81,6 +85,43 @@ def _figures(rows: Sequence[tuple[Case, Factors]]) -> dict[str, Any]:
             "ttft_rows_in_quartiles_of_other_sources": _in_quartiles_of_others(ratios),
         }
     return figures
+
+
+def _ranges(rows: Sequence[tuple[Case, Factors]]) -> dict[str, dict[str, Any]]:
+    """By class: bounds of the measured by the printed speed, in which eight of ten sources lie by bounds of the others.
+
+    A source counts by its median row. As many as can be, the farthest off, lie beyond the bounds.
+    """
+    members: dict[str, dict[str, list[float]]] = {}
+    for case, factors in rows:
+        assert case.roofline
+        there = members.setdefault(range_class(case.roofline), {})
+        there.setdefault(case.source, []).append(case.measured / case.tokens_per_s(factors))
+    found = {}
+    for name, sources in sorted(members.items()):
+        if len(sources) < LEAST_SOURCES:
+            continue
+        ratios = [statistics.median(ratios) for ratios in sources.values()]
+        beyond = max((n for n in range(len(ratios) // 4) if _held(ratios, n) >= ENOUGH * len(ratios)), default=0)
+        low, high = _bounds(ratios, beyond)
+        found[name] = {
+            "sources": len(ratios),
+            "measured_by_printed": [math.floor(100 * low) / 100, math.ceil(100 * high) / 100],
+            "sources_in_bounds_of_others": _held(ratios, beyond),
+        }
+    return found
+
+
+def _bounds(ratios: Sequence[float], beyond: int) -> tuple[float, float]:
+    """The least and the largest of the ratios without the `beyond` farthest off."""
+    near = sorted(ratios, key=lambda ratio: abs(math.log(ratio)))[: len(ratios) - beyond]
+    return (min(near), max(near)) if near else (1.0, 1.0)
+
+
+def _held(ratios: Sequence[float], beyond: int) -> int:
+    """How many of the ratios lie within the bounds of the others."""
+    bounds = [_bounds([*ratios[:place], *ratios[place + 1 :]], beyond) for place in range(len(ratios))]
+    return sum(low <= one <= high for one, (low, high) in zip(ratios, bounds, strict=True))
 
 
 def _ttft_ratios(rows: Sequence[tuple[Case, Factors]]) -> list[tuple[str, float]]:

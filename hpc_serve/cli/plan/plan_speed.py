@@ -17,11 +17,14 @@ from hpc_serve.plan.report.speed import (
     critical_text,
     explain_lines,
     knee_text,
+    range_of,
+    range_text,
     start_text,
     waiting_text,
 )
 from hpc_serve.plan.speed.classes import class_texts
 from hpc_serve.plan.speed.estimate import SpeedEstimate
+from hpc_serve.plan.speed.step import Roofline
 
 _UNKNOWN = "Speed: no source confirms this accelerator's FLOP/s and bandwidth."
 _WIDE = 80
@@ -41,8 +44,10 @@ def speed_line(result: PlanResult) -> str:
     if not found:
         return _UNKNOWN
     shown = {one.traffic.concurrency: one for one in (found[0], _asked(found, traffic.concurrency), found[-1])}
+    roofline = result.roofline()
     parts = [
-        f"{one.speed.output_tokens_per_s:,.0f} tokens/s with {count:,} in flight ({_time(one.speed.tpot_s)} a token"
+        f"{one.speed.output_tokens_per_s:,.0f} tokens/s{_range(roofline, one)} with {count:,} in flight "
+        f"({_time(one.speed.tpot_s)} a token"
         + (f", {one.output_tokens_per_usd / 1e6:.2f} M tokens a dollar)" if one.output_tokens_per_usd else ")")
         for count, one in shown.items()
     ]
@@ -53,6 +58,11 @@ def speed_line(result: PlanResult) -> str:
         f"{figures}{whose}: {', '.join(parts)}; requests of {traffic.input_tokens:,} tokens in and "
         f"{traffic.output_tokens:,} out, {arrivals}."
     )
+
+
+def _range(roofline: Roofline, estimate: SpeedEstimate) -> str:
+    found = range_of(roofline, estimate)
+    return f" ({found[0]:,.0f} to {found[1]:,.0f})" if found else ""
 
 
 def print_speed(console: Console, result: PlanResult) -> None:
@@ -94,9 +104,10 @@ def print_speed(console: Console, result: PlanResult) -> None:
         )
     )
     console.print(table)
-    for waiting in filter(None, map(waiting_text, found)):
-        console.print(Text(waiting))
     roofline, memory = result.roofline(), result.chosen.memory
+    whence = None if result.ideal else range_text(roofline, traffic)
+    for sentence in filter(None, (whence, *map(waiting_text, found))):
+        console.print(Text(sentence))
     start = start_text(roofline, _asked(found, traffic.concurrency))
     if start:
         console.print(Text(start))

@@ -22,7 +22,7 @@ from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.report.as_json import contexts_json, no_plan_json, plan_json
 from hpc_serve.plan.report.explain import explain
 from hpc_serve.plan.report.speed import speed_json
-from hpc_serve.plan.speed.classes import measured_classes
+from hpc_serve.plan.speed.classes import measured_classes, speed_range
 from hpc_serve.sizes import GIB
 
 _BAR_WIDTH = 60
@@ -33,10 +33,11 @@ def as_json(result: PlanResult) -> dict[str, Any]:
     """The plan, or the lack of one, under stable keys."""
     if result.plan is not None:
         found = result.estimates()
-        classes = measured_classes(result.roofline()) if found else {}
+        roofline = result.roofline()
+        near = {"range": speed_range(roofline, result.traffic), "measured_classes": measured_classes(roofline)}
         return {
             **plan_json(result.plan, result.model),
-            "performance": {**speed_json(found), "measured_classes": classes} if found else None,
+            "performance": {**speed_json(found), **near} if found else None,
             "contexts": [contexts_json(one) for one in result.contexts],
         }
     assert result.error is not None

@@ -10,6 +10,7 @@ from typing import Any
 from hpc_serve.plan.catalog import speed_accuracy
 from hpc_serve.plan.hardware.accelerator import AcceleratorKind
 from hpc_serve.plan.memory.estimate import MemoryEstimate
+from hpc_serve.plan.speed.classes import OTHERS, range_class, speed_range
 from hpc_serve.plan.speed.decode import critical_batch
 from hpc_serve.plan.speed.estimate import SpeedEstimate, estimate_speed, held_at_once, speed_column
 from hpc_serve.plan.speed.limits import limit_lines
@@ -86,14 +87,38 @@ def accuracy_text(traffic: Traffic, kind: AcceleratorKind) -> str:
     where = " on TPUs" if kind == "tpu" else ""
     text = (
         f"tokens/s of {found['sources']} published sources of {arrivals}{where}, each left out of the fit, are off by "
-        f"{found['median_error_per_cent']:.0f} % in the median, {found['eight_of_ten_within_per_cent']:.0f} % in eight "
-        "of ten"
+        f"{found['median_error_per_cent']:.0f} % in the median"
     )
     if "ttft_rows" in found:
         low, high = found["measured_by_printed_ttft_quartiles"]
         start = ", start included," if traffic.arrivals == "steady" else ""
         text += f"; mean TTFT of half of {found['ttft_rows']} runs{start} was {low:g} to {high:g} times as long"
     return text
+
+
+def range_of(roofline: Roofline, estimate: SpeedEstimate) -> tuple[float, float] | None:
+    """Return the tokens/s between which eight of ten published sources would be, to two digits.
+
+    None if too few were published.
+    """
+    found = None if estimate.is_ideal else speed_range(roofline, estimate.traffic)
+    if found is None:
+        return None
+    low, high = (float(f"{bound * estimate.speed.output_tokens_per_s:.1e}") for bound in found["measured_by_printed"])
+    return low, high
+
+
+def range_text(roofline: Roofline, traffic: Traffic) -> str | None:
+    """Say whence the range is. None if there is none."""
+    found = speed_range(roofline, traffic)
+    if found is None:
+        return None
+    low, high = found["measured_by_printed"]
+    whose = "" if (name := range_class(roofline)) == OTHERS else f" on {name}"
+    return (
+        f"The range is {low:g} to {high:g} times the figure. Of {found['sources']} published sources{whose}, each left "
+        f"out of the fit, {found['sources_in_bounds_of_others']} were within the range of the others."
+    )
 
 
 def waiting_text(estimate: SpeedEstimate) -> str | None:

@@ -14,9 +14,12 @@ from hpc_serve.plan.memory.cuda_graphs import graph_mode
 from hpc_serve.plan.model.spec import ModelSpec, distinct_layers
 from hpc_serve.plan.model.weights import Linear
 from hpc_serve.plan.speed.step import Roofline
+from hpc_serve.plan.speed.traffic import Traffic
 
 MANY_EXPERTS = 64
 """With so many, each expert gets few tokens of a step, and its matrices are narrow on each rank."""
+MIXTURES = f"mixtures of {MANY_EXPERTS} experts and more on GPUs"
+OTHERS = "other models"
 _FORMATS = {"bfloat16": "16 bit", "float16": "16 bit", "fp8": "fp8 (per tensor)"}
 
 
@@ -58,7 +61,7 @@ def wide_classes(roofline: Roofline) -> tuple[str, ...]:
     if accelerator.kind == "gpu" and weights_format(model) == "mxfp4" and "fp4" not in accelerator.dense_flops:
         found.append("mxfp4 on GPUs without 4-bit arithmetic")
     if accelerator.kind == "gpu" and model.num_experts >= MANY_EXPERTS:
-        found.append(f"mixtures of {MANY_EXPERTS} experts and more on GPUs")
+        found.append(MIXTURES)
     if roofline.layout.data_parallel_size > 1:
         found.append("data-parallel ranks that share experts")
     if _is_eager(roofline):
@@ -76,6 +79,21 @@ def measured_classes(roofline: Roofline) -> dict[str, dict[str, Any]]:
     own = [name for name in own_classes(roofline) if name in found][:1]
     wide = [name for name in wide_classes(roofline) if name in found]
     return {name: found[name] for name in (*own, *wide)}
+
+
+def speed_range(roofline: Roofline, traffic: Traffic) -> dict[str, Any] | None:
+    """Return where eight of ten published sources were that had no part in the fit.
+
+    `measured_by_printed` are the bounds, `sources` their number. None where too few were published.
+    """
+    found = speed_accuracy()[traffic.arrivals].get(roofline.accelerator.kind)
+    ranges: dict[str, dict[str, Any]] = {} if found is None or traffic.decode_only else found["ranges"]
+    return ranges.get(range_class(roofline))
+
+
+def range_class(roofline: Roofline) -> str:
+    """Return the class whose range is a plan's: sources on many experts differ most."""
+    return MIXTURES if MIXTURES in wide_classes(roofline) else OTHERS
 
 
 def class_texts(roofline: Roofline) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy.speed_accuracy import accuracy, class_accuracy, document, scored_rows
+from benchmarks.accuracy.speed_accuracy import accuracy, arrivals_of, class_accuracy, document, kind_of, scored_rows
 from benchmarks.accuracy.speed_asked import answers, differing
 from benchmarks.accuracy.speed_case import Case
 from benchmarks.accuracy.speed_cases import load
@@ -25,7 +25,7 @@ from benchmarks.accuracy.speed_scores import (
     table,
 )
 from hpc_serve.plan.catalog import SPEED_ACCURACY
-from hpc_serve.plan.speed.classes import class_texts, measured_classes
+from hpc_serve.plan.speed.classes import class_texts, measured_classes, own_classes, speed_range, wide_classes
 from hpc_serve.plan.speed.estimate import speed_column
 from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Factors
 
@@ -103,6 +103,31 @@ def test_the_range_of_the_time_to_the_first_token_holds_for_sources_that_it_is_n
     assert figures["ttft_rows"] >= 35
     assert 0.8 <= low <= high <= 2.2
     assert figures["ttft_rows_in_quartiles_of_other_sources"] / figures["ttft_rows"] >= 0.4
+
+
+@pytest.mark.parametrize("arrivals", ["steady", "burst"])
+def test_the_range_beside_a_speed_holds_eight_of_ten_sources(arrivals: str, folds: Folds, later: list[Case]) -> None:
+    """Of sources that neither the factors nor the range are made of, and of each class with five sources or more."""
+    rows = [row for row in scored_rows(folds, later) if arrivals_of(row[0]) == arrivals and kind_of(row[0]) == "gpu"]
+    for figures in accuracy(rows)[arrivals]["gpu"]["ranges"].values():
+        low, high = figures["measured_by_printed"]
+        assert figures["sources_in_bounds_of_others"] >= 0.8 * figures["sources"]
+        assert high / low <= 4.2  # one that says nothing is no range
+    by_class: dict[str, dict[str, list[tuple[float, bool]]]] = {}
+    for case, factors in rows:
+        assert case.roofline
+        assert case.traffic
+        found = speed_range(case.roofline, case.traffic)
+        assert found is not None
+        low, high = found["measured_by_printed"]
+        for name in (*own_classes(case.roofline), *wide_classes(case.roofline)):
+            ratio = case.measured / case.tokens_per_s(factors)
+            by_class.setdefault(name, {}).setdefault(case.source, []).append((ratio, low <= ratio <= high))
+    wide = {name: sources for name, sources in by_class.items() if len(sources) >= 5}
+    assert len(wide) >= 2
+    for name, sources in wide.items():
+        held = [sorted(ratios)[len(ratios) // 2][1] for ratios in sources.values()]
+        assert sum(held) >= 0.8 * len(held), name
 
 
 def test_rows_whose_format_is_assumed_count_in_no_class_of_one_format(folds: Folds, later: list[Case]) -> None:
