@@ -71,7 +71,9 @@ class Client:
         while waiting:
             for key, _ in selector.select():
                 ready: Any = key.fileobj
-                data = got[ready] + ready.recv(65536)
+                more = ready.recv(65536)
+                assert more, f"{len(got) - waiting} of {len(got)} were done, and a connection ended after {got[ready]!r}"
+                data = got[ready] + more
                 if not self._is_whole(data):
                     got[ready] = data
                     continue

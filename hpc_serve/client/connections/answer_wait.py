@@ -8,8 +8,7 @@ the judge is asked again. Pure, apart from the clock and the judge.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Protocol
 
 from hpc_serve.client.replicas.pool import ReplicaAddress
@@ -58,7 +57,6 @@ class AnswerWait:
         self._limit_s = 0.0
         self._since_s = 0.0
         self._ends_at_s = math.inf
-        self._deadline_s = math.inf
         self._answer_since_s: float | None = None
         self.expects_signs = replica.signs
 
@@ -78,11 +76,11 @@ class AnswerWait:
         return self._begin(timeout_s, now_s, self._limit.limit_s(now_s) if self.expects_signs else math.inf)
 
     def _begin(self, timeout_s: float | None, now_s: float, limit_s: float) -> float:
-        self._since_s, self._limit_s, self._ends_at_s = now_s, limit_s, self._deadline_s
+        self._since_s, self._limit_s, self._ends_at_s = now_s, limit_s, math.inf
         if self._answer_since_s is None:
             self._answer_since_s = now_s
         if timeout_s is not None:
-            self._ends_at_s = min(self._answer_since_s + timeout_s, self._deadline_s)
+            self._ends_at_s = self._answer_since_s + timeout_s
         return self._wait_s(now_s)
 
     def again(self) -> float | None:
@@ -114,15 +112,6 @@ class AnswerWait:
             self._limit.note(now_s, now_s - self._since_s if self.expects_signs else 0.0)
         if not is_sign(data):
             self._answer_since_s = None
-
-    @contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
-        """Let all reads together take so many seconds at most."""
-        self._deadline_s = self._clock() + seconds
-        try:
-            yield
-        finally:
-            self._deadline_s = math.inf
 
 
 def is_sign(data: bytes) -> bool:

@@ -135,7 +135,8 @@ class AttemptBody(Body):
 
     async def _read_end(self) -> bytes | None:
         """What follows `[DONE]`, which is nothing. Without an end of the body in time the connection is closed."""
-        with self._answer.connection.wait.within(END_S), suppress(http.TransportError):
+        self._answer.timeout_s = END_S
+        with suppress(http.TransportError):
             return await anext(self._answer, None)
         return None
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,6 +19,8 @@ from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.replicas.silence_limit import SilenceLimit
+from hpc_serve.client.requests import attempt
+from hpc_serve.client.resume.received import DONE_EVENT
 from hpc_serve.trust.connection import Identity
 from tests.support.patience import wait_until
 from tests.support.tls_servers import server_context
@@ -371,3 +374,50 @@ def test_a_request_names_the_host_as_urls_do():
 def test_a_header_that_would_be_several_is_refused(value):
     with pytest.raises(http.LocalProtocolError, match="x-mine"):
         Message.of(http.Request("GET", "https://engine/", headers={"x-mine": value}))
+
+
+class Stream:
+    """An attempt whose answer is a stream."""
+
+    is_stream, is_whole, shows_signs = True, False, False
+
+    def heard_first(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def test_the_time_for_the_end_of_a_stream_is_not_that_of_the_next_request(service, monkeypatch):
+    """The next one takes the connection before the reader of the stream goes on, and its answer is slow."""
+    asked = threading.Event()
+
+    async def serve(reader: Any, writer: Any) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(CHUNKS + b"%x\r\n%b\r\n" % (len(DONE_EVENT), DONE_EVENT))
+        await asyncio.sleep(attempt.END_S / 4)
+        writer.write(b"0\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        asked.set()
+        await asyncio.sleep(5 * attempt.END_S)
+        writer.write(OK)
+
+    async def whole() -> None:
+        tried, loop = Trial(ThreadPool, service.certificate(), serve, {}), asyncio.get_running_loop()
+        await tried.start()
+        body = attempt.AttemptBody((await tried.ask()).stream, cast(Any, Stream()))
+        release, others = tried.pool.release, []
+
+        def release_late(connection: Any) -> None:
+            release(connection)
+            if not others:
+                others.append(asyncio.run_coroutine_threadsafe(tried.ask(), loop))
+                assert asked.wait(LATE_S)
+                time.sleep(0.01)  # it waits by now
+
+        monkeypatch.setattr(tried.pool, "release", release_late)
+        assert await asyncio.to_thread(next, body) == DONE_EVENT
+        answer = await asyncio.wrap_future(others[0])
+        assert await tried.read(answer) == b"ok"
+        assert tried.connections == 1
+        await tried.close()
+
+    asyncio.run(whole())

@@ -157,13 +157,6 @@ def test_bytes_of_the_answer_begin_the_time_of_the_user_anew(judge):
         wait.end(COMMENT_CHUNK + b"5\r\ndata:\r\n")
 
 
-def test_the_end_of_a_body_may_take_a_moment_and_no_more(judge):
-    wait = AnswerWait(address(), judge)
-    with wait.within(0.2):
-        assert wait.begin(USER_S) == pytest.approx(0.2)
-    assert wait.begin(USER_S) > 0.2
-
-
 @pytest.mark.parametrize(
     ("data", "is_one"),
     [
