@@ -72,7 +72,9 @@ class Client:
             for key, _ in selector.select():
                 ready: Any = key.fileobj
                 more = ready.recv(65536)
-                assert more, f"{len(got) - waiting} of {len(got)} were done, and a connection ended after {got[ready]!r}"
+                assert more, (
+                    f"{len(got) - waiting} of {len(got)} were done, and a connection ended after {got[ready]!r}"
+                )
                 data = got[ready] + more
                 if not self._is_whole(data):
                     got[ready] = data
@@ -198,11 +200,13 @@ class Way:
     engines: Sequence[int]
 
 
-def turn(way: Way, client: Client, seconds: float) -> Figures:
+def turn(way: Way, stream: bool, in_flight: int, seconds: float) -> Figures:
+    client = Client(way.connect, request(way.key, stream=stream), in_flight)
     client.run(0.0)
     before = time.process_time(), cpu_s(way.between), cpu_s(way.engines)
     answered, took_s = client.run(seconds)
     after = time.process_time(), cpu_s(way.between), cpu_s(way.engines)
+    client.close()
     client_ms, between_ms, engines_ms = (
         1e3 * (end - start) / answered for start, end in zip(before, after, strict=True)
     )
@@ -213,11 +217,8 @@ def turn(way: Way, client: Client, seconds: float) -> Figures:
 def compare(ways: Mapping[str, Way], options: argparse.Namespace, measured: Measured) -> None:
     for kind, stream in KINDS.items():
         for count in options.in_flight:
-            clients = {name: Client(way.connect, request(way.key, stream=stream), count) for name, way in ways.items()}
-            turns = {name: partial(turn, way, clients[name], options.seconds) for name, way in ways.items()}
+            turns = {name: partial(turn, way, stream, count, options.seconds) for name, way in ways.items()}
             measured.take_turns(f"{kind}, {count} in flight", turns, rounds=options.rounds, base=DIRECT)
-            for client in clients.values():
-                client.close()
 
 
 def note_profile(home: Path, path: Path, seconds: float, measured: Measured) -> None:
