@@ -14,7 +14,8 @@ from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica
 from hpc_serve.client.replicas.event_loops import InLoop, InThread, run_blocking
 from hpc_serve.client.replicas.messages import listing
 from hpc_serve.client.replicas.status import ServiceStatus
-from hpc_serve.errors import AmbiguousServiceError, ServiceNotFoundError
+from hpc_serve.errors import AmbiguousServiceError, InvalidRequestError, ServiceNotFoundError
+from hpc_serve.rendezvous.shares import named_service
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.trust.bundle import trust_variables
 
@@ -32,7 +33,8 @@ def connect(
 ) -> ServiceClient:
     """Return an `openai.OpenAI` client of a service: requests go to its ready replicas, `client.model` is its model.
 
-    It takes the one service that is ready where no name is given. `wait` is how many seconds to wait for a replica that
+    It takes the one service that is ready where no name is given. A service that another user shares is named by its
+    folder, as /home/alice/.hpc-serve/services/70b. `wait` is how many seconds to wait for a replica that
     is coming (True: as long as it takes), now and whenever a request finds none. `home` is $HPC_SERVE_HOME unless
     given. `wake` brings a service back that is asleep, now and whenever a request finds it so; without `wait` that
     takes as long as it takes. A stream whose replica is lost is continued at another one, unless `resume=False`.
@@ -67,7 +69,9 @@ async def _ready_watch(
 ) -> ServiceWatch:
     """Return a watch that knows a ready replica of a service, or of the one service that is meant without a name."""
     store, policy = open_store(home), WaitPolicy(wait)
-    if not service:
+    if service:
+        store, service = await here.call(named_service, service, store.home)
+    else:
         service = pick_service(await here.call(find_ready_services, store), store, waits=policy.waits)
     watch = ServiceWatch(store, service, may_wake=wake)
     await wait_for_replica(watch, policy, here)
@@ -99,6 +103,11 @@ def endpoint(service: str | None = None, *, wait: Wait = None, home: str | Path 
     Waits and raises as `connect` does.
     """
     watch = run_blocking(_ready_watch(service, wait, False, home, InThread()))
+    if watch.store.owner is not None:
+        raise InvalidRequestError(
+            f"{watch.service} is another user's, and its certificate is for our own clients: use connect() or `chat`, "
+            f"or `hpc-serve gateway {service}`, which gives other programs an address of yours."
+        )
     replica = watch.status.usable[-1]
     return Endpoint(
         service=watch.service,

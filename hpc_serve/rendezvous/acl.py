@@ -12,18 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-READ, WRITE = 4, 2
+READ, WRITE, SEARCH = 4, 2, 1
 Kind = Literal["user", "group", "others"]
 _POSIX_KINDS: dict[int, Kind] = {0x02: "user", 0x04: "group", 0x08: "group", 0x20: "others"}
 _POSIX_OWNING_GROUP, _POSIX_MASK = 0x04, 0x10
 _NFS_ALLOW, _NFS_OF_GROUP = 0, 0x40
 _NFS_READ = 0x1
+_NFS_SEARCH = 0x20
 _NFS_WRITE = 0x2 | 0x4 | 0x40 | 0x40000 | 0x80000  # data, new entries, deletion of entries, the ACL, the owner
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grant:
-    """The `rights` (READ, WRITE) of one user or group. `who` is a number, or NFSv4's name; None: the owning group."""
+    """The `rights` (READ, WRITE, SEARCH) of one user or group.
+
+    `who` is a number, or NFSv4's name; None: the owning group.
+    """
 
     kind: Kind
     who: int | str | None = None
@@ -55,7 +59,7 @@ def _attribute(path: Path, name: str) -> bytes | None:
 def _posix(content: bytes) -> tuple[Grant, ...]:
     """Return the entries of the kernel's binary form but the owner's, bounded by the mask."""
     entries = list(struct.iter_unpack("<HHI", content[4:]))
-    mask = next((rights for tag, rights, _ in entries if tag == _POSIX_MASK), READ | WRITE)
+    mask = next((rights for tag, rights, _ in entries if tag == _POSIX_MASK), READ | WRITE | SEARCH)
     found = []
     for tag, rights, number in entries:
         if kind := _POSIX_KINDS.get(tag):
@@ -74,7 +78,8 @@ def _nfs(content: bytes) -> tuple[Grant, ...] | None:
             kind, flags, mask, length = struct.unpack_from(">4I", content, place)
             who = content[place + 16 : place + 16 + length].decode(errors="replace")
             place += 16 + length + -length % 4
-            rights = (READ if mask & _NFS_READ else 0) | (WRITE if mask & _NFS_WRITE else 0)
+            known = {READ: _NFS_READ, WRITE: _NFS_WRITE, SEARCH: _NFS_SEARCH}
+            rights = sum(right for right, bits in known.items() if mask & bits)
             if kind == _NFS_ALLOW and not who.endswith("@"):
                 found.append(Grant(kind="group" if flags & _NFS_OF_GROUP else "user", who=who, rights=rights))
     except struct.error:

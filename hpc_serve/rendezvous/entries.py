@@ -71,14 +71,20 @@ def began_or_ended_at(record: EndpointRecord) -> tuple[float, str]:
 
 
 def read_entry(
-    path: Path, kind: type[_Entry], service: str, problems: list[str], *, counts: Callable[[str], bool] | None = None
+    path: Path,
+    kind: type[_Entry],
+    service: str,
+    problems: list[str],
+    *,
+    counts: Callable[[str], bool] | None = None,
+    owner: int | None = None,
 ) -> _Entry | None:
     """Read a record or a submitted job; None if it is gone or not trusted. `problems` gets the reason.
 
-    A text for which `counts` is false is passed over, too.
+    A text for which `counts` is false is passed over, too. `owner` is the number of another user who shares it.
     """
     try:
-        text = read_private(path)
+        text = read_private(path, owner=owner)
         if counts is not None and not counts(text):
             return None
         entry = kind.from_json(text, source=str(path))
@@ -103,12 +109,15 @@ RecordFile = tuple[str, FileVersion]
 class EntryFiles:
     """The files of one service in `folder`, read again and again. Safe to share between threads.
 
+    `owner` is the number of another user who shares the service; what was submitted is not shared.
+
     A record that says how its replica ended never changes again. If it `passes_over_ended`, such a record is read once,
     and passed over afterwards. The newest record is read first.
     """
 
-    def __init__(self, folder: Path, service: str, *, passes_over_ended: bool = True) -> None:
+    def __init__(self, folder: Path, service: str, *, passes_over_ended: bool = True, owner: int | None = None) -> None:
         self._folder, self._service, self._passes_over_ended = folder, service, passes_over_ended
+        self._owner = owner
         self._ended: dict[str, FileVersion] = {}
 
     def files(self, wanted: Set[str] = frozenset()) -> tuple[list[RecordFile], Set[str]]:
@@ -116,7 +125,7 @@ class EntryFiles:
 
         Records in `wanted` are always among the files.
         """
-        check_folder(self._folder)
+        check_folder(self._folder, owner=self._owner)
         found = [file for file in list_newest_first(self._folder) if is_record_file_name(file[0])]
         live = [file for file in found if self._ended.get(file[0]) != file[1] or file[0] in wanted]
         return live, {name for name, _ in found}
@@ -132,10 +141,8 @@ class EntryFiles:
             self._ended[file[0]] = file[1]
             return file[0] in wanted
 
-        found = (
-            read_entry(self._folder / file[0], EndpointRecord, self._service, problems, counts=partial(counts, file))
-            for file in files
-        )
+        read = partial(read_entry, kind=EndpointRecord, service=self._service, problems=problems, owner=self._owner)
+        found = (read(self._folder / file[0], counts=partial(counts, file)) for file in files)
         return [record for record in found if record is not None]
 
     def read_all(self, wanted: Set[str] = frozenset()) -> ServiceRecords:
@@ -148,7 +155,8 @@ class EntryFiles:
         problems: list[str] = []
         records = self.read(files, problems, wanted)
         begun = jobs_begun(name.rpartition("-r")[0] for name in names) if self._passes_over_ended else frozenset()
-        submitted = read_submitted(self._folder, self._service, problems, without=begun)
+        ours = self._owner is None
+        submitted = read_submitted(self._folder, self._service, problems, without=begun) if ours else []
         return ServiceRecords(
             service=self._service,
             records=tuple(sorted(records, key=began_or_ended_at)),

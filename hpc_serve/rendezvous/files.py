@@ -12,13 +12,14 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hpc_serve.errors import RecordError, StoreError
+from hpc_serve.rendezvous import acl
 from hpc_serve.rendezvous.fields import from_json_text, to_json_text
 from hpc_serve.rendezvous.names import check_log_path
 from hpc_serve.rendezvous.ownership import fault, require, stat_fault
@@ -34,6 +35,8 @@ FileVersion = tuple[int, int, int]
 """Time of the last change, inode and size: of two files of one name and one version, one is the other."""
 
 _MAX_FILE_BYTES = 1 << 20
+_SHARED_FOLDER = 0o3750  # read by its group, which new files get (setgid); the sticky bit marks it as ours
+_SHARED_FILE = 0o640
 _STALE_HANDLE_TRIES = 3
 _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -42,7 +45,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 def make_private_folder(path: Path, *, tighten: bool = True) -> Path:
     """Make the folder `path` and its missing parents, 0700. If `tighten`, a folder that exists becomes 0700 too.
 
-    Returns `path`. Raises StoreError if it cannot be made, or if another user can change what is in it.
+    A folder that is shared with a group stays so, and so does one that only lets a group through. Returns
+    `path`. Raises StoreError if it cannot be made, or if another user can change what is in it.
     """
     with _explained("make the folder", path):
         try:
@@ -52,7 +56,9 @@ def make_private_folder(path: Path, *, tighten: bool = True) -> Path:
                 f"{path} is in the way: it is not a folder. Move it, or set HPC_SERVE_HOME elsewhere."
             ) from None
         found = os.stat(path)
-        if tighten and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & 0o077:
+        mode = stat.S_IMODE(found.st_mode)
+        is_loose = mode & 0o077 not in (0, stat.S_IXGRP) and mode != _SHARED_FOLDER
+        if tighten and found.st_uid == os.geteuid() and is_loose:
             os.chmod(path, 0o700)
     check_folder(path)
     return path
@@ -101,9 +107,15 @@ def make_log_dir(path: Path, *, called: str) -> Path:
     return path
 
 
-def check_folder(path: Path) -> None:
-    """Raise StoreError if somebody else can change the content of a folder of ours. A missing folder is fine."""
-    if reason := fault(path, "own"):
+def check_folder(path: Path, *, owner: int | None = None) -> None:
+    """Raise StoreError if somebody else can change the content of a folder of ours. A missing folder is fine.
+
+    `owner` is the number of the user who shares it, if it is not ours.
+    """
+    reason = fault(path, "own", user=owner)
+    if reason and owner is not None:
+        raise StoreError(f"{reason}: only a folder that its owner alone can change is read.")
+    if reason:
         raise StoreError(
             f"{reason}: records and keys in it would be theirs to read or replace. "
             "Set HPC_SERVE_HOME to a folder of your own, below folders that only you and root can write to, "
@@ -111,20 +123,28 @@ def check_folder(path: Path) -> None:
         )
 
 
-def write_private(path: Path, text: str) -> None:
-    """Replace `path` by a file of `text`, 0600. Readers see the old file or the new one. Raises StoreError."""
+def write_private(path: Path, text: str, *, is_shared: bool = False) -> None:
+    """Replace `path` by a file of `text`, 0600. Readers see the old file or the new one. Raises StoreError.
+
+    If it `is_shared` and its folder is shared with a group, the group may read it.
+    """
     with _explained("write", path), private_temporary(path) as (temporary, descriptor):
+        if is_shared:
+            _open_to_group(descriptor, path.parent)
         _write_whole(descriptor, text)
         os.replace(temporary, path)
         _sync_folder(path.parent)
 
 
-def create_private(path: Path, text: str) -> bool:
+def create_private(path: Path, text: str, *, is_shared: bool = False) -> bool:
     """Make the file `path` unless it exists. If several processes try at once, exactly one of them makes it.
 
-    No lock is used: locks do not work on every shared filesystem. Returns whether this call made it. Raises StoreError.
+    No lock is used: locks do not work on every shared filesystem. Returns whether this call made it. `is_shared` is as
+    in `write_private`. Raises StoreError.
     """
     with _explained("write", path), private_temporary(path) as (temporary, descriptor):
+        if is_shared:
+            _open_to_group(descriptor, path.parent)
         _write_whole(descriptor, text)
         try:
             os.link(temporary, path)
@@ -138,12 +158,13 @@ def create_private(path: Path, text: str) -> bool:
         return True
 
 
-def read_private(path: Path, *, secret: bool = False) -> str:
-    """Return the text of a file that belongs to us; nobody else may be able to read a `secret` one.
+def read_private(path: Path, *, secret: bool = False, owner: int | None = None) -> str:
+    """Return the text of a file that belongs to us, or to the `owner` who shares it.
 
-    Raises FileNotFoundError, RecordError (not ours, readable by others, not text, too long) or StoreError.
+    Nobody else may be able to read a `secret` one, but for the group that its folder is shared with. Raises
+    FileNotFoundError, RecordError (not ours, readable by others, not text, too long) or StoreError.
     """
-    content = _retry_stale_handle(lambda: _read_own(path, secret=secret), "read", path)
+    content = _retry_stale_handle(lambda: _read_own(path, secret=secret, owner=owner), "read", path)
     try:
         return content.decode()
     except UnicodeDecodeError:
@@ -213,7 +234,7 @@ def _retry_stale_handle(read: Callable[[], T], what: str, path: Path) -> T:
         raise StoreError(f"cannot {what} {path}: {error.strerror}.") from error
 
 
-def _read_own(path: Path, *, secret: bool) -> bytes:
+def _read_own(path: Path, *, secret: bool, owner: int | None) -> bytes:
     # O_NONBLOCK: a pipe in a record's place must not hang its reader.
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -225,9 +246,10 @@ def _read_own(path: Path, *, secret: bool) -> bytes:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise RecordError(f"{path} is not a regular file: it is not trusted.")
-        if reason := stat_fault(path, found, "own"):
+        if reason := stat_fault(path, found, "own", user=owner):
             raise RecordError(f"{reason}: it is not trusted.")
-        if secret and (reason := stat_fault(path, found, "private")):
+        is_private = secret and owner is None and not _is_open_to_group(found, path.parent)
+        if is_private and (reason := stat_fault(path, found, "private")):
             raise RecordError(
                 f"{reason}, so it is not secret any more: remove it to have a new one made, and restart what uses it."
             )
@@ -251,6 +273,58 @@ def private_temporary(path: Path) -> Iterator[tuple[Path, int]]:
     finally:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
+
+
+def is_shared_folder(path: Path) -> bool:
+    """Return whether `share_folder` has opened a folder of ours to a group. Nobody sets that mode by accident."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return False
+    return found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == _SHARED_FOLDER
+
+
+def share_folder(path: Path, group: int, names: Iterable[str]) -> None:
+    """Let a group read a folder of ours, the files `names` in it, and those that are written later as shared.
+
+    Raises StoreError, also if the file system does not keep group and mode.
+    """
+    with _explained("share", path):
+        _give(path, group, _SHARED_FOLDER)
+        for name in names:
+            with suppress(FileNotFoundError):
+                _give(path / name, group, _SHARED_FILE)
+
+
+def _give(path: Path, group: int, mode: int) -> None:
+    """Give a folder or file of ours a group and a mode, in place of any ACL: `chmod` would make its entries count."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        for attribute in ("system.posix_acl_access", "system.posix_acl_default"):
+            with suppress(OSError):
+                os.removexattr(descriptor, attribute)
+        os.fchown(descriptor, -1, group)
+        os.fchmod(descriptor, mode)
+        found = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    if (found.st_gid, stat.S_IMODE(found.st_mode)) != (group, mode):
+        raise StoreError(f"{path} cannot be shared: its file system does not keep its group and mode.")
+    if others := [one for one in acl.grants(path) or () if one.rights & acl.READ]:
+        raise StoreError(f"{path} cannot be shared: by its ACL {others[0].kind} {others[0].who} could read it, too.")
+
+
+def _open_to_group(descriptor: int, folder: Path) -> None:
+    """Let the group of a shared folder read a file; the file has this group, as the folder's mode makes it."""
+    found = os.stat(folder)
+    if is_shared_folder(folder) and os.fstat(descriptor).st_gid == found.st_gid:
+        os.fchmod(descriptor, _SHARED_FILE)
+
+
+def _is_open_to_group(found: os.stat_result, folder: Path) -> bool:
+    """Return whether the group of a shared folder, and nobody else, may read a file in it."""
+    is_of_group = stat.S_IMODE(found.st_mode) == _SHARED_FILE and found.st_gid == os.stat(folder).st_gid
+    return is_of_group and is_shared_folder(folder)
 
 
 def _create_without_links(path: Path, text: str) -> bool:

@@ -22,9 +22,14 @@ def is_service_name(name: str) -> bool:
 def validate_service_name(service: str) -> str:
     """Return `service` if it can name a service. Raises InvalidRequestError."""
     if not is_service_name(service):
+        of_another = (
+            "the path of a service that another user shares is for connect(), `chat`, `status` and `gateway`; else "
+            if service.startswith("/")
+            else ""
+        )
         raise InvalidRequestError(
-            f"{service!r} cannot name a service: use 1 to 63 letters, digits, dots, dashes and underscores, "
-            "the first a letter or digit (for example 405b or llama-70b.test)."
+            f"{service!r} cannot name a service: {of_another}use 1 to 63 letters, digits, dots, dashes and "
+            "underscores, the first a letter or digit (for example 405b or llama-70b.test)."
         )
     return service
 

@@ -63,13 +63,17 @@ def check_chosen(path: Path, *, called: str) -> None:
         )
 
 
-def fault(path: Path, use: Use) -> str | None:
-    """Why `path` may not be used; None if it may. A path that is not there yet is judged by the folders above it."""
+def fault(path: Path, use: Use, *, user: int | None = None) -> str | None:
+    """Why `path` may not be used; None if it may. A path that is not there yet is judged by the folders above it.
+
+    `user` is the number of another user, if the path must be theirs, as a service is that they share.
+    """
     modes: dict[Path, int] = {}
     try:
         for step, found, is_last in _walk(path.absolute()):
             is_roots = _is_unseen_root(found, holder_mode=modes.get(step.parent, 0))
-            reason = stat_fault(step, found, use, is_roots) if is_last else _folder_fault(step, found, use, is_roots)
+            judge = stat_fault if is_last else _folder_fault
+            reason = judge(step, found, use, is_roots, user)
             if reason:
                 return reason
             modes[step] = found.st_mode
@@ -80,44 +84,51 @@ def fault(path: Path, use: Use) -> str | None:
     return None
 
 
-def stat_fault(path: Path, found: os.stat_result, use: Use, is_roots: bool = False) -> str | None:
+def stat_fault(
+    path: Path, found: os.stat_result, use: Use, is_roots: bool = False, user: int | None = None
+) -> str | None:
     """Return the fault of an open file by its `fstat`, without a look at the folders above it.
 
-    `is_roots`: it is root's, in a container that does not show that.
+    `is_roots`: it is root's, in a container that does not show that. `user` is as in `fault`.
     """
     if use == "chosen":
-        return _write_fault(path, found, sticky_counts=False, counted=stat.S_IWOTH)
-    if os.geteuid() == _unseen_owner():
+        return _write_fault(path, found, user, sticky_counts=False, counted=stat.S_IWOTH)
+    if _unseen_owner() in {os.geteuid(), user} - {None}:
         return (
             f"{path} cannot be judged: this container (user namespace) shows you and all other users as user "
             f"{os.geteuid()}. Start it so that it keeps your own user"
         )
-    owners = {os.geteuid()} if use in ("own", "private") else {os.geteuid(), 0}
+    owner = os.geteuid() if user is None else user
+    owners = {owner} if use in ("own", "private") else {owner, 0}
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid not in owners and not (is_roots and use == "scratch"):
-        return f"{path} belongs to {_user(found.st_uid)}, not to you"
+        return f"{path} belongs to {_user(found.st_uid)}, not to {'you' if user is None else _user(user)}"
     if use == "private" and mode & 0o077:
         return f"{path} can be read by others (mode {mode:04o})"
-    if use == "private" and (reader := _foreign(acl.grants(path) or (), acl.READ, found)):
+    if use == "private" and (reader := _foreign(acl.grants(path) or (), acl.READ, found, user)):
         return f"{path} can be read by {reader} by its ACL"
-    if reason := _write_fault(path, found, sticky_counts=use == "scratch"):
+    if reason := _write_fault(path, found, user, sticky_counts=use == "scratch"):
         return reason
     can_be_entered = stat.S_ISDIR(mode := found.st_mode) and mode & (stat.S_IXGRP | stat.S_IXOTH)
-    if use != "scratch" and can_be_entered and (writer := _foreign(acl.inherited_grants(path), acl.WRITE, found)):
+    inherited = acl.inherited_grants(path) if use != "scratch" and can_be_entered else ()
+    if writer := _foreign(inherited, acl.WRITE, found, user):
         return f"new files in {path} can be changed by {writer} by its default ACL"
     return None
 
 
-def _folder_fault(path: Path, found: os.stat_result, use: Use, is_roots: bool) -> str | None:
+def _folder_fault(path: Path, found: os.stat_result, use: Use, is_roots: bool, user: int | None) -> str | None:
     """Return whether others can replace what is in a folder, or where a link leads."""
-    if use != "chosen" and found.st_uid not in (os.geteuid(), 0) and not is_roots:
+    if use != "chosen" and found.st_uid not in (os.geteuid(), 0, user) and not is_roots:
         return f"{path} belongs to {_user(found.st_uid)}, who can replace what is below it"
     if stat.S_ISLNK(found.st_mode):
         return None
-    return _write_fault(path, found, sticky_counts=True, counted=stat.S_IWOTH if use == "chosen" else _OTHERS_WRITE)
+    counted = stat.S_IWOTH if use == "chosen" else _OTHERS_WRITE
+    return _write_fault(path, found, user, sticky_counts=True, counted=counted)
 
 
-def _write_fault(path: Path, found: os.stat_result, *, sticky_counts: bool, counted: int = _OTHERS_WRITE) -> str | None:
+def _write_fault(
+    path: Path, found: os.stat_result, user: int | None, *, sticky_counts: bool, counted: int = _OTHERS_WRITE
+) -> str | None:
     mode = stat.S_IMODE(found.st_mode)
     if sticky_counts and mode & stat.S_ISVTX:
         return None
@@ -128,34 +139,31 @@ def _write_fault(path: Path, found: os.stat_result, *, sticky_counts: bool, coun
     if not counted & stat.S_IWGRP:
         return None
     granted = acl.grants(path)
-    if writer := _foreign(granted or (), acl.WRITE, found):
+    if writer := _foreign(granted or (), acl.WRITE, found, user):
         return f"{path} can be changed by {writer} by its ACL"
-    if not mode & stat.S_IWGRP or (granted is not None and _is_own_group(found.st_gid)):
+    if not mode & stat.S_IWGRP or (granted is not None and _is_own_group(found.st_gid, user)):
         return None
     hidden = "" if granted is not None else ", and maybe by others: its file system does not show its ACL"
     return f"{path} can be changed by group {group_name(found.st_gid)} {shown}{hidden}"
 
 
-def _foreign(grants: Iterable[acl.Grant], rights: int, found: os.stat_result) -> str | None:
+def _foreign(grants: Iterable[acl.Grant], rights: int, found: os.stat_result, user: int | None) -> str | None:
     """Return the first of an ACL's users and groups with one of the `rights` who is not the user, root or its group."""
+    own = {os.geteuid(), os.geteuid() if user is None else user}
     for grant in grants:
         if not grant.rights & rights:
             continue
         if grant.kind == "others":
             return "everybody"
         if isinstance(grant.who, str):  # NFSv4's, as name@domain
-            if grant.kind == "group" or grant.who.partition("@")[0] not in (
-                "root",
-                "0",
-                str(os.geteuid()),
-                _own_name(),
-            ):
+            names = {"root", "0", *map(str, own), *map(_name_of, own)}
+            if grant.kind == "group" or grant.who.partition("@")[0] not in names:
                 return f"{grant.kind} {grant.who}"
         elif grant.kind == "group":
             number = found.st_gid if grant.who is None else grant.who
-            if not _is_own_group(number):
+            if not _is_own_group(number, user):
                 return f"group {group_name(number)}"
-        elif grant.who not in (0, os.geteuid()):
+        elif grant.who not in {0, *own}:
             return _user(int(grant.who or 0))
     return None
 
@@ -208,18 +216,18 @@ def _unseen_owner() -> int | None:
         return None
 
 
-def _is_own_group(number: int) -> bool:
+def _is_own_group(number: int, user: int | None = None) -> bool:
     """Return whether a group has the user's own name and no other member, as sites make one for each user."""
     try:
         group = grp.getgrgid(number)
     except KeyError:
         return False
-    return group.gr_name == _own_name() and set(group.gr_mem) <= {group.gr_name}
+    return group.gr_name == _name_of(os.geteuid() if user is None else user) and set(group.gr_mem) <= {group.gr_name}
 
 
-def _own_name() -> str | None:
+def _name_of(user: int) -> str | None:
     try:
-        return pwd.getpwuid(os.geteuid()).pw_name
+        return pwd.getpwuid(user).pw_name
     except KeyError:
         return None
 

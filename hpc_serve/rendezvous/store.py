@@ -43,10 +43,14 @@ def default_home(environ: Mapping[str, str]) -> Path:
 
 
 class ServiceStore:
-    """The files below `home` (see docs/design/record.md). Reading makes nothing; writing makes the folders it needs."""
+    """The files below `home` (see docs/design/record.md). Reading makes nothing; writing makes the folders it needs.
 
-    def __init__(self, home: Path) -> None:
+    `owner` is the number of another user who shares services of theirs; nothing can be written then.
+    """
+
+    def __init__(self, home: Path, *, owner: int | None = None) -> None:
         self.home = home
+        self.owner = owner
 
     def __repr__(self) -> str:
         return f"ServiceStore({str(self.home)!r})"
@@ -85,11 +89,12 @@ class ServiceStore:
 
         Raises StoreError when the folder itself cannot be read.
         """
-        return EntryFiles(self.service_dir(service), service, passes_over_ended=False).read_all()
+        folder = self.service_dir(service)
+        return EntryFiles(folder, service, passes_over_ended=False, owner=self.owner).read_all()
 
     def live(self, service: str) -> EntryFiles:
         """Return the entries that a client may use, to be read again and again."""
-        return EntryFiles(self.service_dir(service), service)
+        return EntryFiles(self.service_dir(service), service, owner=self.owner)
 
     def write(self, record: EndpointRecord, *, makes_folders: bool = True) -> Path:
         """Replace a replica's record; its head is the only writer. Raises StoreError.
@@ -101,7 +106,7 @@ class ServiceStore:
             self.ensure_service(record.service)
         else:
             self.require_service(record.service)
-        write_private(folder / record.name, record.to_json())
+        write_private(folder / record.name, record.to_json(), is_shared=True)
         return folder / record.name
 
     def require_service(self, service: str) -> None:
@@ -128,16 +133,16 @@ class ServiceStore:
         """
         self.ensure_service(service)
         path = self.api_key_path(service)
-        make_key(path)
+        make_key(path, is_shared=True)
         self.read_api_key(service)
         return path
 
     def read_api_key(self, service: str) -> str:
         """Return the key. Never put it in a log, a command line or an error. Raises StoreError or RecordError."""
         path = self.api_key_path(service)
-        check_folder(path.parent)
+        check_folder(path.parent, owner=self.owner)
         try:
-            return read_key(path, cure="remove it to have a new one made, and restart the service")
+            return read_key(path, cure="remove it to have a new one made, and restart the service", owner=self.owner)
         except FileNotFoundError:
             raise StoreError(f"{service} has no API key yet: {path} is made when it is first submitted.") from None
 

@@ -207,11 +207,11 @@ class SlurmCluster:
             os.umask(old_umask)
 
     def _free_ids(self) -> int:
-        """The first of a run of user numbers that neither the machine nor another cluster uses."""
+        """The first of a run of numbers, for users and their group, that neither machine nor another cluster uses."""
         lines = (Path("/etc/passwd").read_text() + Path("/etc/group").read_text()).splitlines()
         taken = {int(line.split(":")[2]) for line in lines if line.count(":") >= 3}
         taken |= {home.stat().st_uid for home in self.config.root.glob("*/home/*")}
-        wanted = len(self.config.users)
+        wanted = len(self.config.users) + 1
         return next(n for n in range(61000, 65000) if not taken & set(range(n, n + wanted)))
 
     def _all_idle(self) -> bool:

@@ -15,11 +15,15 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[2]
 LOGIN = "login"
 INTERFACE = "eth0"
+PROJECT = "project"
 
 
 def _os_root() -> Path | None:
     named = os.environ.get("HPC_SERVE_CLUSTER_OS")
     return Path(named) if named else None
+
+
+PROJECT = "project"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +181,16 @@ def hosts_text(config: ClusterConfig) -> str:
 
 
 def accounts_text(config: ClusterConfig, machine_text: str, first_id: int, *, group: bool) -> str:
-    """/etc/passwd (or /etc/group) of every host: the machine's accounts, then one per user of the cluster."""
+    """/etc/passwd (or /etc/group) of every host: the machine's accounts, then one per user of the cluster.
+
+    All these users are in the group PROJECT.
+    """
     lines = []
     for number, user in enumerate(config.users, start=first_id):
         home = config.home(user)
         lines.append(f"{user}:x:{number}:" if group else f"{user}:x:{number}:{number}::{home}:/bin/bash")
+    if group:
+        lines.append(f"{PROJECT}:x:{first_id + len(config.users)}:{','.join(config.users)}")
     taken = {line.split(":", 1)[0] for line in lines}
     kept = [line for line in machine_text.splitlines() if line and line.split(":", 1)[0] not in taken]
     return "\n".join(kept + lines) + "\n"

@@ -48,6 +48,7 @@ def test_accounts_keep_the_machine_s_and_add_ours() -> None:
     assert accounts_text(CONFIG, "root:x:0:\n", 61000, group=True).splitlines()[1:] == [
         "alice:x:61000:",
         "mallory:x:61001:",
+        "project:x:61002:alice,mallory",
     ]
 
 

@@ -17,6 +17,7 @@ from hpc_serve.cli.complete import service_names
 from hpc_serve.cli.values import Duration
 from hpc_serve.printable import printable
 from hpc_serve.redact import redact_lines
+from hpc_serve.rendezvous.shares import named_service
 from hpc_serve.rendezvous.store import own_store
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ def status_command(service: str | None, everything: bool, watched: bool, as_json
     from hpc_serve.submit.status.status_reader import find, read_status
 
     store = own_store()
+    if service is not None:
+        store, service = named_service(service, store.home)
     if watched:
         if as_json or everything:
             raise click.UsageError("--watch shows a table for people, without old ends: leave out --json and --all.")

@@ -19,6 +19,7 @@ def submission_json(submission: Submission) -> dict[str, Any]:
         for one in submission.jobs
         if one.predecessor
     ]
+    shared = {"shared_with": submission.shared_with, "folder": submission.folder}
     return {
         "service": job.service,
         "model": job.model,
@@ -42,6 +43,7 @@ def submission_json(submission: Submission) -> dict[str, Any]:
         "queue": submission.queue,
         "machines_note": submission.machines_note,
         **({"ahead": ahead} if ahead else {}),
+        **(shared if submission.shared_with else {}),
         "other_jobs": [
             {"job_id": other.job_id, "state": other.state, "differs": list(submission.differing.get(other.job_id, ()))}
             for other in submission.others
@@ -76,6 +78,11 @@ def submission_text(submission: Submission, *, gpu_note: str | None = None) -> s
         *([f"  replicas {bounds_sentence(wanted)}"] if wanted is not None and follows_load else []),
         *(["  keeps up across time limits: each job submits the next before its own ends"] if keeps_up else []),
         *([f"  ahead   {len(chain)} jobs take over in time: {', '.join(chain)}"] if chain else []),
+        *(
+            [f"  shared  with group {submission.shared_with}, who name it {submission.folder}"]
+            if submission.shared_with
+            else []
+        ),
         *([f"  queue   {submission.queue}"] if submission.queue else []),
         *(f"  log     {one.log_path}" for one in submission.jobs[:_LOGS_SHOWN]),
         *([f"          … and those of {jobs - _LOGS_SHOWN} more"] if jobs > _LOGS_SHOWN else []),

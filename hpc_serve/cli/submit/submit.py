@@ -61,15 +61,20 @@ def render_command(output: Path | None, **options: Any) -> None:
 @click.option(
     "--check-hub", is_flag=True, help="Ask the hub, for 5 s, whether weights that are not here may be fetched."
 )
+@click.option(
+    "--share", metavar="GROUP", help="Let a Unix group of yours use this service: see its records, and ask it."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the submission as JSON.")
-def submit_command(wait: bool, timeout: float | None, check_hub: bool, as_json: bool, **options: Any) -> None:
+def submit_command(
+    wait: bool, timeout: float | None, check_hub: bool, share: str | None, as_json: bool, **options: Any
+) -> None:
     from hpc_serve.cli import show
     from hpc_serve.cli.services.stages import follow_until_ready
     from hpc_serve.cli.submit.submission import submission_json, submission_text
     from hpc_serve.submit.services import services
 
     request = make_request(options)
-    submission = services.submit(request, ask_hub=check_hub)
+    submission = services.submit(request, ask_hub=check_hub, share=share)
     if as_json:
         show.print_json(submission_json(submission))
     else:

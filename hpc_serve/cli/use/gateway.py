@@ -69,6 +69,7 @@ def gateway_command(
     from hpc_serve.gateway import key as keys
     from hpc_serve.gateway import listening, server, sharing
     from hpc_serve.gateway.settings import Settings
+    from hpc_serve.rendezvous.shares import named_service
     from hpc_serve.rendezvous.store import ServiceStore, default_home
 
     if socket_path is not None and port is not None:
@@ -81,7 +82,13 @@ def gateway_command(
         raise click.UsageError("--own-keys needs --share.")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     home = default_home(os.environ)
-    names = tuple(dict.fromkeys(map(validate_service_name, services)))
+    named = [named_service(service, home) for service in services]
+    store = named[0][0] if named else ServiceStore(home)
+    if any(one.home != store.home for one, _ in named):
+        raise click.UsageError("Services of several users are several gateways: start one for each.")
+    if store.owner is not None and (share is not None or options["on_demand"]):
+        raise click.UsageError("A service of another user is shared and started by its owner alone.")
+    names = tuple(dict.fromkeys(validate_service_name(service) for _, service in named))
     on_demand = None
     if options["on_demand"]:
         from hpc_serve.cli.use.on_demand import read_on_demand  # it imports what `submit` does
@@ -129,7 +136,7 @@ def gateway_command(
             )
         server.serve(
             place,
-            ServiceStore(home),
+            store,
             settings,
             certificate=certificate,
             grace_s=options["grace"],

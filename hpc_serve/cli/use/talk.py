@@ -13,6 +13,7 @@ from hpc_serve.cli.values import Duration
 from hpc_serve.errors import HpcServeError, ServiceNotFoundError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.names import is_service_name
+from hpc_serve.rendezvous.shares import is_service_folder
 
 if TYPE_CHECKING:
     from hpc_serve.client.openai_client import ServiceClient
@@ -71,7 +72,8 @@ def chat_command(
     """
     import hpc_serve.client
 
-    if service is not None and prompt is None and not is_service_name(service):
+    is_named = service is None or is_service_name(service) or is_service_folder(service)
+    if prompt is None and not is_named:
         service, prompt = None, service
     try:
         client = hpc_serve.client.connect(service, wait=wait)

@@ -15,6 +15,7 @@ from pathlib import Path
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import HpcServeError
 from hpc_serve.plan import ServePlan
+from hpc_serve.rendezvous import shares
 from hpc_serve.rendezvous.files import make_log_dir
 from hpc_serve.rendezvous.names import log_dir_before_job
 from hpc_serve.rendezvous.ownership import user_name
@@ -51,7 +52,7 @@ class Submission:
     nothing was submitted. `weights_note` says that weights are not here yet, `machines_note` that GPUs stay idle, or
     that --mem is too small. `queue` is Slurm's reason why it waits, if it gives one. `others` are the other replicas of
     the service that are not over; `differing` has by job the options in which engines of theirs differ: a client takes
-    any replica, so answers depend on the one that it meets.
+    any replica, so answers depend on the one that it meets. `shared_with` is a Unix group, and `folder` the service's.
     """
 
     job_id: str
@@ -64,6 +65,8 @@ class Submission:
     queue: str = ""
     others: tuple[ReplicaStatus, ...] = ()
     differing: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    shared_with: str = ""
+    folder: str = ""
 
     @property
     def job(self) -> SubmittedJob:
@@ -76,37 +79,48 @@ class Submission:
         return sum(job.replicas_per_job for job in self.jobs if not job.predecessor)
 
 
-def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, ask_hub: bool = False) -> Submission:
+def submit(
+    request: ServeRequest,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    ask_hub: bool = False,
+    share: str | None = None,
+) -> Submission:
     """Check the request, claim its name, and hand its script to the scheduler.
 
-    `ask_hub` asks the hub whether the job may fetch weights that are not here.
+    `ask_hub` asks the hub whether the job may fetch weights that are not here. `share` is a Unix group that may use the
+    service, until it is submitted without one while none of its jobs is there.
 
     Raises HpcServeError of every kind; then nothing is submitted and the name is free.
     """
     check_before_plan(request, environ)
     windows_of(environ)
+    store, service = ServiceStore(default_home(environ)), request.service
+    group = shares.check_share(store, share) if share is not None else None
     planned = plan_request(request, stand_in=environ.get("HPC_SERVE_MODEL"))
     weights_note = check_files(planned, {**environ, **request.env}, ask_hub=ask_hub)
 
-    store, service = ServiceStore(default_home(environ)), request.service
     plan = planned.plan
     request = dataclasses.replace(planned.request, log_dir=request.log_dir or str(store.log_dir(service)))
     job = _job_of(request, plan, speed_figures(planned.result.estimates()))
     replicas = replicas_of(request, plan)
     note = " ".join(filter(None, (planned.machines_note, small_memory_note(request, plan)))) or None
     text = render_script(request, plan)
-    made = functools.partial(Submission, plan=plan, weights_note=weights_note, machines_note=note)
+    folder = str(store.service_dir(service))
+    made = functools.partial(Submission, plan=plan, weights_note=weights_note, machines_note=note, folder=folder)
 
     store.ensure_service(service)
     log_dir = make_log_dir(Path(log_dir_before_job(str(request.log_dir))), called="--log-dir")
-    with claimed(store, service, plan.model) as folder, contextlib.ExitStack() as undo:
-        script = JobScript(text=text, job=job, folder=folder, log_dir=log_dir)
+    with claimed(store, service, plan.model) as scripts, contextlib.ExitStack() as undo:
+        script = JobScript(text=text, job=job, folder=scripts, log_dir=log_dir)
         if request.cluster == "local":
+            _share(store, service, group, is_new=all(one.is_final for one in store.read(service).records))
             job_id, jobs = start_locally(store, script)
             done = made(job_id=job_id, jobs=jobs)
         else:
             before = read_wanted(store, service)
             wanted, there = want_submission(store, request, replicas, environ)
+            _share(store, service, group, is_new=not there)
             if wanted.submitting:
                 undo.callback(take_back, store, service, wanted, before)
                 count = -(-wanted.submitting // request.replicas_per_job)
@@ -125,7 +139,15 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, as
                 done = made(job_id=jobs[0].job_id, jobs=jobs, wanted=wanted, is_there=True)
         undo.pop_all()
     end_what_comes(store, service)
-    return _with_others(store, done)
+    return _with_others(store, dataclasses.replace(done, shared_with=shares.shared_with(store, service)))
+
+
+def _share(store: ServiceStore, service: str, group: int | None, *, is_new: bool) -> None:
+    """Share a service with a group. Without one, a service that `is_new` is its owner's alone, and others stay."""
+    if group is not None:
+        shares.share(store, service, group)
+    elif is_new:
+        shares.unshare(store, service)
 
 
 def _with_others(store: ServiceStore, done: Submission) -> Submission:

@@ -246,7 +246,7 @@ def _by_hand(
     store: ServiceStore, slurm: SchedulerView, service: str | None, *, known: Collection[str]
 ) -> Iterator[ReplicaStatus]:
     """Jobs that a person gave to sbatch, by their name in the queue, while they have no record in this home."""
-    for job in slurm.jobs():
+    for job in slurm.jobs() if store.owner is None else ():
         name = job.name.removeprefix(JOB_NAME_PREFIX)
         if not job.name.startswith(JOB_NAME_PREFIX) or not is_service_name(name):
             continue
@@ -284,6 +284,8 @@ def _with_logs(store: ServiceStore, status: ReplicaStatus, secrets_of: Callable[
 
     `secrets_of` gives what must not be shown of a service, and is taken out of its words.
     """
+    if store.owner is not None:  # logs are their owner's
+        return status
     status = replace(status, log_dir=status.log_dir or str(store.log_dir(status.service)))
     ended_without_record = status.is_over and (status.record is None or not status.record.is_final)
     lines: Iterable[str] = status.last_log_lines

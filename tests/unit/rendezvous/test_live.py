@@ -25,9 +25,9 @@ def opened(monkeypatch):
     """The names of the records that were read."""
     names = []
 
-    def read(path):
+    def read(path, **options):
         names.append(path.name)
-        return read_private(path)
+        return read_private(path, **options)
 
     monkeypatch.setattr(entries, "read_private", read)
     return names

@@ -86,7 +86,7 @@ def test_the_group_counts_unless_it_is_the_users_own(home, monkeypatch):
     assert "group" in (fault(home, "own") or "")
     os.chown(home, 0, 0)  # root's own group, which lists nobody
     assert fault(home, "own") is None
-    monkeypatch.setattr(ownership, "_is_own_group", lambda number: False)
+    monkeypatch.setattr(ownership, "_is_own_group", lambda number, user: False)
     assert fault(home, "own") == f"{home} can be changed by group root (mode 0770)"
 
 
@@ -246,7 +246,9 @@ def acl_for(
 )
 @pytest.mark.parametrize("use", ["own", "read", "scratch"])
 def test_an_acl_for_another_user_counts_though_the_mode_shows_ones_own_group(home, monkeypatch, named, mask, says, use):
-    monkeypatch.setattr("hpc_serve.rendezvous.ownership._is_own_group", lambda number: number == home.stat().st_gid)
+    monkeypatch.setattr(
+        "hpc_serve.rendezvous.ownership._is_own_group", lambda number, user: number == home.stat().st_gid
+    )
     set_acl(home, "access", *acl_for(named, mask=mask))
     assert home.stat().st_mode & 0o070 == mask << 3
     found = fault(home, use)
@@ -300,7 +302,7 @@ def test_an_nfs4_acl_counts_though_the_mode_shows_nothing(home, monkeypatch, use
 
 
 def test_where_no_acl_can_be_read_the_groups_write_counts(home, monkeypatch):
-    monkeypatch.setattr("hpc_serve.rendezvous.ownership._is_own_group", lambda number: True)
+    monkeypatch.setattr("hpc_serve.rendezvous.ownership._is_own_group", lambda number, user: True)
     show_acls(monkeypatch, {})
     assert fault(home, "own") is None
     home.chmod(0o770)

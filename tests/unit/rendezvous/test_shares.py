@@ -1,0 +1,321 @@
+"""A service that is shared with a Unix group: what the group reads, what nobody else does, and what is refused.
+
+The owner, a member of the group and a stranger are real users of the file system, which only root can be in turn.
+"""
+
+from __future__ import annotations
+
+import grp
+import json
+import os
+import shutil
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_serve.errors import RecordError, StoreError
+from hpc_serve.rendezvous import files, shares
+from hpc_serve.rendezvous.store import ServiceStore
+
+CHECKOUT = Path(__file__).parents[3]
+GROUP, OTHER = "games", "users"
+OWNER, MEMBER, STRANGER = 64_001, 64_002, 64_003
+AS_OWNER = """
+from hpc_serve.rendezvous import shares
+from hpc_serve.rendezvous.files import write_private
+from hpc_serve.rendezvous.store import ServiceStore
+from tests.support.stubs import make_record, make_submitted
+store = ServiceStore(Path(home))
+def begin(service):
+    store.ensure_api_key(service)
+    store.write(make_record(service=service))
+    store.write_submitted(make_submitted(service=service))
+    write_private(store.service_dir(service) / "wanted.json", "{}")
+    (store.log_dir(service) / "123.log").write_text("what was logged")
+"""
+READ = """
+from hpc_serve.rendezvous.shares import named_service
+store, service = named_service(f"{home}/services/{sys.argv[1]}", Path("/nowhere"))
+found = store.read(service)
+print(json.dumps([[one.name for one in found.records], len(store.read_api_key(service)), found.problems, service]))
+"""
+LOOK = """
+seen = {}
+for folder, names, files in os.walk(home, onerror=lambda error: None):
+    seen[folder] = names
+    for name in files:
+        try:
+            open(f"{folder}/{name}", "rb").close()
+            seen[f"{folder}/{name}"] = True
+        except PermissionError:
+            pass
+print(json.dumps(sorted(path[len(home):] for path in seen)))
+"""
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as several users")
+
+
+@dataclass
+class People:
+    """Users by their numbers, each in groups, with the owner's home for services."""
+
+    home: Path
+
+    def run(self, user: int, code: str, *words: str, groups: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        head = f"import json, os, sys\nfrom pathlib import Path\nhome = {str(self.home)!r}\n"
+        return subprocess.run(
+            [sys.executable, "-c", head + code, *words],
+            **{"user": user, "group": user, "extra_groups": [grp.getgrnam(name).gr_gid for name in groups]},
+            env={"PYTHONDONTWRITEBYTECODE": "1", "PATH": os.environ["PATH"], "HOME": str(self.home.parent)},
+            cwd=CHECKOUT,
+            capture_output=True,
+            text=True,
+        )
+
+    def owner(self, code: str, *groups: str) -> str:
+        """Run code as the owner; returns the error, or "" if it ended well."""
+        done = self.run(OWNER, AS_OWNER + code, groups=groups or (GROUP,))
+        return "" if done.returncode == 0 else done.stderr
+
+    def read(self, user: int, service: str, *groups: str) -> Any:
+        """Return what a user reads of a service: names of records, length of the key, problems; or the error."""
+        done = self.run(user, READ, service, groups=groups)
+        return json.loads(done.stdout) if done.returncode == 0 else done.stderr
+
+    def seen(self, user: int, *groups: str) -> list[str]:
+        return json.loads(self.run(user, LOOK, groups=groups).stdout)
+
+
+@pytest.fixture
+def people() -> Iterator[People]:
+    folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="hs-share-"))
+    os.chown(folder, OWNER, OWNER)
+    folder.chmod(0o711)
+    try:
+        yield People(folder / "home")
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def shared(people) -> People:
+    """70b is shared, and 8b is not."""
+    said = people.owner(f"begin('70b'); begin('8b'); shares.share(store, '70b', shares.check_share(store, {GROUP!r}))")
+    assert not said, said
+    return people
+
+
+WHOLE = [["123-r0-0.json"], 43, [], "70b"]
+
+
+def test_without_a_share_others_see_nothing(people):
+    assert not people.owner("begin('70b')")
+    for groups in ((), (GROUP,)):
+        assert "Permission denied" in people.read(MEMBER, "70b", *groups)
+        assert people.seen(MEMBER, *groups) == []
+
+
+def test_with_a_share_the_group_reads_the_records_and_the_key_of_that_service_alone(shared):
+    assert shared.read(MEMBER, "70b", GROUP) == WHOLE
+    assert "Permission denied" in shared.read(MEMBER, "8b", GROUP)
+    assert shared.seen(MEMBER, GROUP) == []  # the folders above show no names
+    inside = People(shared.home / "services" / "70b").seen(MEMBER, GROUP)
+    assert inside == ["", "/123-r0-0.json", "/api_key"]
+    for groups in ((), (OTHER,)):
+        assert "Permission denied" in shared.read(STRANGER, "70b", *groups)
+        assert People(shared.home / "services" / "70b").seen(STRANGER, *groups) == []
+    assert shared.read(OWNER, "70b") == WHOLE
+
+
+def test_the_group_changes_nothing(shared):
+    for code in (
+        "Path(home, 'services/70b/123-r0-0.drain').write_text('{}')",
+        "Path(home, 'services/70b/api_key').write_text('x')",
+        "Path(home, 'services/70b/123-r0-0.json').unlink()",
+        "Path(home, 'services/mine').mkdir()",
+        "from hpc_serve.rendezvous.shares import named_service\n"
+        "store, service = named_service(f'{home}/services/70b', Path('/nowhere'))\n"
+        "store.ensure_service(service)",
+    ):
+        done = shared.run(MEMBER, code, groups=(GROUP,))
+        assert done.returncode == 1
+        assert "Permission denied" in done.stderr or "belongs to user 64001" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        "store.write(make_record(service='70b', job_id='124'))",
+        "store.api_key_path('70b').unlink(); store.ensure_api_key('70b')\n"
+        "store.write(make_record(service='70b', job_id='124'))",
+        "store.ensure_service('70b'); store.write(make_record(service='70b', job_id='124'), makes_folders=False)",
+    ],
+)
+def test_what_later_jobs_write_is_shared_also_by_a_process_without_the_group(shared, later):
+    assert not shared.owner(f"os.umask(0o077); {later}", OTHER)
+    names, length, problems, _ = shared.read(MEMBER, "70b", GROUP)
+    assert (names, length, problems) == (["123-r0-0.json", "124-r0-0.json"], 43, [])
+    folder = shared.home / "services" / "70b"
+    assert People(folder).seen(MEMBER, GROUP) == ["", "/123-r0-0.json", "/124-r0-0.json", "/api_key"]
+    assert "Permission denied" in shared.read(STRANGER, "70b")
+
+
+def test_the_end_of_a_share_takes_the_key_out_of_use(shared):
+    key = shared.home / "services" / "70b" / "api_key"
+    before = key.read_text()
+    assert not shared.owner("shares.unshare(store, '70b')")
+    assert "Permission denied" in shared.read(MEMBER, "70b", GROUP)
+    assert key.read_text() != before
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+
+
+def test_what_is_not_shared_keeps_its_key(shared):
+    key = shared.home / "services" / "8b" / "api_key"
+    before = key.read_text()
+    assert not shared.owner("shares.unshare(store, '8b')")
+    assert key.read_text() == before
+
+
+def test_a_home_lets_one_group_through(shared):
+    other = grp.getgrnam(OTHER).gr_gid
+    said = shared.owner(f"shares.share(store, '70b', {other})", GROUP, OTHER)
+    assert f"is open to group {GROUP}" in said  # the home has one group
+    assert shared.read(MEMBER, "70b", GROUP) == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("group", "groups", "says"),
+    [
+        ("no-such-group", (GROUP,), "there is no such group"),
+        (GROUP, (OTHER,), "you are not in that group"),
+        ("gämes\n", (GROUP,), "there is no such group"),
+        ("", (GROUP,), "there is no such group"),
+    ],
+)
+def test_a_group_that_is_not_the_users_is_refused(people, group, groups, says):
+    said = people.owner(f"shares.check_share(store, {group!r})", *groups)
+    assert "InvalidRequestError" in said
+    assert says in said
+
+
+def test_a_home_that_the_group_cannot_reach_is_refused_until_a_mode_or_an_acl_lets_it_through(people):
+    above = people.home.parent
+    check = f"shares.check_share(store, {GROUP!r})"
+    above.chmod(0o700)
+    said = people.owner(check)
+    assert f"{above} lets nobody of it through" in said
+    assert f"setfacl -m g:{GROUP}:x {above}" in said
+    number = grp.getgrnam(GROUP).gr_gid
+    entries = [(1, 7, 2**32 - 1), (4, 0, 2**32 - 1), (8, 1, number), (16, 1, 2**32 - 1), (32, 0, 2**32 - 1)]
+    os.setxattr(
+        above, "system.posix_acl_access", struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *e) for e in entries)
+    )
+    assert not people.owner(check)
+    os.removexattr(above, "system.posix_acl_access")
+    os.chown(above, OWNER, number)
+    above.chmod(0o710)
+    assert not people.owner(check)
+
+
+def test_a_file_system_that_keeps_no_group_or_mode_is_refused(tmp_path, monkeypatch):
+    store = ServiceStore(tmp_path / "home")
+    store.ensure_api_key("70b")
+    monkeypatch.setattr(files.os, "fchmod", lambda *_: None)
+    with pytest.raises(StoreError, match="does not keep its group and mode"):
+        shares.share(store, "70b", 60)
+    monkeypatch.undo()
+    monkeypatch.setattr(files.os, "fchown", _refuse)
+    with pytest.raises(StoreError, match="cannot share"):
+        shares.share(store, "70b", 60)
+    assert store.read_api_key("70b")
+
+
+def _refuse(*_: Any) -> None:
+    raise PermissionError(1, "Operation not permitted")
+
+
+def test_rights_of_others_by_an_acl_do_not_come_to_count(people):
+    assert not people.owner("begin('70b')")
+    folder = people.home / "services" / "70b"
+    entries = [(1, 7, 2**32 - 1), (2, 4, STRANGER), (4, 0, 2**32 - 1), (16, 7, 2**32 - 1), (32, 0, 2**32 - 1)]
+    for path, name in ((folder, "default"), (folder, "access"), (folder / "api_key", "access")):
+        given = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+        os.setxattr(path, f"system.posix_acl_{name}", given)
+        path.chmod(0o700 if path == folder else 0o600)
+    said = people.owner(f"shares.share(store, '70b', {grp.getgrnam(GROUP).gr_gid})")
+    assert not said, said
+    assert not people.owner("store.write(make_record(service='70b', job_id='124'))")
+    assert People(folder).seen(STRANGER) == []
+    assert People(folder).seen(MEMBER, GROUP) == ["", "/123-r0-0.json", "/124-r0-0.json", "/api_key"]
+
+
+# -- whom a member believes
+
+
+def swap_record(people: People, user: int) -> None:
+    os.chown(people.home / "services" / "70b" / "123-r0-0.json", user, -1)
+
+
+@pytest.mark.parametrize("user", [STRANGER, MEMBER])
+def test_a_record_of_another_than_the_owner_is_not_believed(shared, user):
+    swap_record(shared, user)
+    (shared.home / "services" / "70b" / "123-r0-0.json").chmod(0o644)
+    names, _, problems, _ = shared.read(MEMBER, "70b", GROUP)
+    assert names == []
+    assert "belongs to user" in problems[0]
+
+
+def test_a_folder_that_others_can_change_is_not_read(shared):
+    (shared.home / "services").chmod(0o777)
+    said = shared.read(MEMBER, "70b", GROUP)
+    assert "can be changed by everybody" in said
+    assert "only a folder that its owner alone can change is read" in said
+
+
+def test_a_link_to_another_users_service_is_not_followed(shared):
+    link = shared.home / "services" / "link"
+    link.symlink_to("70b")
+    os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
+    assert "belongs to user" in shared.read(MEMBER, "link", GROUP)
+
+
+@pytest.mark.parametrize("named", ["70b", "a/b", "services/70b", "/home/alice/70b", "what is a/b?"])
+def test_only_the_path_of_a_services_folder_names_another_users(named, tmp_path):
+    store, service = shares.named_service(named, tmp_path)
+    assert (store.home, store.owner, service) == (tmp_path, None, named)
+
+
+def test_a_folder_of_ones_own_is_named_by_its_path_too(tmp_path):
+    ServiceStore(tmp_path).ensure_service("70b")
+    store, service = shares.named_service(f"{tmp_path}/services/70b", Path("/nowhere"))
+    assert (store.home, store.owner, service) == (tmp_path, None, "70b")
+
+
+def test_a_service_folder_of_usual_modes_is_not_taken_for_shared(tmp_path):
+    store = ServiceStore(tmp_path)
+    folder = store.ensure_service("70b")
+    for mode in (0o2750, 0o750, 0o755, 0o1750):
+        folder.chmod(mode)
+        store.ensure_service("70b")
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_key_that_others_can_read_is_refused_also_in_a_shared_folder(tmp_path):
+    store = ServiceStore(tmp_path)
+    store.ensure_api_key("70b")
+    shares.share(store, "70b", 60)
+    assert store.read_api_key("70b")
+    key = store.api_key_path("70b")
+    for mode, group in ((0o644, 60), (0o660, 60), (0o640, 61)):
+        os.chown(key, 0, group)
+        key.chmod(mode)
+        with pytest.raises(RecordError):
+            store.read_api_key("70b")
