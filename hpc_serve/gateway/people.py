@@ -1,7 +1,7 @@
 """The persons who ask a gateway with keys of their own: who they are, their limits, and what they use.
 
-The file of keys is read again each second, in a thread. What a person has used is written every few seconds, and what
-other gateways have written is read then. Requests of the owner do not come here.
+Every two seconds, in a thread, the file of keys is read, what persons have used is written, and what other gateways
+have written is read. Requests of the owner do not come here.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from hpc_serve.gateway.request import Request
 from hpc_serve.gateway.use import AnswerCount, Use
 from hpc_serve.printable import printable
 
-LOOK_S = 1.0
-_LOOKS_PER_SAVE = 4
+LOOK_S = 2.0
 
 _log = logging.getLogger(__name__)
 
@@ -85,9 +84,8 @@ class People:
     async def follow(self) -> None:
         """Read and write files again and again."""
         while True:
-            for _ in range(_LOOKS_PER_SAVE):
-                await asyncio.sleep(LOOK_S)
-                await asyncio.to_thread(self._look)
+            await asyncio.sleep(LOOK_S)
+            await asyncio.to_thread(self._look)
             await asyncio.to_thread(self.save)
 
     def _look(self) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,35 +58,31 @@ def add_person(folder: Path, name: str, *, max_in_flight: int | None, tokens_a_d
             " or digit."
         )
     key = secrets.token_urlsafe(32)
-    person = Person(
-        name=name,
-        key_sha256=hash_key(key.encode()),
-        since=time.time(),
-        max_in_flight=max_in_flight,
-        tokens_a_day=tokens_a_day,
-    )
-
-    def added(people: tuple[Person, ...]) -> tuple[Person, ...]:
-        if any(one.name == name for one in people):
+    with _changing(folder) as people:
+        if name in people:
             raise InvalidRequestError(f"{name} has a key already. To make a new one: hpc-serve key revoke {name}")
-        return (*people, person)
-
-    _change(folder, added)
+        people[name] = Person(
+            name=name,
+            key_sha256=hash_key(key.encode()),
+            since=time.time(),
+            max_in_flight=max_in_flight,
+            tokens_a_day=tokens_a_day,
+        )
     return key
 
 
 def revoke_key(folder: Path, name: str) -> None:
     """Remove the key of a person. Raises InvalidRequestError if there is none, RendezvousError."""
-
-    def left(people: tuple[Person, ...]) -> tuple[Person, ...]:
-        if all(one.name != name for one in people):
+    with _changing(folder) as people:
+        if people.pop(name, None) is None:
             raise InvalidRequestError(f"{name!r} has no key; `hpc-serve key list` shows who has one.")
-        return tuple(one for one in people if one.name != name)
-
-    _change(folder, left)
 
 
-def _change(folder: Path, change: Callable[[tuple[Person, ...]], tuple[Person, ...]]) -> None:
+@contextmanager
+def _changing(folder: Path) -> Iterator[dict[str, Person]]:
+    """Yield the persons by name, and write what the caller makes of them."""
     make_private_folder(folder, tighten=False)
     with lock_file(folder / f"{_FILE}.lock"):
-        write_json(folder / _FILE, _File(people=change(read_people(folder))))
+        people = {one.name: one for one in read_people(folder)}
+        yield people
+        write_json(folder / _FILE, _File(people=tuple(people.values())))

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from hpc_serve.gateway.personal_keys import Person
     from hpc_serve.gateway.use import Use
 
+_LIMIT = click.IntRange(1, 2**63 - 1)  # what a file of ours holds
+
 
 @click.command("key")
 @click.argument("action", type=click.Choice(("add", "list", "revoke")))
 @click.argument("name", required=False)
-@click.option("--max-in-flight", type=click.IntRange(1), metavar="N", help="With add: requests at once, per gateway.")
-@click.option("--tokens-a-day", type=click.IntRange(1), metavar="N", help="With add: tokens a day, at all gateways.")
+@click.option("--max-in-flight", type=_LIMIT, metavar="N", help="With add: requests at once, per gateway.")
+@click.option("--tokens-a-day", type=_LIMIT, metavar="N", help="With add: tokens a day, at all gateways.")
 @click.option("--json", "as_json", is_flag=True, help="With list: print it as JSON.")
 def key_command(
     action: str, name: str | None, max_in_flight: int | None, tokens_a_day: int | None, as_json: bool

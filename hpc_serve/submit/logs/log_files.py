@@ -35,7 +35,7 @@ def log_files(name: str, log_dir: Path, batch_log: Path | None = None) -> list[P
     """Return the files of a replica that exist: the batch script's first, then each node's launcher in order."""
     nodes = _of_nodes(name, log_dir, r"-node\d+\.log")
     batch = batch_log or log_dir / f"{name}.log"
-    return [path for path in (batch, *nodes) if path.exists()]
+    return [path for path in (batch, *nodes) if os.path.exists(path)]  # False for what another user keeps
 
 
 def files_of(status: ReplicaStatus) -> list[Path]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import stat
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -129,6 +132,66 @@ def test_a_file_that_others_can_change_is_refused(service, gateway, make, folder
     assert ask(front, OWNERS).status == 200
     with pytest.raises(RecordError, match="can be changed by everybody"):
         personal_keys.read_people(folder)
+
+
+def _of_a_stranger(file: Path) -> None:
+    os.chown(file, 64_999, 64_999)
+
+
+def _a_link(file: Path) -> None:
+    file.rename(file.with_name("elsewhere.json"))
+    file.symlink_to("elsewhere.json")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (_of_a_stranger, "belongs to user 64999"),
+        (_a_link, "is a symbolic link"),
+        (lambda file: file.chmod(0o662), "can be changed by everybody"),
+        (lambda file: file.write_text("{"), "is not JSON"),
+        (lambda file: file.write_bytes(b"\xff" * 9), "is not text"),
+        (lambda file: file.write_text(" " * (1 << 20) + "{}"), "is longer than"),
+        (lambda file: (file.unlink(), os.mkfifo(file, 0o600)), "is not a regular file"),
+    ],
+)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_spoilt_file_is_neither_believed_nor_written_over(make, folder, spoil, says):
+    make("alice")
+    file = folder / "keys.json"
+    spoil(file)
+    before = os.lstat(file)
+    for use_it in (lambda: make("bob"), lambda: revoke_key(folder, "alice"), lambda: people.People(folder)):
+        with pytest.raises(RecordError, match=says):
+            use_it()
+    assert os.lstat(file).st_ino == before.st_ino
+
+
+def test_a_full_disk_keeps_the_keys_and_tells_of_none(make, folder, monkeypatch, capsys):
+    make("alice")
+    before = (folder / "keys.json").read_text()
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hpc_serve.rendezvous.files.os.fsync", full)
+        for words in (("add", "bob"), ("revoke", "alice")):
+            assert run(["key", *words]) == 5
+            told = capsys.readouterr()
+            assert told.out == ""
+            assert "No space left" in told.err
+    assert (folder / "keys.json").read_text() == before
+    assert [path.name for path in folder.iterdir()] == ["keys.json"]
+
+
+def test_a_limit_that_the_file_cannot_hold_is_refused_and_the_largest_is_kept(service, folder, capsys):
+    for number, code in ((2**63 - 1, 0), (2**63, 2), (10**30, 2)):
+        words = ("--tokens-a-day", str(number), "--max-in-flight", str(number))
+        assert run(["key", "add", f"of-{number}", *words]) == code
+    capsys.readouterr()
+    (alone,) = personal_keys.read_people(folder)
+    assert (alone.max_in_flight, alone.tokens_a_day) == (2**63 - 1, 2**63 - 1)
 
 
 def test_a_gateway_does_not_start_on_a_file_that_others_can_change(make, folder, refused):
@@ -327,6 +390,12 @@ def test_the_command_prints_a_key_once_and_keeps_its_hash(service, capsys, folde
     [
         ("add",),
         ("add", "a/b"),
+        ("add", "älice"),
+        ("add", "аlice"),  # the first letter is Cyrillic
+        ("add", "alice\n"),
+        ("add", "../alice"),
+        ("add", "a" * 64),
+        ("add", ""),
         ("add", "bob"),
         ("revoke",),
         ("revoke", "nobody"),
