@@ -70,10 +70,10 @@ async def _ready_watch(
     """Return a watch that knows a ready replica of a service, or of the one service that is meant without a name."""
     store, policy = open_store(home), WaitPolicy(wait)
     if service:
-        store, service = await here.call(named_service, service, store.home)
+        store, name = await here.call(named_service, service, store.home)
     else:
-        service = pick_service(await here.call(find_ready_services, store), store, waits=policy.waits)
-    watch = ServiceWatch(store, service, may_wake=wake)
+        name = pick_service(await here.call(find_ready_services, store), store, waits=policy.waits)
+    watch = ServiceWatch(store, name, may_wake=wake)
     await wait_for_replica(watch, policy, here)
     return watch
 

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.rendezvous import shares
+from tests.support.as_user import run_as
 from tests.support.stubs import StubService
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as several users")
 
-CHECKOUT = Path(__file__).parents[3]
 GROUP, MEMBER, STRANGER = "games", 64_002, 64_003
 ANSWER = "stub-"
 SDK = """
@@ -82,13 +81,7 @@ def run(user: int, place: Path, *argv: str, groups: tuple[str, ...] = ()) -> sub
     if not home.exists():
         home.mkdir(mode=0o700)
         os.chown(home, user, user)
-    environ = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
-    numbers = [grp.getgrnam(name).gr_gid for name in groups]
-    return subprocess.run(
-        [sys.executable, *argv],
-        **{"user": user, "group": user, "extra_groups": numbers},
-        **{"env": environ, "cwd": CHECKOUT, "capture_output": True, "text": True, "stdin": subprocess.DEVNULL},
-    )
+    return run_as(user, home, *argv, groups=groups)
 
 
 def test_the_group_asks_by_every_program_and_nobody_else_does(service, place):
@@ -123,11 +116,16 @@ def test_the_group_sees_how_the_service_is_and_changes_nothing(service, place):
     assert shown.returncode == 0, shown.stderr
     (replica,) = json.loads(shown.stdout)["services"]
     assert (replica["service"], replica["state"]) == ("405b", "ready")
+    words: tuple[str, ...]
     for words in (("stop", named), ("scale", named, "2"), ("wake", named), ("logs", named), ("forget", named)):
         done = said(*words)
         assert done.returncode == 2, words
         assert "of a service that another user shares" in done.stderr, done.stderr
-    for words in (("gateway", named, "--share", "/tmp/x", "--host", "0.0.0.0", "--port", "0"), ("env", named)):
+    again: tuple[tuple[str, ...], ...] = (
+        ("gateway", named, "--share", "/tmp/x", "--host", "0.0.0.0", "--port", "0"),
+        ("env", named),
+    )
+    for words in again:
         done = said(*words)
         assert done.returncode == 2, words
         assert "another user" in done.stderr, done.stderr

@@ -12,7 +12,6 @@ import shutil
 import stat
 import struct
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,10 +21,10 @@ from typing import Any
 import pytest
 
 from hpc_serve.errors import RecordError, StoreError
-from hpc_serve.rendezvous import files, shares
+from hpc_serve.rendezvous import shares
 from hpc_serve.rendezvous.store import ServiceStore
+from tests.support.as_user import run_as
 
-CHECKOUT = Path(__file__).parents[3]
 GROUP, OTHER = "games", "users"
 OWNER, MEMBER, STRANGER = 64_001, 64_002, 64_003
 AS_OWNER = """
@@ -71,14 +70,7 @@ class People:
 
     def run(self, user: int, code: str, *words: str, groups: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
         head = f"import json, os, sys\nfrom pathlib import Path\nhome = {str(self.home)!r}\n"
-        return subprocess.run(
-            [sys.executable, "-c", head + code, *words],
-            **{"user": user, "group": user, "extra_groups": [grp.getgrnam(name).gr_gid for name in groups]},
-            env={"PYTHONDONTWRITEBYTECODE": "1", "PATH": os.environ["PATH"], "HOME": str(self.home.parent)},
-            cwd=CHECKOUT,
-            capture_output=True,
-            text=True,
-        )
+        return run_as(user, self.home.parent, "-c", head + code, *words, groups=groups)
 
     def owner(self, code: str, *groups: str) -> str:
         """Run code as the owner; returns the error, or "" if it ended well."""
@@ -228,11 +220,11 @@ def test_a_home_that_the_group_cannot_reach_is_refused_until_a_mode_or_an_acl_le
 def test_a_file_system_that_keeps_no_group_or_mode_is_refused(tmp_path, monkeypatch):
     store = ServiceStore(tmp_path / "home")
     store.ensure_api_key("70b")
-    monkeypatch.setattr(files.os, "fchmod", lambda *_: None)
+    monkeypatch.setattr("hpc_serve.rendezvous.files.os.fchmod", lambda *_: None)
     with pytest.raises(StoreError, match="does not keep its group and mode"):
         shares.share(store, "70b", 60)
     monkeypatch.undo()
-    monkeypatch.setattr(files.os, "fchown", _refuse)
+    monkeypatch.setattr("hpc_serve.rendezvous.files.os.fchown", _refuse)
     with pytest.raises(StoreError, match="cannot share"):
         shares.share(store, "70b", 60)
     assert store.read_api_key("70b")

@@ -1,0 +1,28 @@
+"""Runs this checkout's Python as another user of the machine, in some groups; only root can."""
+
+from __future__ import annotations
+
+import grp
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+def run_as(user: int, home: Path, *argv: str, groups: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """Run Python with `argv` as a user by number, who need have no account, in these groups alone."""
+    return subprocess.run(
+        [sys.executable, *argv],
+        user=user,
+        group=user,
+        extra_groups=[grp.getgrnam(name).gr_gid for name in groups],
+        env={"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"},
+        cwd=CHECKOUT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
