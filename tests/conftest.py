@@ -23,6 +23,7 @@ from tests.cluster.leftovers import remove_leftovers, session_name
 KEEP = os.environ.get("HPC_SERVE_KEEP_CLUSTER") == "1"
 COVERED = "COVERED_CHECKOUT"
 TABLE = "table"
+STUB_ENGINE = CHECKOUT / "tests" / "support" / "stub_engine.py"
 
 T = TypeVar("T")
 
@@ -115,6 +116,17 @@ def alice_env(cluster: SlurmCluster) -> dict[str, str]:
     """What a user needs in the environment: this session's Python, and vLLM on few cores."""
     counting = {COVERED: os.environ[COVERED]} if COVERED in os.environ else {}
     return {**user_environment(), **counting}
+
+
+@pytest.fixture(scope="session")
+def stub_env(cluster) -> dict[str, str]:
+    """What makes scripts find the stub (tests/support/stub_engine.py) in place of `vllm`."""
+    folder = cluster.home("alice") / "stub-env" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "activate").write_text(f"export PATH={folder}:{sys.prefix}/bin:$PATH\n")
+    (folder / "vllm").write_text(f'#!/bin/bash\nexec {sys.executable} {STUB_ENGINE} "$@"\n')
+    (folder / "vllm").chmod(0o755)
+    return {"HPC_SERVE_ENV": str(folder.parent)}
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from tests.cluster import wait_for
-from tests.e2e.jobs import STUB, User
+from tests.e2e.jobs import User
 from tests.e2e.wanted import Asking
 
 
@@ -32,14 +30,3 @@ def asking(alice):
     programs = Asking(alice)
     yield programs
     programs.end()
-
-
-@pytest.fixture(scope="session")
-def stub_env(cluster) -> dict[str, str]:
-    """What makes scripts find the stub (tests/support/stub_engine.py) in place of `vllm`."""
-    folder = cluster.home("alice") / "stub-env" / "bin"
-    folder.mkdir(parents=True)
-    (folder / "activate").write_text(f"export PATH={folder}:{sys.prefix}/bin:$PATH\n")
-    (folder / "vllm").write_text(f'#!/bin/bash\nexec {sys.executable} {STUB} "$@"\n')
-    (folder / "vllm").chmod(0o755)
-    return {"HPC_SERVE_ENV": str(folder.parent)}

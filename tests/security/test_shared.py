@@ -19,11 +19,8 @@ import pytest
 
 from tests.cluster import wait_for
 from tests.cluster.config import PROJECT
-from tests.e2e.conftest import stub_env
 from tests.e2e.jobs import User
 from tests.e2e.test_replicas import SMALL
-
-assert stub_env  # a fixture of the tests of whole jobs
 
 pytestmark = [pytest.mark.slurm]
 
@@ -112,29 +109,31 @@ def test_a_further_job_keeps_to_the_share(alice, mallory):
     assert asks(mallory, "sync", path_of(alice, "team")) == "answered\n"
 
 
+@pytest.fixture(scope="module")
+def folder(alice, mallory) -> Iterator[Path]:
+    """What readers of a gateway's folder have; the gateway is on the login host, at an address of its network."""
+    folder = alice.cluster.shared / "of team"
+    folder.mkdir()
+    owner, group = (int(user.run("id", "-u").stdout) for user in (alice, mallory))
+    os.chown(folder, owner, group)
+    folder.chmod(0o2750)
+    argv = ["hpc-serve", "gateway", "team", "--host", "login", "--port", "0", "--share", str(folder), "--own-keys"]
+    program = alice.cluster.popen(argv, user="alice", env={**alice.environ, "PYTHONUNBUFFERED": "1"})
+    try:
+        assert program.stdout is not None
+        assert next(line for line in program.stdout if "each needs a key of their own" in line)
+        yield folder
+    finally:
+        program.send_signal(signal.SIGTERM)
+        program.wait(120)
+
+
+@pytest.fixture(scope="module")
+def key(alice) -> str:
+    return alice.hpc_serve("key", "add", "mallory").stdout.strip()
+
+
 class TestPersonalKeys:
-    @pytest.fixture(scope="class")
-    def folder(self, alice, mallory) -> Iterator[Path]:
-        """What readers of a gateway's folder have; the gateway is on the login host, at an address of its network."""
-        folder = alice.cluster.shared / "of team"
-        folder.mkdir()
-        owner, group = (int(user.run("id", "-u").stdout) for user in (alice, mallory))
-        os.chown(folder, owner, group)
-        folder.chmod(0o2750)
-        argv = ["hpc-serve", "gateway", "team", "--host", "login", "--port", "0", "--share", str(folder), "--own-keys"]
-        program = alice.cluster.popen(argv, user="alice", env={**alice.environ, "PYTHONUNBUFFERED": "1"})
-        try:
-            assert program.stdout is not None
-            assert next(line for line in program.stdout if "each needs a key of their own" in line)
-            yield folder
-        finally:
-            program.send_signal(signal.SIGTERM)
-            program.wait(120)
-
-    @pytest.fixture(scope="class")
-    def key(self, alice) -> str:
-        return alice.hpc_serve("key", "add", "mallory").stdout.strip()
-
     def asked(self, mallory: User, folder: Path, **variables: str) -> str:
         command = f"source {shlex.quote(str(folder / 'env.sh'))} && {CURL}"
         done = mallory.run("bash", "-c", command, env={"BODY": BODY, **variables}, node="n2")

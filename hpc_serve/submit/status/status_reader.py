@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas.assess import assess_replica, assess_submitted
 from hpc_serve.client.replicas.messages import not_found
 from hpc_serve.client.replicas.probe import probe_records
@@ -46,6 +47,9 @@ _RECENT_S = 24 * 3600.0
 
 def read_status(store: ServiceStore, service: str | None = None, *, slurm: SchedulerView | None = None) -> StatusReport:
     """Return the replicas of one service, or of all, oldest first. Raises StoreError, InvalidRequestError."""
+    if store.owner is not None and service is not None:  # Slurm and logs tell users of their own jobs alone
+        seen = ServiceWatch(store, service).refresh(is_complete=True)
+        return StatusReport(replicas=seen.replicas, problems=seen.problems)
     slurm = slurm or SchedulerView()
     found = [store.read(name) for name in ([validate_service_name(service)] if service else store.services())]
     slurm.note_old_ends({job_id: at for records in found for job_id, at in old_jobs(records).items()})
@@ -246,7 +250,7 @@ def _by_hand(
     store: ServiceStore, slurm: SchedulerView, service: str | None, *, known: Collection[str]
 ) -> Iterator[ReplicaStatus]:
     """Jobs that a person gave to sbatch, by their name in the queue, while they have no record in this home."""
-    for job in slurm.jobs() if store.owner is None else ():
+    for job in slurm.jobs():
         name = job.name.removeprefix(JOB_NAME_PREFIX)
         if not job.name.startswith(JOB_NAME_PREFIX) or not is_service_name(name):
             continue
@@ -284,8 +288,6 @@ def _with_logs(store: ServiceStore, status: ReplicaStatus, secrets_of: Callable[
 
     `secrets_of` gives what must not be shown of a service, and is taken out of its words.
     """
-    if store.owner is not None:  # logs are their owner's
-        return status
     status = replace(status, log_dir=status.log_dir or str(store.log_dir(status.service)))
     ended_without_record = status.is_over and (status.record is None or not status.record.is_final)
     lines: Iterable[str] = status.last_log_lines
