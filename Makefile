@@ -31,6 +31,7 @@ demo: ## a tiny model, served by real vLLM on this machine, asked and stopped
 
 .PHONY: test
 test: packages venv check ## everything, on a real Slurm of three hosts; ARGS="-k words" selects
+	@envs/packages.sh iptables
 	@$(PYTHON_AS_ROOT) -m tests --require-cluster $(TWO_PROCESSES) $(COVERAGE) $(ARGS)
 
 .PHONY: test-long

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -17,6 +18,7 @@ from hpc_serve.client.own_program import CommandFailedError, run_command
 from hpc_serve.gateway.answers import Refusal
 from hpc_serve.gateway.settings import OnDemand
 from hpc_serve.printable import printable
+from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
 
 _LOOK_S = 1.0
@@ -24,6 +26,7 @@ _POLL_S = 0.25
 _LEAST_KEPT_S = 30.0
 _FAILED_FOR_S = 60.0
 _MOST_FAILED_FOR_S = 3600.0
+_DAY_S = 86_400.0
 
 _log = logging.getLogger(__name__)
 
@@ -50,12 +53,19 @@ class Step:
     why: str
 
 
-def decide(service: str, waited_s: float, running: Mapping[str, Running], limits: OnDemand) -> Step:
+def decide(
+    service: str, waited_s: float, running: Mapping[str, Running], limits: OnDemand, used_gpu_hours: float = 0.0
+) -> Step:
     """Return the next step towards a service that is not there, for which a request has waited so long.
 
-    A ready service stays as long as its start took. Then the one that was asked longest ago goes, an idle one first.
-    One that is never idle goes once the request has waited for as long as that one's start took.
+    Nothing is started once the listed services have used the GPU-hours of a day. A ready service stays as long as its
+    start took. Then the one that was asked longest ago goes, an idle one first. One that is never idle goes once the
+    request has waited for as long as that one's start took.
     """
+    if used_gpu_hours >= limits.most_gpu_hours:
+        bound = f"{limits.most_gpu_hours:g}"
+        why = f"the listed models have used {used_gpu_hours:.1f} GPU-hours in a day, and may use {bound}"
+        return Step(what="wait", service=service, why=why)
     gpus = sum(one.gpus for one in running.values())
     if len(running) + 1 <= limits.most_services and gpus + limits.models[service].gpus <= limits.most_gpus:
         return Step(what="start", service=service, why="a request asks for it")
@@ -75,6 +85,20 @@ def decide(service: str, waited_s: float, running: Mapping[str, Running], limits
     asked = may_end[name].asked_for_s
     since = f"was last asked {asked:.0f} s ago" if math.isfinite(asked) else "was not asked since the gateway began"
     return Step(what="end", service=name, why=f"{service} is asked for and needs its room; it {since}")
+
+
+def gpu_hours(records: Iterable[EndpointRecord], now_s: float) -> float:
+    """Return the GPU-hours of these jobs in the day before `now_s`, in seconds since the epoch.
+
+    >>> gpu_hours([], 0.0)
+    0.0
+    """
+    seconds = 0.0
+    for one in records:
+        until_s = one.updated_at if one.is_final or one.is_overdue(now_s) else now_s
+        held_s = until_s - max(one.started_at, now_s - _DAY_S)
+        seconds += max(held_s, 0.0) * one.num_nodes * one.gpus_per_node
+    return seconds / 3600
 
 
 @dataclass
@@ -115,7 +139,9 @@ class OnDemandModels:
         self._services = services
         self._wait_s = wait_s
         self._times = {name: _Times(asked_at_s=float("-inf")) for name in limits.models}
+        self._starting: set[str] = set()
         self._ending: set[str] = set()
+        self._commands: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
 
     async def bring(self, service: str) -> None:
@@ -151,7 +177,8 @@ class OnDemandModels:
 
     def _is_there(self, service: str) -> bool:
         states = self._services.states(service)
-        return states is not None and "asleep" not in states and service not in self._ending
+        is_changing = service in self._starting or service in self._ending
+        return states is not None and "asleep" not in states and not is_changing
 
     async def close(self) -> None:
         if self._task is not None:
@@ -167,8 +194,10 @@ class OnDemandModels:
             wanted = [name for name, times in self._times.items() if times.wanted_since_s is not None]
             if not wanted:
                 return
+            used = await self._used_gpu_hours()
             for service in sorted(wanted, key=lambda name: self._times[name].wanted_since_s or 0.0):
-                await self._step(service, clock())
+                if service not in self._starting:
+                    self._step(service, clock(), used)
             await asyncio.sleep(_LOOK_S)
 
     def note_states(self) -> None:
@@ -183,6 +212,8 @@ class OnDemandModels:
                 continue
             if times.wanted_since_s is not None and now_s - times.asked_at_s > max(self._wait_s, _LEAST_KEPT_S):
                 times.wanted_since_s = None  # who asked has gone
+            if name in self._starting:
+                continue
             if times.begun_at_s is not None and times.ready_at_s is None and name not in self._ending:
                 self._note_failure(name, f"its job ended before it was ready; `hpc-serve doctor {name}` says why")
             times.begun_at_s = times.ready_at_s = None
@@ -195,9 +226,20 @@ class OnDemandModels:
         times.why = why
         _log.warning("%s", printable(f"on demand: {service}: {why}"))
 
-    async def _step(self, service: str, now_s: float) -> None:
+    async def _used_gpu_hours(self) -> float:
+        if math.isinf(self._limits.most_gpu_hours):
+            return 0.0
+
+        def read() -> float:
+            records = [record for name in self._limits.models for record in self._store.read(name).records]
+            return gpu_hours(records, time.time())
+
+        return await asyncio.to_thread(read)
+
+    def _step(self, service: str, now_s: float, used_gpu_hours: float) -> None:
         times = self._times[service]
-        step = decide(service, now_s - (times.wanted_since_s or now_s), self._running(now_s), self._limits)
+        waited_s = now_s - (times.wanted_since_s or now_s)
+        step = decide(service, waited_s, self._running(now_s), self._limits, used_gpu_hours)
         if step.what == "wait" or (step.what == "start" and service in self._ending):
             times.why = step.why
             return
@@ -205,17 +247,27 @@ class OnDemandModels:
         if step.what == "end":
             times.why = f"{step.service} is ending to make room"
             self._ending.add(step.service)
-            asyncio.get_running_loop().create_task(self._end(step.service))
-            return
+            command = self._end(step.service)
+        else:
+            self._starting.add(service)
+            command = self._start(service, now_s)
+        task = asyncio.get_running_loop().create_task(command)
+        self._commands.add(task)
+        task.add_done_callback(self._commands.discard)
+
+    async def _start(self, service: str, now_s: float) -> None:
+        """Submit or wake a service. Its room is taken meanwhile; other models need not wait for a slow sbatch."""
         is_asleep = "asleep" in (self._services.states(service) or ())
         words = ["wake", service] if is_asleep else ["submit", *self._limits.models[service].words]
         try:
             await asyncio.to_thread(run_command, words, self._store.home)
         except CommandFailedError as error:
             self._note_failure(service, f"`hpc-serve {words[0]}` failed: {error}")
-            return
-        times.begun_at_s = now_s
-        await self._services.look(older_than_s=0.0)
+        else:
+            self._times[service].begun_at_s = now_s
+            await self._services.look(older_than_s=0.0)
+        finally:
+            self._starting.discard(service)
 
     async def _end(self, service: str) -> None:
         try:
@@ -230,7 +282,8 @@ class OnDemandModels:
         running = {}
         for name, times in self._times.items():
             states = self._services.states(name)
-            if states is None or ("asleep" in states and name not in self._ending):
+            is_asleep = states is None or "asleep" in states
+            if is_asleep and name not in self._starting and (states is None or name not in self._ending):
                 continue
             ready_at_s, begun_at_s = times.ready_at_s, times.begun_at_s
             running[name] = Running(

@@ -19,11 +19,12 @@ class ListedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class OnDemand:
-    """The models that are started on demand, by service, and how many of them may be there at once."""
+    """Models that are started on demand, by service, and how many services, GPUs and GPU-hours of a day they may take."""
 
     models: Mapping[str, ListedModel]
     most_services: float = math.inf
     most_gpus: float = math.inf
+    most_gpu_hours: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)

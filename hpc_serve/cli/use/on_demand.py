@@ -26,6 +26,7 @@ _EXAMPLE = "models: {chat: 70b --time 04:00:00}"
 class _File:
     services: int | None
     gpus: int | None
+    gpu_hours_a_day: int | None
     models: Mapping[str, str]
 
 
@@ -52,7 +53,12 @@ def read_on_demand(path: Path) -> OnDemand:
             raise SiteFileError(f"{path}: {name}: `hpc-serve submit {text}` would fail: {said}") from error
         if models[name].gpus > most_gpus:
             raise SiteFileError(f"{path}: {name} takes {models[name].gpus} GPUs, and `gpus` allows {most_gpus}.")
-    return OnDemand(models=models, most_services=found.get("services") or math.inf, most_gpus=most_gpus)
+    return OnDemand(
+        models=models,
+        most_services=found.get("services") or math.inf,
+        most_gpus=most_gpus,
+        most_gpu_hours=found.get("gpu_hours_a_day") or math.inf,
+    )
 
 
 def _gpus_of(service: str, words: tuple[str, ...]) -> int:

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from hpc_serve.client.own_program import CommandFailedError
 from hpc_serve.errors import SiteFileError
 from hpc_serve.gateway.settings import ListedModel, OnDemand, Settings
 from tests.cluster import wait_for
-from tests.support.stubs import StubService
+from tests.support.stubs import StubService, make_record
 
 pytest.importorskip("prometheus_client", reason="the gateway needs it")
 from hpc_serve.gateway import directory, on_demand
 from hpc_serve.gateway.answers import Refusal
-from hpc_serve.gateway.on_demand import Running, decide
+from hpc_serve.gateway.on_demand import Running, decide, gpu_hours
 
 LIMITS = OnDemand(
     models={name: ListedModel(words=(name,), gpus=gpus) for name, gpus in (("a", 1), ("b", 1), ("c", 4))},
@@ -54,6 +55,29 @@ def test_the_one_that_was_asked_longest_ago_makes_room(service, waited_s, there,
     step = decide(service, waited_s, there, LIMITS)
     assert (step.what, step.service) == (what, which)
     assert step.why
+
+
+def test_nothing_is_started_once_the_gpu_hours_of_a_day_are_used():
+    limits = replace(LIMITS, most_gpu_hours=10.0)
+    assert decide("a", 0, {}, limits, 9.9).what == "start"
+    step = decide("a", 9999, {"b": running()}, limits, 10.0)
+    assert step.what == "wait"
+    assert "10.0 GPU-hours in a day, and may use 10" in step.why
+
+
+def test_gpu_hours_are_those_of_the_last_day():
+    hour_s, now_s = 3600.0, 1e9
+
+    def record(began_h: float, ended_h: float | None, *, state: str = "stopped", gpus: int = 4) -> Any:
+        engine_at_s = now_s - hour_s * (ended_h or 0.0)
+        fields = {"started_at": now_s - hour_s * began_h, "updated_at": engine_at_s, "num_nodes": 2}
+        return make_record(state=state, gpus_per_node=gpus, lease_s=30.0, **fields)
+
+    assert gpu_hours([record(3, 1)], now_s) == 16  # two hours of eight GPUs
+    assert gpu_hours([record(30, 23)], now_s) == 8  # an hour of them was in the last day
+    assert gpu_hours([record(2, None, state="ready")], now_s) == 16
+    assert gpu_hours([record(2, 1, state="ready")], now_s) == 8  # it was heard of an hour ago
+    assert gpu_hours([record(30, 25), record(3, 1, gpus=0)], now_s) == 0
 
 
 class Jobs:
@@ -153,6 +177,27 @@ def test_who_waits_too_long_is_told_what_it_waits_for(jobs, gateway, monkeypatch
     assert front.complete("a").status == 200
 
 
+def test_a_slow_submission_holds_no_other_model_and_has_its_room(jobs, gateway, monkeypatch):
+    goes_on = threading.Event()
+
+    def run(words: Any, home: Path) -> str:
+        if words[1] == "a":
+            assert goes_on.wait(120)
+        return jobs.run(words, home)
+
+    monkeypatch.setattr(on_demand, "run_command", run)
+    front = gateway(on_demand=listed(most_services=2), wait_s=60.0)
+    with ThreadPoolExecutor(3) as threads:
+        asked = {name: threads.submit(front.complete, name) for name in ("a", "b")}
+        assert asked["b"].result().status == 200
+        asked["c"] = threads.submit(front.complete, "c")  # there is no room beside `a`, which is not there yet
+        wait_for(lambda: "stop b" in jobs.lines, 60, what="the end of b")
+        assert asked["c"].result().status == 200
+        goes_on.set()
+        assert asked["a"].result().status == 200
+    assert jobs.most == 2
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -189,9 +234,9 @@ def seen(monkeypatch) -> list[Any]:
     """What each decision knew of the listed services that run."""
     seen: list[Any] = []
 
-    def decide_and_note(service: str, waited_s: float, there: Any, limits: OnDemand) -> Any:
+    def decide_and_note(service: str, waited_s: float, there: Any, limits: OnDemand, used: float) -> Any:
         seen.append(dict(there))
-        return decide(service, waited_s, there, limits)
+        return decide(service, waited_s, there, limits, used)
 
     monkeypatch.setattr(on_demand, "decide", decide_and_note)
     return seen
