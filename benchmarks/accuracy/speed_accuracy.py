@@ -26,7 +26,7 @@ LEAST_TTFT_ROWS = 20
 """Quartiles of fewer rows are not given."""
 ENOUGH = 0.8
 """Of the sources lie within the bounds of the others."""
-LEAST_SOURCES = 5
+LEAST_SOURCES = 4
 """Bounds of fewer are not given."""
 LEAST_CLASS_ROWS = 3
 """Of a class with fewer rows nothing is said."""

@@ -99,6 +99,7 @@ def _prepared(text: str) -> tuple[Roofline, MemoryEstimate]:
         max_num_seqs=row.get("max_num_seqs"),
         gpu_memory_utilization=row.get("gpu_memory_utilization"),
         async_scheduling=row.get("async_scheduling"),
+        enforce_eager=row.get("enforce_eager", False),
         decode_context_parallel_size=row.get("dcp"),
     )
     if "max_model_len" in row and engine.max_num_batched_tokens is None:

@@ -19,7 +19,7 @@ class ListedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class OnDemand:
-    """Models that are started on demand, by service, and how many services, GPUs and GPU-hours of a day they may take."""
+    """Models that are started on demand, by service, and the services, GPUs and GPU-hours of a day they may take."""
 
     models: Mapping[str, ListedModel]
     most_services: float = math.inf

@@ -16,7 +16,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.speed.decode import critical_batch
 from hpc_serve.plan.speed.estimate import SpeedEstimate
-from hpc_serve.plan.speed.step import EXPECTED, IDEAL, StepTime
+from hpc_serve.plan.speed.step import EXPECTED, IDEAL
 from hpc_serve.plan.speed.traffic import Speed
 from hpc_serve.plots.curves import Drawn, batches, drawn_of
 from hpc_serve.sizes import GIB
@@ -38,6 +38,7 @@ _CAUSES = {
     "KV cache": _GREEN,
     "communication": "#862e9c",
     "engine": "#868e96",
+    "bubbles": "#5c940d",
 }
 _STYLE = Path(__file__).parent / "figure.mplstyle"
 
@@ -159,7 +160,8 @@ def _step_by_cause(axes: Any, drawn: Drawn) -> None:
     held, context = drawn.held(drawn.traffic.input_tokens), drawn.traffic.mean_context
     sizes = sorted({held, *(2**power for power in range(11) if 2**power < held / 1.3)})
     ranks, factors = drawn.roofline.layout.data_parallel_size, IDEAL if drawn.is_ideal else EXPECTED
-    steps = [_causes(drawn.roofline.decode(batch / ranks, context, factors)) for batch in sizes]
+    found = [drawn.roofline.decode(batch / ranks, context, factors).causes for batch in sizes]
+    steps = [[1000 * seconds for seconds in causes.values()] for causes in found]
     bars = _stacked(axes.bar, [f"{size:,}" for size in sizes], "bottom", steps, _CAUSES)
     axes.bar_label(bars[-1], [f"{sum(step):.3g}" for step in steps], padding=3, fontsize=8.5)
     axes.grid(visible=False, axis="x")
@@ -168,13 +170,6 @@ def _step_by_cause(axes: Any, drawn: Drawn) -> None:
     axes.set_title(f"Parts of a decode step, contexts of {context:,.0f} tokens")
     axes.margins(y=0.12)
     _legend_below(axes)
-
-
-def _causes(step: StepTime) -> list[float]:
-    """Return the milliseconds of a step by cause. The larger of weights and FLOP/s counts alone."""
-    weights_s = step.weights_s if step.weights_s >= step.flops_s else 0.0
-    flops_s = step.flops_s if step.flops_s > step.weights_s else 0.0
-    return [1000 * part for part in (weights_s, flops_s, step.cache_s, step.communication_s, step.engine_s)]
 
 
 def _memory(axes: Any, plan: ServePlan) -> None:

@@ -190,13 +190,15 @@ def explain_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
     )
     yield f"  {'':34}{'ideal':>12}{'expected':>12}"
     read = sum(stage.weight_bytes(estimate.batch / len(work)) for stage in work)
-    causes = (
+    causes = [
         ("weights_s", f"weights, {read / 1e9:.1f} GB a {roofline.accelerator.unit}"),
         ("flops_s", "FLOP/s (the larger of both counts)"),
         ("cache_s", f"KV cache, {traffic.mean_context:,.0f} tokens each"),
         ("communication_s", "communication"),
         ("engine_s", f"engine, {sum(stage.kernels for stage in work):,} kernels"),
-    )
+    ]
+    if len(work) > 1:
+        causes.append(("bubble_s", "waiting for the slowest stage"))
     for key, text in causes:
         yield f"  {text:34}{_ms(getattr(ideal.step, key))}{_ms(getattr(expected.step, key))}"
     yield f"  {'= one step, a token for each':34}{_ms(ideal.step.total_s)}{_ms(expected.step.total_s)}"

@@ -43,15 +43,17 @@ def burst_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Fac
     first = min(float(requests), batch)
     waiting = requests - first
     ends = 0.0 if longest is None else share_ending_per_step(outputs, longest)
-    fill = _fill(roofline, traffic, first, factors)
-    drain = _drain(roofline, traffic, first, factors, ends)
+    stages = roofline.layout.pipeline_parallel_size
+    chunks = math.ceil(first * traffic.input_tokens / roofline.max_num_batched_tokens)
+    fill = _fill(roofline, traffic, first, factors, chunks)
+    drain = _drain(roofline, traffic, first, factors, ends, stages if roofline.engine.is_v0 else min(stages, chunks))
     time: Counter[str] = Counter()
     for stretch in (fill, *drain):
         for cause, seconds in stretch.step.causes.items():
             time[cause] += stretch.steps * seconds  # type: ignore[assignment]
     total_s = fill.seconds + sum(stretch.seconds for stretch in drain)
     # The prompts of the first batch end one step after the other.
-    ttft_s = fill.seconds * (fill.steps + 1) / (2 * fill.steps)
+    ttft_s = fill.seconds - (chunks - 1) / 2 * fill.step.total_s / stages
     served = sum(stretch.steps * stretch.requests for stretch in drain)
     tpot_s = sum(stretch.seconds * stretch.requests for stretch in drain) / served
     tpot_s += (fill.seconds - ttft_s) / max(1, outputs - 1)
@@ -98,28 +100,31 @@ def share_ending_per_step(mean: float, longest: float | None) -> float:
     return high
 
 
-def _fill(roofline: Roofline, traffic: Traffic, first: float, factors: Factors) -> _Stretch:
-    """Return the steps that read the prompts of the first batch."""
-    inputs = traffic.input_tokens
-    chunks = math.ceil(first * inputs / roofline.max_num_batched_tokens)
-    step = roofline.step(first * inputs / chunks, 0, traffic.mean_context, factors, inputs)
-    return _Stretch(steps=chunks, requests=first, step=step)
+def _fill(roofline: Roofline, traffic: Traffic, first: float, factors: Factors, chunks: int) -> _Stretch:
+    """Return the steps that read the prompts of the first batch: they pass the pipeline stages one after the other."""
+    inputs, stages = traffic.input_tokens, roofline.layout.pipeline_parallel_size
+    step = roofline.step(stages * first * inputs / chunks, 0, traffic.mean_context, factors, inputs)
+    return _Stretch(steps=(chunks + stages - 1) / stages, requests=first, step=step)
 
 
-def _drain(roofline: Roofline, traffic: Traffic, first: float, factors: Factors, ends: float) -> list[_Stretch]:
+def _drain(
+    roofline: Roofline, traffic: Traffic, first: float, factors: Factors, ends: float, in_flight: int
+) -> list[_Stretch]:
     """Return the steps that generate the answers of a batch which no request joins.
 
-    A share of `ends` ends at each step.
+    A share of `ends` ends at each step. The requests fill `in_flight` batches for the pipeline stages: vLLM's scheduler
+    keeps requests together whose prompts shared a step (github.com/vllm-project/vllm/issues/50853). V0 divided them.
     """
+    uneven = roofline.layout.pipeline_parallel_size / in_flight
     context, longest = traffic.mean_context, traffic.longest_output_tokens
     if not ends:
-        step = roofline.decode(first, context, factors)
+        step = roofline.decode(uneven * first, context, factors)
         return [_Stretch(steps=traffic.output_tokens, requests=first, step=step)]
     found, left, done = [], first, 0.0
     while left >= 1 and (longest is None or done < longest):
         steps = min(math.log(SHRINK_RATIO) / ends, (longest or math.inf) - done)
         running = left / math.sqrt(SHRINK_RATIO)
-        found.append(_Stretch(steps=steps, requests=running, step=roofline.decode(running, context, factors)))
+        found.append(_Stretch(steps=steps, requests=running, step=roofline.decode(uneven * running, context, factors)))
         left /= SHRINK_RATIO
         done += steps
     return found

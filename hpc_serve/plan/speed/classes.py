@@ -20,6 +20,7 @@ MANY_EXPERTS = 64
 """With so many, each expert gets few tokens of a step, and its matrices are narrow on each rank."""
 MIXTURES = f"mixtures of {MANY_EXPERTS} experts and more on GPUs"
 OTHERS = "other models"
+PIPELINE_STAGES = "engines with pipeline stages"
 _FORMATS = {"bfloat16": "16 bit", "float16": "16 bit", "fp8": "fp8 (per tensor)"}
 
 
@@ -55,7 +56,8 @@ def wide_classes(roofline: Roofline) -> tuple[str, ...]:
 
     A GPU without 4-bit arithmetic unpacks MXFP4 in its kernels (Marlin or Triton, by its generation), and how fast they
     are differs by both. Many experts are narrow grouped products with tiles that are partly empty. Data-parallel ranks
-    wait for the one whose experts or requests are most. An engine without CUDA graphs starts each kernel from the host.
+    wait for the one whose experts or requests are most. Batches in pipeline stages are not equally large. An engine
+    without CUDA graphs starts each kernel from the host.
     """
     model, accelerator, found = roofline.model, roofline.accelerator, []
     if accelerator.kind == "gpu" and weights_format(model) == "mxfp4" and "fp4" not in accelerator.dense_flops:
@@ -64,6 +66,8 @@ def wide_classes(roofline: Roofline) -> tuple[str, ...]:
         found.append(MIXTURES)
     if roofline.layout.data_parallel_size > 1:
         found.append("data-parallel ranks that share experts")
+    if roofline.layout.pipeline_parallel_size > 1:
+        found.append(PIPELINE_STAGES)
     if _is_eager(roofline):
         found.append("GPUs without CUDA graphs")
     return tuple(found)
@@ -92,8 +96,9 @@ def speed_range(roofline: Roofline, traffic: Traffic) -> dict[str, Any] | None:
 
 
 def range_class(roofline: Roofline) -> str:
-    """Return the class whose range is a plan's: sources on many experts differ most."""
-    return MIXTURES if MIXTURES in wide_classes(roofline) else OTHERS
+    """Return the class whose range is a plan's: runs with pipeline stages are slower, those of many experts differ."""
+    wide = wide_classes(roofline)
+    return next((name for name in (PIPELINE_STAGES, MIXTURES) if name in wide), OTHERS)
 
 
 def class_texts(roofline: Roofline) -> list[str]:

@@ -17,29 +17,33 @@ def steady_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Fa
     A round serves all running requests once. It takes as many steps as a request has output tokens, or more if the
     prompts need more. Each prompt has its own steps, together with the tokens of other requests. Prompts share steps if
     there are too few steps. Data-parallel ranks step together, so each waits in the steps in which another one reads a
-    prompt. Throughput, waiting and time between tokens follow by Little's law.
+    prompt. The batches in the pipeline stages wait likewise, because none overtakes another one. In a burst of answers
+    of one length, requests that begin together end together. The next prompts then follow one another, and no batch
+    waits. Throughput, waiting and time between tokens follow by Little's law.
     """
     inputs, outputs, context = traffic.input_tokens, traffic.output_tokens, traffic.mean_context
-    steps = max(float(outputs), batch * (inputs + outputs) / roofline.max_num_batched_tokens)
+    stages, ranks = roofline.layout.pipeline_parallel_size, roofline.layout.data_parallel_size
+    in_flight = min(float(stages), batch)
+    steps = max(float(outputs), batch / in_flight * (inputs + outputs) / roofline.max_num_batched_tokens)
     decoding = batch * outputs / steps
     chunks = math.ceil(inputs / roofline.max_num_batched_tokens)
-    ranks = roofline.layout.data_parallel_size
     decode = roofline.decode(decoding, context, factors)
 
     def round_of(own: float) -> tuple[float, float, StepTime]:
-        """Return (time, steps in which any rank reads prompts, one of them), with prompts in `own` steps of a rank."""
-        with_prompts = steps * (1 - (1 - own / steps) ** ranks)
-        tokens = decoding + batch * inputs / own
-        mixed = roofline.step(tokens, decoding, context, factors, inputs, own / with_prompts)
+        """Return (time, steps in which any batch has prompts, one of them), with prompts in `own` steps of a batch."""
+        with_prompts = steps * (1 - (1 - own / steps) ** (ranks * apart))
+        tokens = decoding + stages / in_flight * batch * inputs / own
+        reading = own / steps / (1 - (1 - own / steps) ** ranks)
+        mixed = roofline.step(tokens, decoding, context, factors, inputs, reading)
         return with_prompts * mixed.total_s + (steps - with_prompts) * decode.total_s, with_prompts, mixed
 
-    own = min(steps, max(batch * chunks, batch * inputs / roofline.max_num_batched_tokens))
+    apart = 1.0 if traffic.arrivals == "burst" and traffic.longest_output_tokens is None else in_flight
+    own = min(steps, batch / apart * max(chunks, inputs / roofline.max_num_batched_tokens))
     round_s, with_prompts, mixed = round_of(own)
     if factors is IDEAL:
         round_s = min(round_s, round_of(steps)[0])
-    stages = roofline.layout.pipeline_parallel_size
     alone = roofline.step(stages * inputs / chunks + batch - 1, batch - 1, context, factors, inputs, 1 / ranks)
-    prefill_s = (chunks + stages - 1) / stages * alone.total_s
+    prefill_s = alone.pass_s + (chunks - 1) / stages * alone.total_s
     requests_per_s = batch / max(round_s, prefill_s)
     queue_s = (traffic.concurrency - batch) / requests_per_s
     # A request that arrives waits for the rest of the running step, more likely a long one. Its prompt shares a step.

@@ -71,7 +71,8 @@ FITTED = ("flops", "expert_flops", "bandwidth", "kernel_s", "sequence_s")
 class StepTime:
     """Seconds of one step of the whole layout, by cause. `engine_s` is starting kernels and work on the host.
 
-    `overlapped`: communication happens at the same time as the rest.
+    `bubble_s` is how long a batch waits for the slowest pipeline stage. `overlapped`: communication happens at the same
+    time as the rest.
     """
 
     flops_s: float
@@ -79,15 +80,21 @@ class StepTime:
     cache_s: float
     communication_s: float
     engine_s: float
+    bubble_s: float = 0.0
     overlapped: bool = False
 
     @property
-    def total_s(self) -> float:
-        """The time from one token of a sequence to the next."""
+    def pass_s(self) -> float:
+        """The time of a batch in all pipeline stages, if it waits for no other one."""
         work = max(self.flops_s, self.weights_s) + self.cache_s
         if self.overlapped:
             return max(work, self.communication_s) + self.engine_s
         return work + self.communication_s + self.engine_s
+
+    @property
+    def total_s(self) -> float:
+        """The time from one token of a sequence to the next."""
+        return self.pass_s + self.bubble_s
 
     @property
     def causes(self) -> dict[str, float]:
@@ -98,6 +105,7 @@ class StepTime:
             "KV cache": self.cache_s,
             "communication": self.communication_s,
             "engine": self.engine_s,
+            "bubbles": self.bubble_s,
         }
 
     @property
@@ -151,31 +159,27 @@ class Roofline:
     ) -> StepTime:
         """Return a step of `tokens`: one for each of `sequences`, the others of prompts with `prompt_tokens` each.
 
-        The batch is divided among the pipeline stages, which work one after the other. A share of `reading` of the
-        data-parallel ranks has prompts in the step, and the others wait with their own tokens: experts get the tokens
-        of all ranks.
+        There are as many batches in flight as pipeline stages, or as sequences if these are fewer
+        (`max_concurrent_batches` in vLLM's config/vllm.py). A batch passes the stages one after the other, and all
+        batches pass the slowest stage in a step. A share of `reading` of the data-parallel ranks has prompts in the
+        step, and the others wait with their own tokens: experts get the tokens of all ranks.
         """
         stages = len(self.work.stages)
-        tokens, share = tokens / stages, sequences / stages
-        prompts, context_ranks = max(0.0, tokens - share), self.engine.decode_context_parallel_size or 1
-        mean = tokens - (1 - reading) * prompts
-        routed = mean * self.layout.data_parallel_size
-        flops = weights = cache = communication = 0.0
-        for stage in self.work.stages:
-            attention = prompts / prompt_tokens * stage.prompt_attention_flops(prompt_tokens) if prompt_tokens else 0.0
-            flops += self._flops_s(stage, (tokens, mean, share), attention, factors)
-            away = stage.offloaded_bytes
-            weights += max(0.0, stage.weight_bytes(routed) - away) / (self.bandwidth * factors.bandwidth)
-            weights += away / (ASSUMED_LINK_BYTES_PER_S * factors.bandwidth)
-            read = share * stage.cache_bytes(context) / context_ranks / (self.bandwidth * factors.bandwidth)
-            attended = share * stage.attention_flops(context) / (self._plain_rate * factors.attention_flops)
-            cache += max(read, attended)
-            communication += self._all_reduce_s(stage, tokens, factors) + self._gather_s(stage, mean, factors)
+        share = max(sequences / stages, min(1.0, sequences))
+        prompts = max(0.0, tokens - sequences) / stages
+        tokens = share + prompts
+        batch = tokens, tokens - (1 - reading) * prompts, share
+        attention = context, prompts / prompt_tokens if prompt_tokens else 0.0, prompt_tokens
+        times = [self._stage_time(stage, batch, attention, factors) for stage in self.work.stages]
+        flops, weights = sum(time.flops_s for time in times), sum(time.weights_s for time in times)
+        cache, communication = sum(time.cache_s for time in times), sum(time.communication_s for time in times)
+        kernels = sum(time.engine_s for time in times)
+        in_flight = stages if prompts else min(stages, max(1.0, sequences))
+        bubble = in_flight * max(time.pass_s for time in times) - sum(time.pass_s for time in times)
         if stages > 1:
             # A rank sends its share of the activations and of the residual.
             sent = 2 * tokens * self.work.hidden_bytes / self.layout.tensor_parallel_size
             communication += (stages - 1) * (sent / (self.hop_bytes_per_s * factors.link) + factors.collective_s)
-        kernels = factors.kernel_s * sum(stage.kernels for stage in self.work.stages)
         host = factors.sequence_s * share
         if self.async_scheduling:
             host = max(0.0, host - max(flops, weights) - cache - communication - kernels)
@@ -185,6 +189,35 @@ class Roofline:
             cache_s=cache,
             communication_s=communication,
             engine_s=kernels + host,
+            bubble_s=max(0.0, bubble),
+            overlapped=factors is IDEAL,
+        )
+
+    def _stage_time(
+        self,
+        stage: StageWork,
+        batch: tuple[float, float, float],
+        attention: tuple[float, float, float],
+        factors: Factors,
+    ) -> StepTime:
+        """Return the time of `batch` in one stage: (tokens of the rank, tokens of the mean rank, sequences).
+
+        `attention`: (context of the sequences, prompts that are read, tokens of each).
+        """
+        tokens, mean, share = batch
+        context, prompts, prompt_tokens = attention
+        bandwidth = self.bandwidth * factors.bandwidth
+        away = stage.offloaded_bytes
+        weights = max(0.0, stage.weight_bytes(mean * self.layout.data_parallel_size) - away) / bandwidth
+        read = share * stage.cache_bytes(context) / (self.engine.decode_context_parallel_size or 1) / bandwidth
+        attended = share * stage.attention_flops(context) / (self._plain_rate * factors.attention_flops)
+        of_prompts = prompts * stage.prompt_attention_flops(prompt_tokens) if prompts else 0.0
+        return StepTime(
+            flops_s=self._flops_s(stage, batch, of_prompts, factors),
+            weights_s=weights + away / (ASSUMED_LINK_BYTES_PER_S * factors.bandwidth),
+            cache_s=max(read, attended),
+            communication_s=self._all_reduce_s(stage, tokens, factors) + self._gather_s(stage, mean, factors),
+            engine_s=factors.kernel_s * stage.kernels,
             overlapped=factors is IDEAL,
         )
 

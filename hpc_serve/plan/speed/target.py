@@ -11,19 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.plan.catalog import speed_accuracy
 from hpc_serve.plan.choice.candidates import Candidate, PlanInputs
 from hpc_serve.plan.choice.layout import Layout, data_parallel_layouts, layouts_on
 from hpc_serve.plan.memory.estimate import MemoryEstimate
+from hpc_serve.plan.speed.classes import PIPELINE_STAGES
 from hpc_serve.plan.speed.estimate import SpeedEstimate, estimate_speed, held_at_once
 from hpc_serve.plan.speed.limits import limit_lines
 from hpc_serve.plan.speed.step import EXPECTED, Roofline
 from hpc_serve.plan.speed.traffic import Traffic
 
 _NODES = (1, 2, 4, 8, 16)
-_NO_BUBBLES = (
-    "Engines of more pipeline stages than nodes (on TPUs: of more than one) are left out: their estimates would be too "
-    "good, because no measurement that the factors are fitted on has pipeline bubbles."
-)
 _EVEN_EXPERTS = (
     "No factor is fitted on engines with data-parallel ranks, and their estimates assume that the experts get equal "
     "work. --explain says how far published runs were off."
@@ -113,7 +111,15 @@ def choose_deployment(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget)
             f"Data parallelism is replicas: {inputs.model.name} has no experts to share, and each of the "
             f"{met[0].replicas} replicas starts, stops and fails alone."
         ]
-    return met[0], [*reasons, *ranks, *limit_lines(roofline), *([] if asked else [_NO_BUBBLES])]
+    return met[0], [*reasons, *ranks, *limit_lines(roofline), *([] if asked else [_few_stages_text()])]
+
+
+def _few_stages_text() -> str:
+    low, high = speed_accuracy()["classes"][PIPELINE_STAGES]["measured_by_printed"]
+    return (
+        "Engines of more pipeline stages than nodes (on TPUs: of more than one) are left out: published runs of "
+        f"{PIPELINE_STAGES} had {low:g} to {high:g} times the estimated tokens/s, and layouts differ by less."
+    )
 
 
 def _why_ranks(best: Deployment, deployments: list[Deployment], target: SpeedTarget) -> list[str]:
@@ -189,7 +195,7 @@ def _deployments(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget) -> t
 def _even_deployments(inputs: PlanInputs, nodes: int) -> Iterator[tuple[Layout, int]]:
     """Yield (layout, replicas) that fill so many nodes evenly, with engines over all nodes, over some, or within one.
 
-    There are no more stages than nodes. _NO_BUBBLES says why.
+    There are no more stages than nodes. `_few_stages_text` says why.
     """
     cluster, engine = inputs.cluster, inputs.engine
     asked = engine.has_asked_layout

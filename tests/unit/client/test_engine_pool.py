@@ -404,7 +404,8 @@ def test_the_time_for_the_end_of_a_stream_is_not_that_of_the_next_request(servic
         tried, loop = Trial(ThreadPool, service.certificate(), serve, {}), asyncio.get_running_loop()
         await tried.start()
         body = attempt.AttemptBody((await tried.ask()).stream, cast(Any, Stream()))
-        release, others = tried.pool.release, []
+        others: list[Any] = []
+        release = tried.pool.release
 
         def release_late(connection: Any) -> None:
             release(connection)

@@ -11,8 +11,10 @@ import pytest
 from hpc_serve.cli.main import run
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan import EngineConfig, Workload, model_from_config, resolve
+from hpc_serve.plan.catalog import speed_accuracy
 from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.hardware.cluster import cluster_named
+from hpc_serve.plan.speed.classes import PIPELINE_STAGES
 from hpc_serve.plan.speed.target import SpeedTarget, choose_deployment
 from hpc_serve.plan.speed.traffic import Traffic
 
@@ -37,10 +39,11 @@ def test_engines_over_a_share_of_the_nodes_are_considered() -> None:
     assert any("one TP=8 PP=4" in reason for reason in reasons)
 
 
-def test_stages_whose_bubbles_nobody_measured_are_left_out_and_that_is_said() -> None:
+def test_more_stages_than_nodes_are_left_out_with_how_far_published_runs_of_stages_were_off() -> None:
     option, reasons = choose_deployment(inputs("70b", "v5e:4x4"), Traffic(), SpeedTarget())
     assert (option.layout.tensor_parallel_size, option.layout.pipeline_parallel_size) == (16, 1)
-    assert any("left out" in reason and "bubbles" in reason for reason in reasons)
+    low, high = speed_accuracy()["classes"][PIPELINE_STAGES]["measured_by_printed"]
+    assert any("left out" in reason and f"had {low:g} to {high:g} times" in reason for reason in reasons)
 
 
 @pytest.mark.parametrize(
