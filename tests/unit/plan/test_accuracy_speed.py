@@ -118,7 +118,9 @@ def test_the_range_beside_a_speed_holds_eight_of_ten_sources(arrivals: str, fold
         assert case.roofline
         assert case.traffic
         found = speed_range(case.roofline, case.traffic)
-        assert found is not None
+        if found is None:
+            assert case.roofline.layout.pipeline_parallel_size > 1
+            continue
         low, high = found["measured_by_printed"]
         for name in (*own_classes(case.roofline), *wide_classes(case.roofline)):
             ratio = case.measured / case.tokens_per_s(factors)
