@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tests.support.stubs import StubService
 
@@ -81,3 +86,91 @@ def test_an_example_without_arguments_says_which_it_takes(example: str) -> None:
     assert (told.returncode, told.stdout) == (1, "")
     assert f"{example} SERVICE" in told.stderr
     assert "Traceback" not in told.stderr
+
+
+def test_the_notebook_runs_from_its_first_cell_to_the_last(service, capsys):
+    """As a kernel runs it: one loop, in which cells may wait. No Jupyter is installed here."""
+    service.start("--stub-words", "3")
+    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text())
+    names: dict[str, Any] = {"__name__": "__main__"}
+
+    async def run_cells() -> None:
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code":
+                source = "".join(cell["source"]).replace('"70b"', '"405b"')
+                code = compile(source, cell["id"], "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+                waits = eval(code, names)
+                if waits is not None:
+                    await waits
+
+    asyncio.run(run_cells())
+    assert len(names["answers"]) == 32
+    assert capsys.readouterr().out.strip()
+
+
+ONDEMAND = EXAMPLES / "open_ondemand"
+STAND_IN = """\
+#!/bin/bash
+printf '[%s]' "$@" >> "$SEEN"
+echo >> "$SEEN"
+[[ $1 != submit ]] || exit "${FAILS:-0}"
+"""
+BASIC = """\
+cd "$1"
+clean_up() { echo "over $1" >> "$SEEN"; exit "$1"; }
+source before.sh
+bash script.sh & SCRIPT_PID=$!
+source after.sh
+echo "shown $service" >> "$SEEN"
+kill -TERM "$SCRIPT_PID"
+wait "$SCRIPT_PID"
+"""
+
+
+@pytest.fixture
+def session(tmp_path):
+    """Runs a session of the app as Open OnDemand's "basic" template does, its form filled in; the commands it gave."""
+
+    def run(model: str, options: str = "", fails: int = 0) -> list[str]:
+        said = {"context.model": model, "context.options": options, "context.bc_num_hours.to_i": "4"}
+        for path in (ONDEMAND / "template").iterdir():
+            text = re.sub(r"<%= (\S+) %>", lambda found: said[found[1]], path.read_text())
+            assert "<%" not in text
+            (tmp_path / path.stem).write_text(text)
+        programs = tmp_path / "env" / "bin"
+        programs.mkdir(parents=True)
+        (programs / "activate").write_text(f'PATH="{programs}:$PATH"\n')
+        (programs / "hpc-serve").write_text(STAND_IN)
+        (programs / "hpc-serve").chmod(0o755)
+        seen = tmp_path / "seen"
+        given = {"HPC_SERVE_ENV": str(programs.parent), "SLURM_JOB_ID": "7", "SEEN": str(seen), "FAILS": str(fails)}
+        subprocess.run(
+            ["bash", "-c", BASIC, "basic", str(tmp_path)], env={**os.environ, **given}, timeout=120, check=False
+        )
+        return seen.read_text().splitlines()
+
+    return run
+
+
+def test_a_session_of_open_ondemand_starts_a_service_and_ends_it(session):
+    """On a stand-in: no portal is here."""
+    assert session("8b; touch /tmp/no", "--partition gpu  --tools") == [
+        "[submit][8b; touch /tmp/no][--name][ondemand-7][--time][4:00:00][--partition][gpu][--tools][--wait]",
+        "shown ondemand-7",
+        "[stop][ondemand-7]",
+    ]
+
+
+def test_a_session_whose_service_does_not_start_is_over(session):
+    submitted, *after = session("8b", fails=1)
+    assert submitted == "[submit][8b][--name][ondemand-7][--time][4:00:00][--wait]"
+    assert sorted(after) == ["[stop][ondemand-7]", "over 1"]
+
+
+def test_the_words_of_the_open_ondemand_app_are_valid():
+    for name in ("manifest.yml", "form.yml", "submit.yml.erb"):
+        assert isinstance(yaml.safe_load((ONDEMAND / name).read_text()), dict)
+    form = yaml.safe_load((ONDEMAND / "form.yml").read_text())
+    asked = set(re.findall(r"context\.(\w+)", (ONDEMAND / "template" / "script.sh.erb").read_text()))
+    assert asked == set(form["form"])
+    assert set(re.findall(r"<%= (\w+) %>", (ONDEMAND / "view.html.erb").read_text())) == {"service"}
