@@ -33,15 +33,19 @@ def as_json(result: PlanResult) -> dict[str, Any]:
     """The plan, or the lack of one, under stable keys."""
     if result.plan is not None:
         found = result.estimates()
-        roofline = result.roofline()
-        near = {"range": speed_range(roofline, result.traffic), "measured_classes": measured_classes(roofline)}
         return {
             **plan_json(result.plan, result.model),
-            "performance": {**speed_json(found), **near} if found else None,
+            "performance": {**speed_json(found), **_nearness(result)} if found else None,
             "contexts": [contexts_json(one) for one in result.contexts],
         }
     assert result.error is not None
     return {**no_plan_json(result.error, result.model, result.accelerator), "performance": None}
+
+
+def _nearness(result: PlanResult) -> dict[str, Any]:
+    """How near its speeds are to published ones."""
+    roofline = result.roofline()
+    return {"range": speed_range(roofline, result.traffic), "measured_classes": measured_classes(roofline)}
 
 
 def print_plan(result: PlanResult, *, note: str | None = None) -> None:
