@@ -1,7 +1,7 @@
 """`access`: how a service is reached from a laptop, and what other programs there are told.
 
 Everything goes through the socket of a gateway, which stays while the service's jobs come and go. The socket is in a
-folder that nobody else can look into, so no key is needed and none is printed.
+folder that nobody else can look into, so a gateway needs no key there. None is printed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def access_command(service: str | None, program: str | None, local_port: int, lo
         return
     for line in _ssh_lines(local_port, login):
         click.echo(line)
-    click.echo(f"\nThen {url}/v1 is the address and {name} the model. A program that wants a key takes any word.")
+    click.echo(f"\nThen {url}/v1 is the address and {name} the model. A program that wants a key takes any word,")
+    click.echo("unless the gateway was started with --key-file: then it takes that key.")
     click.echo(why_not or _for_agents(name, context))
     click.echo(f"\nWhat to paste into a program: hpc-serve access {name} --for NAME, with one of")
     click.echo(f"  {', '.join(_PROGRAMS)}")
