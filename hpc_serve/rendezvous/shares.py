@@ -43,6 +43,11 @@ def check_share(store: ServiceStore, group: str) -> int:
 def share(store: ServiceStore, service: str, group: int) -> None:
     """Let a group read the records and the key of a service, which has both. Raises StoreError, InvalidRequestError."""
     folder = store.service_dir(service)
+    if is_shared_folder(folder) and folder.stat().st_gid != group:
+        raise InvalidRequestError(
+            f"{service} is shared with group {shared_with(store, service)}, which has its key. Stop it, and submit it "
+            "once without --share, which gives it a new key."
+        )
     for above in (store.home, folder.parent):
         _let_through(above, group)
     records = filter(is_record_file_name, list_folder(folder))

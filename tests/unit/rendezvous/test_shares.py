@@ -178,8 +178,10 @@ def test_what_is_not_shared_keeps_its_key(shared):
 
 def test_a_home_lets_one_group_through(shared):
     other = grp.getgrnam(OTHER).gr_gid
-    said = shared.owner(f"shares.share(store, '70b', {other})", GROUP, OTHER)
+    said = shared.owner(f"shares.share(store, '8b', {other})", GROUP, OTHER)
     assert f"is open to group {GROUP}" in said  # the home has one group
+    said = shared.owner(f"shares.share(store, '70b', {other})", GROUP, OTHER)
+    assert f"is shared with group {GROUP}, which has its key" in said
     assert shared.read(MEMBER, "70b", GROUP) == WHOLE
 
 
