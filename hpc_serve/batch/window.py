@@ -47,7 +47,7 @@ class ReplicaView:
         status, progress = self._watch.refresh(is_complete=True), self._progress
         ready = status.ready
         gpus = sum(
-            one.record.num_nodes * one.record.gpus_per_node
+            one.record.num_gpus
             for one in status.replicas
             if one.record is not None and not one.is_over and one.state != "unknown"
         )

@@ -63,9 +63,8 @@ def decide(
     request has waited for as long as that one's start took.
     """
     if used_gpu_hours >= limits.most_gpu_hours:
-        bound = f"{limits.most_gpu_hours:g}"
-        why = f"the listed models have used {used_gpu_hours:.1f} GPU-hours in a day, and may use {bound}"
-        return Step(what="wait", service=service, why=why)
+        used = f"the listed models have used {used_gpu_hours:.1f} GPU-hours in a day"
+        return Step(what="wait", service=service, why=f"{used}, and may use {limits.most_gpu_hours:g}")
     gpus = sum(one.gpus for one in running.values())
     if len(running) + 1 <= limits.most_services and gpus + limits.models[service].gpus <= limits.most_gpus:
         return Step(what="start", service=service, why="a request asks for it")
@@ -97,7 +96,7 @@ def gpu_hours(records: Iterable[EndpointRecord], now_s: float) -> float:
     for one in records:
         until_s = one.updated_at if one.is_final or one.is_overdue(now_s) else now_s
         held_s = until_s - max(one.started_at, now_s - _DAY_S)
-        seconds += max(held_s, 0.0) * one.num_nodes * one.gpus_per_node
+        seconds += max(held_s, 0.0) * one.num_gpus
     return seconds / 3600
 
 
@@ -177,8 +176,7 @@ class OnDemandModels:
 
     def _is_there(self, service: str) -> bool:
         states = self._services.states(service)
-        is_changing = service in self._starting or service in self._ending
-        return states is not None and "asleep" not in states and not is_changing
+        return states is not None and "asleep" not in states and service not in self._ending
 
     async def close(self) -> None:
         if self._task is not None:
@@ -282,8 +280,8 @@ class OnDemandModels:
         running = {}
         for name, times in self._times.items():
             states = self._services.states(name)
-            is_asleep = states is None or "asleep" in states
-            if is_asleep and name not in self._starting and (states is None or name not in self._ending):
+            has_jobs = states is not None and ("asleep" not in states or name in self._ending)
+            if not has_jobs and name not in self._starting:
                 continue
             ready_at_s, begun_at_s = times.ready_at_s, times.begun_at_s
             running[name] = Running(

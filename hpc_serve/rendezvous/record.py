@@ -149,6 +149,11 @@ class EndpointRecord:
         return now - self.updated_at > 2 * self.lease_s
 
     @property
+    def num_gpus(self) -> int:
+        """The GPUs of its nodes."""
+        return self.num_nodes * self.gpus_per_node
+
+    @property
     def is_final(self) -> bool:
         """Return whether the replica has ended, so that the record will not change any more."""
         return self.state in FINAL_STATES

@@ -177,6 +177,49 @@ def test_who_waits_too_long_is_told_what_it_waits_for(jobs, gateway, monkeypatch
     assert front.complete("a").status == 200
 
 
+class Looks:
+    """Services whose files are read at most once in a long while, unless a look must be new."""
+
+    def __init__(self) -> None:
+        self.models: Any = None
+        self.there: dict[str, tuple[str, ...]] = {}
+        self.seen: dict[str, tuple[str, ...]] = {}
+
+    async def look(self, *, older_than_s: float = 1.0) -> None:
+        if not older_than_s:
+            self.seen = dict(self.there)
+            self.models.note_states()
+
+    def states(self, service: str) -> tuple[str, ...] | None:
+        return self.seen.get(service)
+
+    def is_ready(self, service: str) -> bool:
+        return "ready" in self.seen.get(service, ())
+
+    def under_way(self, service: str) -> int:
+        return 0
+
+
+def test_what_was_submitted_is_not_submitted_again_before_the_next_look(service, monkeypatch):
+    lines, looks = [], Looks()
+
+    def run(words: Any, home: Path) -> str:
+        lines.append(words[:2])
+        looks.there[words[-1]] = ("starting",)
+        return ""
+
+    async def bring() -> None:
+        looks.models = on_demand.OnDemandModels(service.store, listed(), looks, wait_s=60.0)
+        await looks.models.bring("a")
+        await asyncio.sleep(20 * on_demand._LOOK_S)
+        await looks.models.close()
+
+    monkeypatch.setattr(on_demand, "run_command", run)
+    monkeypatch.setattr(on_demand, "_LOOK_S", 0.01)
+    asyncio.run(bring())
+    assert lines == [["submit", "a"]]
+
+
 def test_a_slow_submission_holds_no_other_model_and_has_its_room(jobs, gateway, monkeypatch):
     goes_on = threading.Event()
 
