@@ -168,11 +168,14 @@ class EndpointRecord:
 
         Fields that a newer version added are ignored.
         """
-        found = from_json_text(cls, text, source=source)
-        if found.reason is None and not found.last_log_lines:
-            return found
-        lines = tuple(redact_lines(found.last_log_lines))
-        return replace(found, reason=found.reason and redact(found.reason), last_log_lines=lines)
+        return from_json_text(cls, text, source=source).without_secrets()
+
+    def without_secrets(self) -> EndpointRecord:
+        """Return the same without the secrets that its words may hold: they are those of engines and logs."""
+        if self.reason is None and not self.last_log_lines:
+            return self
+        lines = tuple(redact_lines(self.last_log_lines))
+        return replace(self, reason=self.reason and redact(self.reason), last_log_lines=lines)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,7 +97,7 @@ class ServiceStore:
         return EntryFiles(self.service_dir(service), service, owner=self.owner)
 
     def write(self, record: EndpointRecord, *, makes_folders: bool = True) -> Path:
-        """Replace a replica's record; its head is the only writer. Raises StoreError.
+        """Replace a replica's record, without secrets in its words; its head is the only writer. Raises StoreError.
 
         If `makes_folders` is false, a home that was moved away is not made anew, and the error says that it is gone.
         """
@@ -106,7 +106,7 @@ class ServiceStore:
             self.ensure_service(record.service)
         else:
             self.require_service(record.service)
-        write_private(folder / record.name, record.to_json(), is_shared=True)
+        write_private(folder / record.name, record.without_secrets().to_json(), is_shared=True)
         return folder / record.name
 
     def require_service(self, service: str) -> None:

@@ -55,6 +55,15 @@ def test_everything_is_private_whatever_the_umask(store):
         assert mode == (0o700 if is_folder else 0o600), name
 
 
+def test_a_record_has_no_secret_of_an_engines_words(store):
+    """Whoever may read the file, as a group may of a shared service, reads it without our reader."""
+    token = "hf_" + "aB3" * 11
+    path = store.write(make_record(job_id="1", state="failed", reason=f"died: {token}", last_log_lines=(token, "died")))
+    text = path.read_text()
+    assert token not in text
+    assert "died" in text
+
+
 def test_a_file_is_private_from_its_first_byte(store, monkeypatch):
     modes = []
     fsync = os.fsync
