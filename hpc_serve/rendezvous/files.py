@@ -19,8 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hpc_serve.errors import RecordError, StoreError
-from hpc_serve.rendezvous import acl
 from hpc_serve.rendezvous.fields import from_json_text, to_json_text
+from hpc_serve.rendezvous.group_access import (
+    SHARED_FILE,
+    SHARED_FOLDER,
+    give_to_group,
+    is_open_to_group,
+    open_to_group,
+)
 from hpc_serve.rendezvous.names import check_log_path
 from hpc_serve.rendezvous.ownership import fault, require, stat_fault
 
@@ -35,8 +41,6 @@ FileVersion = tuple[int, int, int]
 """Time of the last change, inode and size: of two files of one name and one version, one is the other."""
 
 _MAX_FILE_BYTES = 1 << 20
-_SHARED_FOLDER = 0o3750  # read by its group, which new files get (setgid); the sticky bit marks it as ours
-_SHARED_FILE = 0o640
 _STALE_HANDLE_TRIES = 3
 _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -57,7 +61,7 @@ def make_private_folder(path: Path, *, tighten: bool = True) -> Path:
             ) from None
         found = os.stat(path)
         mode = stat.S_IMODE(found.st_mode)
-        is_loose = mode & 0o077 not in (0, stat.S_IXGRP) and mode != _SHARED_FOLDER
+        is_loose = mode & 0o077 not in (0, stat.S_IXGRP) and mode != SHARED_FOLDER
         if tighten and found.st_uid == os.geteuid() and is_loose:
             os.chmod(path, 0o700)
     check_folder(path)
@@ -130,7 +134,7 @@ def write_private(path: Path, text: str, *, is_shared: bool = False) -> None:
     """
     with _explained("write", path), private_temporary(path) as (temporary, descriptor):
         if is_shared:
-            _open_to_group(descriptor, path.parent)
+            open_to_group(descriptor, path.parent)
         _write_whole(descriptor, text)
         os.replace(temporary, path)
         _sync_folder(path.parent)
@@ -144,7 +148,7 @@ def create_private(path: Path, text: str, *, is_shared: bool = False) -> bool:
     """
     with _explained("write", path), private_temporary(path) as (temporary, descriptor):
         if is_shared:
-            _open_to_group(descriptor, path.parent)
+            open_to_group(descriptor, path.parent)
         _write_whole(descriptor, text)
         try:
             os.link(temporary, path)
@@ -248,7 +252,7 @@ def _read_own(path: Path, *, secret: bool, owner: int | None) -> bytes:
             raise RecordError(f"{path} is not a regular file: it is not trusted.")
         if reason := stat_fault(path, found, "own", user=owner):
             raise RecordError(f"{reason}: it is not trusted.")
-        is_private = secret and owner is None and not _is_open_to_group(found, path.parent)
+        is_private = secret and owner is None and not is_open_to_group(found, path.parent)
         if is_private and (reason := stat_fault(path, found, "private")):
             raise RecordError(
                 f"{reason}, so it is not secret any more: remove it to have a new one made, and restart what uses it."
@@ -275,56 +279,16 @@ def private_temporary(path: Path) -> Iterator[tuple[Path, int]]:
             os.unlink(temporary)
 
 
-def is_shared_folder(path: Path) -> bool:
-    """Return whether `share_folder` has opened a folder of ours to a group. Nobody sets that mode by accident."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return False
-    return found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == _SHARED_FOLDER
-
-
 def share_folder(path: Path, group: int, names: Iterable[str]) -> None:
     """Let a group read a folder of ours, the files `names` in it, and those that are written later as shared.
 
     Raises StoreError, also if the file system does not keep group and mode.
     """
     with _explained("share", path):
-        _give(path, group, _SHARED_FOLDER)
+        give_to_group(path, group, SHARED_FOLDER)
         for name in names:
             with suppress(FileNotFoundError):
-                _give(path / name, group, _SHARED_FILE)
-
-
-def _give(path: Path, group: int, mode: int) -> None:
-    """Give a folder or file of ours a group and a mode, in place of any ACL: `chmod` would make its entries count."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        for attribute in ("system.posix_acl_access", "system.posix_acl_default"):
-            with suppress(OSError):
-                os.removexattr(descriptor, attribute)
-        os.fchown(descriptor, -1, group)
-        os.fchmod(descriptor, mode)
-        found = os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
-    if (found.st_gid, stat.S_IMODE(found.st_mode)) != (group, mode):
-        raise StoreError(f"{path} cannot be shared: its file system does not keep its group and mode.")
-    if others := [one for one in acl.grants(path) or () if one.rights & acl.READ]:
-        raise StoreError(f"{path} cannot be shared: by its ACL {others[0].kind} {others[0].who} could read it, too.")
-
-
-def _open_to_group(descriptor: int, folder: Path) -> None:
-    """Let the group of a shared folder read a file; the file has this group, as the folder's mode makes it."""
-    found = os.stat(folder)
-    if is_shared_folder(folder) and os.fstat(descriptor).st_gid == found.st_gid:
-        os.fchmod(descriptor, _SHARED_FILE)
-
-
-def _is_open_to_group(found: os.stat_result, folder: Path) -> bool:
-    """Return whether the group of a shared folder, and nobody else, may read a file in it."""
-    is_of_group = stat.S_IMODE(found.st_mode) == _SHARED_FILE and found.st_gid == os.stat(folder).st_gid
-    return is_of_group and is_shared_folder(folder)
+                give_to_group(path / name, group, SHARED_FILE)
 
 
 def _create_without_links(path: Path, text: str) -> bool:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError, StoreError
 from hpc_serve.rendezvous import acl
-from hpc_serve.rendezvous.files import is_shared_folder, list_folder, remove_file, share_folder
+from hpc_serve.rendezvous.files import list_folder, remove_file, share_folder
+from hpc_serve.rendezvous.group_access import is_shared_folder
 from hpc_serve.rendezvous.names import is_record_file_name
 from hpc_serve.rendezvous.ownership import group_name
 from hpc_serve.rendezvous.store import ServiceStore
@@ -74,9 +75,9 @@ def named_service(named: str, home: Path) -> tuple[ServiceStore, str]:
 
     Whoever gives a path trusts the owner of that folder. Raises StoreError if it cannot be reached.
     """
-    folder = Path(named).expanduser()
     if not is_service_folder(named):
         return ServiceStore(home), named
+    folder = Path(os.path.expanduser(named))
     try:
         owner = folder.lstat().st_uid
     except OSError as error:
@@ -89,7 +90,7 @@ def named_service(named: str, home: Path) -> tuple[ServiceStore, str]:
 
 def is_service_folder(named: str) -> bool:
     """Return whether a service is named by its folder, as /home/alice/.hpc-serve/services/70b."""
-    path = Path(named).expanduser() if named.startswith(("/", "~")) else Path()
+    path = Path(os.path.expanduser(named))  # the name of nobody stays as it is
     return path.is_absolute() and path.parent.name == "services"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_serve.cli.main import run
 from hpc_serve.rendezvous.ownership import group_name
 from hpc_serve.rendezvous.store import ServiceStore
 
@@ -96,3 +97,8 @@ def test_a_home_that_the_group_cannot_reach_is_refused(stand_ins, store, group, 
     said = ran(["submit", "8b", "--share", group], 2).err
     assert f"{store.home.parent} lets nobody of it through" in said
     assert stand_ins.scripts == []
+
+
+def test_a_home_of_nobody_names_no_service(store, capsys):
+    assert run(["status", "~nobody-at-all/services/70b"]) == 2
+    assert "cannot name a service" in capsys.readouterr().err
