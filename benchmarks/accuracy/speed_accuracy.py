@@ -115,7 +115,7 @@ def _ranges(rows: Sequence[tuple[Case, Factors]]) -> dict[str, dict[str, Any]]:
 def _bounds(ratios: Sequence[float], beyond: int) -> tuple[float, float]:
     """The least and the largest of the ratios without the `beyond` farthest off."""
     near = sorted(ratios, key=lambda ratio: abs(math.log(ratio)))[: len(ratios) - beyond]
-    return (min(near), max(near)) if near else (1.0, 1.0)
+    return min(near), max(near)
 
 
 def _held(ratios: Sequence[float], beyond: int) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import click
 from rich.console import Console
@@ -17,14 +18,12 @@ from hpc_serve.plan.report.speed import (
     critical_text,
     explain_lines,
     knee_text,
-    range_of,
     range_text,
     start_text,
     waiting_text,
 )
-from hpc_serve.plan.speed.classes import class_texts
+from hpc_serve.plan.speed.classes import class_texts, speed_range
 from hpc_serve.plan.speed.estimate import SpeedEstimate
-from hpc_serve.plan.speed.step import Roofline
 
 _UNKNOWN = "Speed: no source confirms this accelerator's FLOP/s and bandwidth."
 _WIDE = 80
@@ -44,9 +43,9 @@ def speed_line(result: PlanResult) -> str:
     if not found:
         return _UNKNOWN
     shown = {one.traffic.concurrency: one for one in (found[0], _asked(found, traffic.concurrency), found[-1])}
-    roofline = result.roofline()
+    near = None if result.ideal else speed_range(result.roofline(), traffic)
     parts = [
-        f"{one.speed.output_tokens_per_s:,.0f} tokens/s{_range(roofline, one)} with {count:,} in flight "
+        f"{one.speed.output_tokens_per_s:,.0f} tokens/s{_range(near, one)} with {count:,} in flight "
         f"({_time(one.speed.tpot_s)} a token"
         + (f", {one.output_tokens_per_usd / 1e6:.2f} M tokens a dollar)" if one.output_tokens_per_usd else ")")
         for count, one in shown.items()
@@ -60,9 +59,12 @@ def speed_line(result: PlanResult) -> str:
     )
 
 
-def _range(roofline: Roofline, estimate: SpeedEstimate) -> str:
-    found = range_of(roofline, estimate)
-    return f" ({found[0]:,.0f} to {found[1]:,.0f})" if found else ""
+def _range(near: Mapping[str, Any] | None, estimate: SpeedEstimate) -> str:
+    """The tokens/s between which eight of ten published sources would be, to two digits."""
+    if near is None:
+        return ""
+    low, high = (float(f"{bound * estimate.speed.output_tokens_per_s:.1e}") for bound in near["measured_by_printed"])
+    return f" ({low:,.0f} to {high:,.0f})"
 
 
 def print_speed(console: Console, result: PlanResult) -> None:

@@ -96,18 +96,6 @@ def accuracy_text(traffic: Traffic, kind: AcceleratorKind) -> str:
     return text
 
 
-def range_of(roofline: Roofline, estimate: SpeedEstimate) -> tuple[float, float] | None:
-    """Return the tokens/s between which eight of ten published sources would be, to two digits.
-
-    None if too few were published.
-    """
-    found = None if estimate.is_ideal else speed_range(roofline, estimate.traffic)
-    if found is None:
-        return None
-    low, high = (float(f"{bound * estimate.speed.output_tokens_per_s:.1e}") for bound in found["measured_by_printed"])
-    return low, high
-
-
 def range_text(roofline: Roofline, traffic: Traffic) -> str | None:
     """Say whence the range is. None if there is none."""
     found = speed_range(roofline, traffic)
