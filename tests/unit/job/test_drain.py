@@ -22,7 +22,7 @@ from hpc_serve.job.machine.process import start_child
 from hpc_serve.job.run import outcome as outcome_module
 from hpc_serve.job.run.outcome import Outcome, RunEnd, drain_s_after_signal
 from hpc_serve.job.run.record_keeper import RecordKeeper
-from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file
+from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file, read_drain_request
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.trust.authority import make_run_certificate
 from hpc_serve.trust.connection import Identity, VerifiedConnection
@@ -334,13 +334,25 @@ class TestRequests:
         outcome, is_interrupted = self.followed(path, ask)
         assert (outcome.reason, is_interrupted) == ("hpc-serve stop", True)
 
-    def test_half_a_file_is_read_again(self, path):
+    def test_half_a_file_is_read_again(self, path, monkeypatch):
+        def read_while_it_is_written(path):
+            request = read_drain_request(path)
+            path.write_text('{"by": "Slurm", "deadline_s": 90}\n')
+            return request
+
         async def ask(run_end):
             path.write_text('{"by": "Sl')
-            await asyncio.sleep(0.1)
-            path.write_text('{"by": "Slurm", "deadline_s": 100}\n')
+            monkeypatch.setattr(drain_module, "read_drain_request", read_while_it_is_written)
 
-        assert self.followed(path, ask)[0].drain_s == 100
+        outcome = self.followed(path, ask)[0]
+        assert (outcome.reason, outcome.drain_s) == ("Slurm", 90)
+
+    def test_half_a_file_that_stays_half_is_followed(self, path):
+        async def ask(run_end):
+            path.write_text('{"by": "Sl')
+
+        outcome = self.followed(path, ask)[0]
+        assert (outcome.drain_cause, outcome.drain_s) == ("unknown", 100)
 
     def test_one_that_others_may_have_written_is_not_followed(self, path):
         async def ask(run_end):
