@@ -35,7 +35,6 @@ class FakeCluster:
         for name, text in printed._asdict().items():
             (self._folder / f"{name}.txt").write_text(text)
         folder = shlex.quote(str(self._folder))
-        self.command("sinfo", f"cat {folder}/sinfo.txt")
         self.command("scontrol", f"for word; do :; done; cat {folder}/$word.txt")
         self.command(
             "sacctmgr",

@@ -126,7 +126,7 @@ def _show(facts: ClusterFacts, settings: Sequence[Setting]) -> None:
 
     decided = {setting.key: setting.value for setting in settings if setting.value is not None}
     chosen = choose_partition(facts)
-    rows = [("Slurm", facts.slurm_version or _unanswered(facts, "sinfo"))]
+    rows = [("Slurm", facts.slurm_version or _unanswered(facts, "scontrol show config"))]
     others = [one for one in facts.partitions if one != chosen]
     for one in [*([chosen] if chosen else []), *others[:_SHOWN]]:
         rows.append((f"partition{' *' if one == chosen else ''}", f"{one.name}: {describe(one)}"))

@@ -61,7 +61,7 @@ def choose_partition(facts: ClusterFacts) -> PartitionFacts | None:
 
     def rank(one: PartitionFacts) -> tuple[bool, bool, int, float]:
         limit_s = one.time_limit_s or math.inf
-        nodes = sum(node.number for node in one.gpu_nodes or one.nodes) or one.num_nodes
+        nodes = len(one.gpu_nodes or one.nodes) or one.num_nodes
         return (one.is_default, limit_s >= _LEAST_TIME_S, nodes, limit_s)
 
     return max(with_gpus, key=rank, default=None)
@@ -87,16 +87,15 @@ def _accounts(facts: ClusterFacts, partition: PartitionFacts | None) -> list[str
 
 def usual_node(partition: PartitionFacts) -> NodeFacts | None:
     """Return the kind of node that most of a partition's GPU nodes are of; of all its nodes, where it has no GPUs."""
-    counted: Counter[NodeFacts] = Counter()
-    for node in partition.gpu_nodes or partition.nodes:
-        counted[replace(node, name="", number=1, partitions=(), state="")] += node.number
-    return max(counted, key=counted.__getitem__, default=None)
+    nodes = partition.gpu_nodes or partition.nodes
+    kinds = Counter(replace(node, name="", partitions=(), state="") for node in nodes)
+    return max(kinds, key=kinds.__getitem__, default=None)
 
 
 def describe(partition: PartitionFacts) -> str:
     """Return a partition's nodes in a few words: `3 nodes of 8 h100, 64 CPUs, 512 GiB, at most 7 days`."""
     kind = usual_node(partition)
-    number = sum(node.number for node in partition.gpu_nodes or partition.nodes) or partition.num_nodes
+    number = len(partition.gpu_nodes or partition.nodes) or partition.num_nodes
     words = [f"{number} node{'s' if number != 1 else ''}"]
     if kind and kind.gpus:
         words[0] += " of " + " and ".join(f"{gpus.count} {gpus.name or 'GPUs'}" for gpus in kind.gpus)

@@ -18,10 +18,9 @@ class GpuKind:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeFacts:
-    """One node, or `number` alike ones. Memory is what Slurm hands out, in MiB."""
+    """One node. Memory is what Slurm hands out, in MiB."""
 
     name: str = ""
-    number: int = 1
     partitions: tuple[str, ...] = ()
     cpus: int = 0
     memory_mib: int = 0

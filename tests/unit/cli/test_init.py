@@ -76,7 +76,7 @@ def test_without_slurm_it_says_what_must_be_answered(stand_ins, site_file, tmp_p
     monkeypatch.setenv("HPC_SERVE_SYSTEM_SITE", "")
     FakeCluster(tmp_path / "bin", monkeypatch)
     out = " ".join(ran(["init"]).out.split())
-    assert "no `sinfo` here" in out
+    assert "no `scontrol` here" in out
     assert "Answer first: gpu" in out
     assert load_site(site_file).partition is None
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 class Printed(NamedTuple):
     """The answers of one cluster's commands."""
 
-    sinfo: str
     config: str
     partition: str
     node: str
@@ -53,7 +52,6 @@ def config(version: str, **values: str) -> str:
 _RECORDED = json.loads((Path(__file__).parents[1] / "slurm_outputs" / "cluster.json").read_text())
 # Debian 12's: what the test cluster printed of its partitions and nodes.
 SLURM_22_05 = Printed(
-    sinfo="gpu*|up|7-00:00:00|3|gpu:h100:8\nlowprio|up|7-00:00:00|3|gpu:h100:8\n",
     config=config("22.05.8", enforce="none", storage="accounting_storage/none", name="hs"),
     partition=_RECORDED["partitions"]["stdout"],
     node=_RECORDED["nodes"]["stdout"],
@@ -88,11 +86,6 @@ def _partition_24_11(name: str, **changed: str) -> str:
 
 # A site with accounting: CPUs by default, whole nodes with GPUs of two types, a partition of a group, one that is down.
 SLURM_24_11 = Printed(
-    sinfo=(
-        "cpu*|up|infinite|100|(null)\nboost|up|1-00:00:00|3|gpu:nvidia_a100-sxm4-80gb:4(S:0-1)\n"
-        "boost|up|1-00:00:00|1|gpu:nvidia_h100_80gb_hbm3:4(S:0-1)\nvip|up|infinite|9|gpu:h200:8\n"
-        "old|down|infinite|50|gpu:v100:4\n"
-    ),
     config=config("24.11.5", plugins="lua", tmp="/local"),
     partition=(
         _partition_24_11("cpu", Default="YES", MaxTime="UNLIMITED", TotalNodes="100")

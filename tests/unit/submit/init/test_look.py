@@ -34,16 +34,17 @@ def test_everything_that_answers_is_read(cluster):
 def test_commands_that_are_not_there_are_named(cluster):
     facts = look()
     assert facts.partitions == ()
-    assert "no `sinfo` here" in facts.unanswered["sinfo"]
+    assert "no `scontrol` here" in facts.unanswered["scontrol show partition"]
     assert facts.unanswered["df"] == "there is no `df` here"
 
 
 def test_a_command_that_fails_is_quoted(cluster):
     cluster.command("sacctmgr", "echo 'sacctmgr: error: You are not running a supported storage plugin' >&2; exit 1")
-    cluster.command("sinfo", "echo 'something|else'")
+    cluster.command("scontrol", "echo 'scontrol: error: Unable to contact slurm controller' >&2; exit 1")
     facts = look()
     assert facts.unanswered["sacctmgr"] == "You are not running a supported storage plugin"
-    assert "sinfo printed a line that is not understood" in facts.unanswered["sinfo"]
+    assert "Unable to contact slurm controller" in facts.unanswered["scontrol show partition"]
+    assert facts.partitions == ()
 
 
 def test_one_that_does_not_answer_holds_nothing_up_and_is_ended(cluster, monkeypatch):

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from hpc_serve.submit.init.facts import Association, GpuKind
 from hpc_serve.submit.init.gpu_names import gpus_named
 from hpc_serve.submit.init.machine_facts import parse_df, parse_ip, parse_modules, parse_net_dev, parse_quota
 from hpc_serve.submit.init.slurm_facts import (
-    from_sinfo,
-    merged,
     parse_associations,
     parse_config,
     parse_default_account,
@@ -21,7 +16,6 @@ from hpc_serve.submit.init.slurm_facts import (
     parse_partitions,
     with_nodes,
 )
-from hpc_serve.submit.slurm.slurm_answers import parse_sinfo
 from tests.unit.submit.init.printed import DF, IP, LMOD, NET_DEV, QUOTA, SLURM_22_05, SLURM_24_11
 
 
@@ -98,23 +92,6 @@ def test_partitions_and_nodes_of_24_11():
     assert [node.name for node in boost.nodes] == ["b001", "b002", "b003", "b004"]  # b005 is down
     assert (boost.nodes[0].cpus, boost.nodes[0].features) == (72, ("a100", "nvme"))  # not what the reason says
     assert (vip.allow_groups, old.is_up) == (("astro", "root"), False)
-
-
-def test_a_site_that_hides_its_nodes_is_known_by_sinfo():
-    listed = from_sinfo(parse_sinfo(SLURM_24_11.sinfo))
-    alone = {one.name: one for one in merged((), listed)}
-    assert [node.number for node in alone["boost"].nodes] == [3, 1]
-    assert (alone["boost"].num_nodes, alone["cpu"].is_default, alone["old"].is_up) == (4, True, False)
-    both = {one.name: one for one in merged(parse_partitions(SLURM_24_11.partition), listed)}
-    assert (both["boost"].gives_whole_nodes, len(both["boost"].gpu_nodes)) == (True, 2)
-
-
-def test_what_a_real_sinfo_printed_is_enough_for_partitions():
-    recorded = json.loads((Path(__file__).parents[1] / "slurm_outputs" / "sinfo.json").read_text())["partitions"]
-    found = {one.name: one for one in merged((), from_sinfo(parse_sinfo(recorded["stdout"])))}
-    assert (found["gpu"].is_default, found["gpu"].time_limit_s, found["gpu"].num_nodes) == (True, 86400.0, 3)
-    assert (found["short"].time_limit_s, found["down"].is_up, found["closed"].time_limit_s) == (600.0, False, None)
-    assert found["short"].gpu_nodes[0].gpus == (GpuKind(name="h100", count=8),)
 
 
 def test_slurm_s_own_settings():
