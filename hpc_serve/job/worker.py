@@ -15,7 +15,7 @@ from hpc_serve.job.links.control import connect
 from hpc_serve.job.links.link import Link, LinkLostError, Message
 from hpc_serve.job.machine.network import node_address, reachable_addresses
 from hpc_serve.job.machine.process import run_processes
-from hpc_serve.job.preflight.node_side import WorkerPreflight
+from hpc_serve.job.preflight.node_side import NodePreflight
 from hpc_serve.job.progress.reading import RunReading
 from hpc_serve.job.ray.held_ray import HeldRay
 from hpc_serve.job.run.node import Node
@@ -120,7 +120,7 @@ async def _follow_head(here: _Here) -> None:
     head, end the run here.
     """
     node, link, parts, run_end = here.node, here.link, here.parts, here.parts.run_end
-    preflight = WorkerPreflight(node)
+    preflight = NodePreflight(node)
     try:
         while (message := await link.receive())["kind"] in ("preflight", "peers", "stage"):
             parts.run_in_background(_answer(node, link, run_end, preflight, message))
@@ -148,17 +148,12 @@ async def _follow_head(here: _Here) -> None:
         run_end.stop(str(error))
 
 
-async def _answer(node: Node, link: Link, run_end: RunEnd, preflight: WorkerPreflight, question: Message) -> None:
-    """Answer one question of the head. An error in the preflight ends nothing: the head goes on without the answer."""
+async def _answer(node: Node, link: Link, run_end: RunEnd, preflight: NodePreflight, question: Message) -> None:
+    """Answer one question of the head."""
     if question["kind"] == "stage":
         await run_end.fail_on_error(_stage_model(node, link, question))
-        return
-    try:
-        fields = await preflight.answer(question)
-    except Exception:
-        _log.exception("the head's questions before the start could not be answered")
-        fields = {}
-    await link.answer(question, **fields)
+    else:
+        await link.answer(question, **await preflight.answer(question))
 
 
 async def _drain(here: _Here, question: Message) -> None:

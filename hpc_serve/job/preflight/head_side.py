@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from hpc_serve.errors import RecordError, StoreError
 from hpc_serve.job.links.link import Link
 from hpc_serve.job.preflight.facts import NodeFacts, NodeReport
 from hpc_serve.job.preflight.judge import judge
 from hpc_serve.job.preflight.node_side import GPUS_S, REACH_S, NodePreflight, needs_of
-from hpc_serve.job.preflight.peers import Peer, PeerListener, find_unreached
+from hpc_serve.job.preflight.peers import Peer
 from hpc_serve.job.run.node import Node
 from hpc_serve.rendezvous.fields import from_json_text
 from hpc_serve.rendezvous.files import write_json
@@ -27,76 +26,66 @@ from hpc_serve.rendezvous.store import ServiceStore
 _log = logging.getLogger(__name__)
 _SPARE_S = 15.0
 
+Asked = Link | NodePreflight
+"""A node that is asked: another one, or the head itself."""
+
 
 class HeadPreflight:
-    """The preflight of a run, from the moment it is made."""
+    """The preflight of a run, from the moment it is made. The head answers its questions as the other nodes do."""
 
     def __init__(self, node: Node) -> None:
-        self._node = node
         self._began_at = time.time()
-        self._own = NodePreflight(node, node.head)
-        self._asked: dict[Link, asyncio.Task[NodeReport]] = {}
-        self._peers: dict[Link, Peer] = {}
+        self._needs = needs_of(node)
+        self._own = NodePreflight(node)
+        self._asked: dict[Asked, asyncio.Task[NodeReport]] = {}
+        self._peers: dict[Asked, Peer] = {}
+        self.ask(self._own)
 
-    def ask(self, link: Link) -> None:
+    def ask(self, asked: Asked) -> None:
         """Ask a node that has joined for its facts."""
-        self._asked[link] = asyncio.create_task(self._ask_facts(link))
+        self._asked[asked] = asyncio.create_task(self._ask_facts(asked))
 
-    async def _ask_facts(self, link: Link) -> NodeReport:
-        message = await link.ask("preflight")
+    async def _ask_facts(self, asked: Asked) -> NodeReport:
+        message = await asked.ask("preflight")
         try:
             facts = from_json_text(NodeFacts, str(message["facts"]), source="its facts")
-            self._peers[link] = Peer(name=link.name, address=facts.address, port=int(message["port"]))
-            return NodeReport(name=link.name, facts=facts, clock_ahead_s=float(message["now"]) - time.time())
+            if port := int(message["port"]):
+                self._peers[asked] = Peer(name=asked.name, address=facts.address, port=port)
+            return NodeReport(name=asked.name, facts=facts, clock_ahead_s=float(message["now"]) - time.time())
         except (KeyError, TypeError, ValueError, RecordError) as error:
-            _log.warning("what node %s says of itself cannot be read: %s", link.name, error)
-            return NodeReport(name=link.name, facts=None)
+            _log.warning("what node %s says of itself cannot be read: %s", asked.name, error)
+            return NodeReport(name=asked.name, facts=None)
 
     async def report(self) -> PreflightReport:
         """Return the verdicts over all nodes that have joined. It never fails: what is not known is not checked."""
         began_at = time.monotonic()
-        own = await self._own.facts()
-        links = sorted(self._asked, key=lambda link: link.rank)
-        await _wait(self._asked.values(), GPUS_S + _SPARE_S)
-        unreached = await self._reach() if links else {}
-        reports = [NodeReport(name=self._node.allocation.node_name, facts=own, unreached=unreached.get(None))]
-        for link in links:
-            task = self._asked[link]
-            known = task.result() if task.done() else NodeReport(name=link.name, facts=None)
-            reports.append(replace(known, unreached=unreached.get(link)))
+        await asyncio.wait(self._asked.values(), timeout=GPUS_S + _SPARE_S)
+        unreached = await self._reach() if self._own in self._peers else {}
+        reports = []
+        for asked in sorted(self._asked, key=lambda asked: asked.rank):
+            task = self._asked[asked]
+            known = task.result() if task.done() else NodeReport(name=asked.name, facts=None)
+            reports.append(replace(known, unreached=unreached.get(asked)))
         return PreflightReport(
-            verdicts=judge(reports, needs_of(self._node)),
+            verdicts=judge(reports, self._needs),
             num_nodes=len(reports),
             took_s=time.monotonic() - began_at,
             began_at=self._began_at,
         )
 
-    async def _reach(self) -> dict[Link | None, Mapping[str, str]]:
-        """Have all nodes try all others; returns whom each does not reach. None stands for the head."""
-        try:
-            listener = PeerListener(self._node.allocation.node_name, self._node.head, self._node.token)
-        except OSError:  # the head's address is not one of this node's own, as behind a translation
-            return {}
-        found: dict[Link | None, Mapping[str, str]] = {}
+    async def _reach(self) -> dict[Asked, Mapping[str, str]]:
+        """Have all nodes try all others; returns whom each does not reach."""
+        found: dict[Asked, Mapping[str, str]] = {}
 
-        async def ask(link: Link) -> None:
-            others = [listener.peer, *(peer for other, peer in self._peers.items() if other is not link)]
-            message = await link.ask("peers", peers=[[it.name, it.address, it.port] for it in others])
+        async def ask(asked: Asked) -> None:
+            others = [peer for other, peer in self._peers.items() if other is not asked]
+            message = await asked.ask("peers", peers=[[it.name, it.address, it.port] for it in others])
             if isinstance(nodes := message.get("nodes"), dict):
-                found[link] = {str(name)[:256]: str(error)[:256] for name, error in nodes.items()}
+                found[asked] = {str(name)[:256]: str(error)[:256] for name, error in nodes.items()}
 
-        try:
-            asked = [asyncio.create_task(ask(link)) for link in self._peers]
-            found[None] = await find_unreached([*self._peers.values()], self._node.token, within_s=REACH_S)
-            await _wait(asked, REACH_S + _SPARE_S)
-        finally:
-            await asyncio.to_thread(listener.close)
+        await asyncio.wait([asyncio.create_task(ask(one)) for one in self._peers], timeout=REACH_S + _SPARE_S)
+        await asyncio.to_thread(self._own.close)
         return found
-
-
-async def _wait(tasks: Collection[asyncio.Task[Any]], within_s: float) -> None:
-    if tasks:
-        await asyncio.wait(tasks, timeout=within_s)
 
 
 def log_report(report: PreflightReport) -> None:

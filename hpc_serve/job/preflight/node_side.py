@@ -6,6 +6,7 @@ A group that does not come in time, as from a filesystem that hangs, is left out
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from hpc_serve.rendezvous.fields import to_json_text
 from hpc_serve.sizes import GIB
 from hpc_serve.vllm.arguments import Argument, names_in, read_arguments, value_of
 
+_log = logging.getLogger(__name__)
 GPUS_S, GROUP_S = 120.0, 20.0
 REACH_S = 20.0
 # Arguments that name another place or another revision of the weights or their config.
@@ -59,30 +61,66 @@ def needs_of(node: Node) -> Needs:
 
 
 class NodePreflight:
-    """Gathers the facts of this node, from the moment it is made. `address` is the node's own."""
+    """One node's part: it answers the head's two questions. The head asks itself, too."""
 
-    def __init__(self, node: Node, address: str) -> None:
-        self._name, self._address, self._began_at = node.allocation.node_name, address, time.monotonic()
-        self._groups = {name: _begin(name, gather) for name, gather in _gatherers(node, address).items()}
+    def __init__(self, node: Node) -> None:
+        self.rank, self.name = node.allocation.node_rank, node.allocation.node_name
+        self._node = node
+        self._listener: PeerListener | None = None
 
-    async def facts(self) -> NodeFacts:
-        """Return the facts of all groups that come in time."""
-        answers = dict(zip(self._groups, await asyncio.gather(*map(self._answer, self._groups))))
-        return NodeFacts(
-            name=self._name,
-            address=self._address,
-            **{name: value for name, (value, _, _) in answers.items()},
-            took_s={name: took_s for name, (_, took_s, _) in answers.items()},
-            problems={name: problem for name, (_, _, problem) in answers.items() if problem},
-        )
+    async def ask(self, kind: str, **fields: Any) -> Message:
+        """Answer as a node at the other end of a link does."""
+        return await self.answer({"kind": kind, **fields})
 
-    async def _answer(self, name: str) -> tuple[Any, float, str]:
-        limit_s = GPUS_S if name == "gpus" else GROUP_S
-        left_s = self._began_at + limit_s - time.monotonic()
+    async def answer(self, question: Message) -> dict[str, Any]:
+        """Return the facts of this node, or which nodes it cannot reach; nothing after an error, which is logged."""
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(self._groups[name]), max(0.1, left_s))
-        except asyncio.TimeoutError:
-            return None, 0.0, f"no answer within {limit_s:.0f} s"
+            if question["kind"] == "peers":
+                others = [Peer(name=str(name), address=str(at), port=int(port)) for name, at, port in question["peers"]]
+                return {"nodes": await find_unreached(others, self._node.token, within_s=REACH_S)}
+            facts = await _gather_facts(self._node)
+            return {"facts": to_json_text(facts), "port": self._listen(facts), "now": time.time()}
+        except Exception:
+            _log.exception("the head's questions before the start could not be answered")
+            return {}
+
+    def close(self) -> None:
+        """Let no other node try to reach this one: the head goes on once all have tried."""
+        if self._listener is not None:
+            self._listener.close()
+
+    def _listen(self, facts: NodeFacts) -> int:
+        """Let the other nodes try to reach this one; returns the port, 0 without others, or where it cannot listen."""
+        if self._node.allocation.num_nodes == 1:
+            return 0
+        try:
+            self._listener = PeerListener(facts.name, facts.address, self._node.token)
+        except OSError:  # the address is not one of this node's own, as behind a translation
+            return 0
+        return self._listener.peer.port
+
+
+async def _gather_facts(node: Node) -> NodeFacts:
+    """Return the facts of all groups that come in time."""
+    interface, is_head = node.environ.get("HPC_SERVE_INTERFACE"), node.allocation.is_head
+    address = node.head if is_head else node_address(interface=interface, towards=node.head)
+    gatherers = _gatherers(node, address)
+    answers = dict(zip(gatherers, await asyncio.gather(*map(_answer, gatherers, gatherers.values()))))
+    return NodeFacts(
+        name=node.allocation.node_name,
+        address=address,
+        **{name: value for name, (value, _, _) in answers.items()},
+        took_s={name: took_s for name, (_, took_s, _) in answers.items()},
+        problems={name: problem for name, (_, _, problem) in answers.items() if problem},
+    )
+
+
+async def _answer(name: str, gather: Callable[[], Any]) -> tuple[Any, float, str]:
+    limit_s = GPUS_S if name == "gpus" else GROUP_S
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(_begin(name, gather)), limit_s)
+    except asyncio.TimeoutError:
+        return None, 0.0, f"no answer within {limit_s:.0f} s"
 
 
 def _begin(name: str, gather: Callable[[], Any]) -> Future[tuple[Any, float, str]]:
@@ -142,27 +180,3 @@ def _value(given: tuple[Argument, ...], name: str, default: Any) -> Any:
     except InvalidRequestError:  # of another version of vLLM
         return default
     return default if value is None else value
-
-
-class WorkerPreflight:
-    """The part of a node other than the head: it answers the head's two questions."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._listener: PeerListener | None = None
-
-    async def answer(self, question: Message) -> dict[str, Any]:
-        """Return the facts of this node, or which nodes it cannot reach."""
-        if question["kind"] == "peers":
-            others = [Peer(name=str(name), address=str(at), port=int(port)) for name, at, port in question["peers"]]
-            return {"nodes": await find_unreached(others, self._node.token, within_s=REACH_S)}
-        node = self._node
-        address = node_address(interface=node.environ.get("HPC_SERVE_INTERFACE"), towards=node.head)
-        facts = await NodePreflight(node, address).facts()
-        self._listener = PeerListener(node.allocation.node_name, address, node.token)
-        return {"facts": to_json_text(facts), "port": self._listener.peer.port, "now": time.time()}
-
-    def close(self) -> None:
-        """Let no other node try to reach this one: the head goes on once all have tried."""
-        if self._listener is not None:
-            self._listener.close()

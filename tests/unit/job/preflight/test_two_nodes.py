@@ -14,8 +14,8 @@ from hpc_serve.job.cleanup.run_dir import write_control_port
 from hpc_serve.job.links.control import ControlServer
 from hpc_serve.job.links.worker_links import WorkerLinks
 from hpc_serve.job.machine.network import listen_on
+from hpc_serve.job.preflight import node_side
 from hpc_serve.job.preflight.head_side import HeadPreflight, write_report
-from hpc_serve.job.preflight.node_side import WorkerPreflight
 from hpc_serve.job.preflight.peers import Peer, PeerListener, find_unreached
 from hpc_serve.job.run import outcome as outcome_module
 from hpc_serve.job.run.outcome import RunEnd
@@ -109,15 +109,32 @@ def test_a_command_that_a_node_lacks_fails_the_check(two_nodes, tmp_path):
     assert commands.seen == "no command ray in this environment"
 
 
-def test_a_node_that_cannot_answer_fails_nothing(two_nodes, monkeypatch):
-    async def break_off(*arguments):
-        raise ValueError("no such thing")
+@pytest.mark.parametrize("broken", ["n1", "n2"])
+def test_a_node_that_cannot_answer_fails_nothing(two_nodes, monkeypatch, broken):
+    gather = node_side._gather_facts
 
-    monkeypatch.setattr(WorkerPreflight, "answer", break_off)
+    async def break_off(node):
+        if node.allocation.node_name == broken:
+            raise ValueError("no such thing")
+        return await gather(node)
+
+    monkeypatch.setattr(node_side, "_gather_facts", break_off)
     report, code = two_nodes()
     assert code == 0
     paths = by_name(report)["paths"]
-    assert (paths.level, paths.nodes, paths.seen) == ("not checked", ("n2",), "the node sent no facts in time")
+    assert (paths.level, paths.nodes, paths.seen) == ("not checked", (broken,), "the node sent no facts in time")
+
+
+def test_a_head_that_cannot_listen_at_its_address_is_looked_at_all_the_same(two_nodes, monkeypatch):
+    def refuse_head(name, address, token):
+        if name == "n1":
+            raise OSError("Cannot assign requested address")
+        return PeerListener(name, address, token)
+
+    monkeypatch.setattr("hpc_serve.job.preflight.node_side.PeerListener", refuse_head)
+    report, code = two_nodes()
+    assert (code, by_name(report)["paths"].level) == (0, "ok")
+    assert by_name(report)["reach"].level == "not checked"
 
 
 def test_facts_that_cannot_be_read_count_as_not_sent(two_nodes):
