@@ -1,6 +1,15 @@
-"""Times in words: measured times, and times that are not known well. Pure."""
+"""Times in words: measured times, and times that are not known well; and times that a variable sets. Pure."""
 
 from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from typing import TypeVar
+
+from hpc_serve.errors import InvalidRequestError
+
+_Default = TypeVar("_Default")
 
 SOON_S = 8.0
 """Less than this is "a few seconds"."""
@@ -34,3 +43,24 @@ def about(seconds: float) -> str:
     if seconds < 95 * 60:
         return f"about {round(seconds / 60)} min"
     return f"about {round(seconds / 1800) / 2:g} h"
+
+
+def read_seconds(
+    environ: Mapping[str, str],
+    variable: str,
+    default: _Default,
+    *,
+    least: float = 0,
+    most: float = math.inf,
+    meaning: str = "",
+) -> float | _Default:
+    """Return the seconds that a variable sets. Raises InvalidRequestError; `meaning` is for its sentence."""
+    text = environ.get(variable)
+    if not text:
+        return default
+    with contextlib.suppress(ValueError):
+        value = float(text)
+        if least <= value <= most and value < math.inf:
+            return value
+    wanted = f"{least:g} to {most:g}" if most < math.inf else "a number of seconds"
+    raise InvalidRequestError(f"{variable}={text}: {meaning}it must be {wanted}.")

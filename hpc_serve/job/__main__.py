@@ -7,12 +7,13 @@ import logging
 import os
 import sys
 
+from hpc_serve.durations import read_seconds
 from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.job.launcher import launch
 from hpc_serve.job.machine.allocation import read_allocation
 from hpc_serve.job.machine.log_setup import set_up_logging
 from hpc_serve.job.machine.share import Share
-from hpc_serve.job.run.node import LaunchOptions, PreflightMode, read_seconds
+from hpc_serve.job.run.node import LaunchOptions, PreflightMode
 from hpc_serve.job.run.outcome import KILL_WAIT_S
 from hpc_serve.job.run.restarts import DEFAULT_RESTARTS
 

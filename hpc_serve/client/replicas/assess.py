@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus
+from hpc_serve.durations import duration
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S
 
@@ -50,7 +51,7 @@ def assess_replica(
     if probe is not None and probe.status == "draining":
         return replace(status, state="draining")
     if lease_age_s > record.lease_s or wall_age_s > ABANDONED_AFTER_S:
-        age = _duration(status.record_age_s)
+        age = duration(status.record_age_s)
         reason = f"its record has not been renewed for {age}; it was {record.stage_words}"
         return replace(status, state="unknown", stage="", progress=None, reason=reason)
     if probe is not None:
@@ -103,10 +104,3 @@ def _why_unresponsive(record: EndpointRecord, probe: ProbeResult) -> str:
         return f"something else answers at {asked}, the engine is gone{why}"
     places = ", ".join(f"{host}:{record.port}" for host in record.hosts) or "no address"
     return f"ready by its record, but no answer from {places} to this machine: {probe.detail}"
-
-
-def _duration(seconds: float) -> str:
-    for unit_s, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
-        if seconds >= 2 * unit_s:
-            return f"{seconds / unit_s:.0f} {unit}"
-    return f"{seconds:.0f} s"

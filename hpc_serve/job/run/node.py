@@ -5,15 +5,13 @@ The launcher's role (`head`, `worker`) decides what is started, and when.
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
-from hpc_serve.errors import DoesNotFitError, InvalidRequestError, StoreError
+from hpc_serve.errors import DoesNotFitError, StoreError
 from hpc_serve.job.cache.engine_cache import EngineCache, private_cache
 from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.job.machine.network import LOOPBACK, choose_port, interface_of, node_address
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
 PreflightMode = Literal["on", "warn", "off", "only"]
 """warn: what the preflight finds is said and ends nothing. only: the run ends with the preflight."""
-_Default = TypeVar("_Default")
 _CANARY_S = 5.0
 _CANARY_ON_CPUS_S = 30.0
 
@@ -217,27 +214,6 @@ class Node:
 def ray_dir(node_dir: str) -> str:
     """Ray's folder inside the node's private folder."""
     return f"{node_dir}/ray"
-
-
-def read_seconds(
-    environ: Mapping[str, str],
-    variable: str,
-    default: _Default,
-    *,
-    least: float = 0,
-    most: float = math.inf,
-    meaning: str = "",
-) -> float | _Default:
-    """Return the seconds that a variable sets. Raises InvalidRequestError; `meaning` is for its sentence."""
-    text = environ.get(variable)
-    if not text:
-        return default
-    with contextlib.suppress(ValueError):
-        value = float(text)
-        if least <= value <= most and value < math.inf:
-            return value
-    wanted = f"{least:g} to {most:g}" if most < math.inf else "a number of seconds"
-    raise InvalidRequestError(f"{variable}={text}: {meaning}it must be {wanted}.")
 
 
 def read_token(environ: Mapping[str, str]) -> str:

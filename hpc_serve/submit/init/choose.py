@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
+from hpc_serve.durations import duration
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.submit.init.facts import ClusterFacts, NodeFacts, PartitionFacts
 from hpc_serve.submit.init.gpu_names import gpus_named
@@ -93,7 +94,7 @@ def usual_node(partition: PartitionFacts) -> NodeFacts | None:
 
 
 def describe(partition: PartitionFacts) -> str:
-    """Return a partition's nodes in a few words: `3 nodes of 8 h100, 64 CPUs, 512 GiB, at most 7 days`."""
+    """Return a partition's nodes in a few words: `3 nodes of 8 h100, 64 CPUs, 512 GiB, at most 7 d`."""
     kind = usual_node(partition)
     number = len(partition.gpu_nodes or partition.nodes) or partition.num_nodes
     words = [f"{number} node{'s' if number != 1 else ''}"]
@@ -101,20 +102,8 @@ def describe(partition: PartitionFacts) -> str:
         words[0] += " of " + " and ".join(f"{gpus.count} {gpus.name or 'GPUs'}" for gpus in kind.gpus)
     words += [f"{kind.cpus} CPUs"] if kind and kind.cpus else []
     words += [f"{kind.memory_mib / 1024:,.0f} GiB"] if kind and kind.memory_mib else []
-    words += [f"at most {shown_limit(partition.time_limit_s)}"] if partition.time_limit_s else []
+    words += [f"at most {duration(partition.time_limit_s)}"] if partition.time_limit_s else []
     return ", ".join(words)
-
-
-def shown_limit(seconds: float) -> str:
-    """Return a time limit in words.
-
-    >>> shown_limit(7 * 86400), shown_limit(5400), shown_limit(14400)
-    ('7 days', '90 minutes', '4 hours')
-    """
-    for unit_s, unit in ((86400, "days"), (3600, "hours")):
-        if seconds >= 2 * unit_s and seconds % unit_s == 0:
-            return f"{seconds / unit_s:.0f} {unit}"
-    return f"{seconds / 60:.0f} minutes"
 
 
 def _partition(facts: ClusterFacts, chosen: PartitionFacts | None) -> Setting:
@@ -163,9 +152,9 @@ def _time(partition: PartitionFacts | None) -> Setting:
     limit_s = partition.time_limit_s if partition else None
     if limit_s is not None and limit_s < _USUAL_TIME_S:
         hours, minutes = divmod(int(limit_s // 60), 60)
-        why = f"The partition's limit, {shown_limit(limit_s)}; hpc-serve asks for {_USUAL_TIME} otherwise. "
+        why = f"The partition's limit, {duration(limit_s)}; hpc-serve asks for {_USUAL_TIME} otherwise. "
         return decided("time", f"{hours:02d}:{minutes:02d}:00", f"{why}`--keep-up` goes on across limits.")
-    longest = f" The partition allows {shown_limit(limit_s)}." if limit_s else ""
+    longest = f" The partition allows {duration(limit_s)}." if limit_s else ""
     return question("time", _USUAL_TIME, f"How long does a service run? {_USUAL_TIME} unless you say.{longest}")
 
 

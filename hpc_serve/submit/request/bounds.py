@@ -100,16 +100,3 @@ def shown_bounds(least: int, most: int) -> str:
     ('1:4', '2')
     """
     return str(least) if least == most else f"{least}:{most}"
-
-
-def shown_time(seconds: float) -> str:
-    """Return a time in words.
-
-    >>> [shown_time(seconds) for seconds in (20, 90, 1800, 5400, 7200, 200000)]
-    ['20 s', '90 s', '30 min', '90 min', '2 h', '56 h']
-    """
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.0f} h"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hpc_serve.durations import duration
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.submit.request.bounds import shown_time
 
 DEFAULT_OVERLAP_S = 1800.0
 _MOST = 100
@@ -41,8 +41,8 @@ def check_chain(
     begins_after_min(limit_s, overlap_s)
     if (overlap_s := _overlap_s(limit_s, overlap_s)) <= notice_s:
         raise InvalidRequestError(
-            f"--overlap is {shown_time(overlap_s)} before the time limit, but a job takes no new requests from "
-            f"{shown_time(notice_s)} before it (--signal): make it so much longer as the engine takes to start, or the "
+            f"--overlap is {duration(overlap_s)} before the time limit, but a job takes no new requests from "
+            f"{duration(notice_s)} before it (--signal): make it so much longer as the engine takes to start, or the "
             "service has a gap."
         )
 
@@ -60,7 +60,7 @@ def begins_after_min(limit_s: float, overlap_s: float | None) -> int:
     minutes = int((limit_s - overlap_s) // _MINUTE_S)
     if minutes < 1:
         raise InvalidRequestError(
-            f"--overlap is {shown_time(overlap_s)}, and the time limit of a job {shown_time(limit_s)}: the next job "
+            f"--overlap is {duration(overlap_s)}, and the time limit of a job {duration(limit_s)}: the next job "
             "would begin less than a minute after this one. Use a longer --time, or a shorter --overlap."
         )
     return minutes

@@ -10,12 +10,11 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpc_serve.errors import InvalidRequestError
+from hpc_serve.durations import read_seconds
 from hpc_serve.rendezvous.gate_headers import EngineLoad
 
 ADD_AFTER_S = 20.0
 LEAVE_AFTER_S = 600.0
-_VARIABLES = {"HPC_SERVE_ADD_AFTER_S": ADD_AFTER_S, "HPC_SERVE_LEAVE_AFTER_S": LEAVE_AFTER_S}
 # The times of a service that is looked at less often than this begin anew.
 _LONGEST_GAP_S = 60.0
 
@@ -30,14 +29,10 @@ class Windows:
 
 def windows_of(environ: Mapping[str, str]) -> Windows:
     """The windows that the environment asks for. Raises InvalidRequestError."""
-    found = {}
-    for name, default in _VARIABLES.items():
-        try:
-            found[name] = float(environ.get(name) or default)
-        except ValueError:
-            raise InvalidRequestError(f"{name} is {environ[name]!r}: it must be a number of seconds.") from None
-    add_after_s, leave_after_s = found.values()
-    return Windows(add_after_s=add_after_s, leave_after_s=leave_after_s)
+    return Windows(
+        add_after_s=read_seconds(environ, "HPC_SERVE_ADD_AFTER_S", ADD_AFTER_S),
+        leave_after_s=read_seconds(environ, "HPC_SERVE_LEAVE_AFTER_S", LEAVE_AFTER_S),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

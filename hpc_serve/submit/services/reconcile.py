@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hpc_serve.durations import duration
 from hpc_serve.rendezvous.wanted import Cause, Decision, Wanted, WantedState
-from hpc_serve.submit.request.bounds import shown_time
 from hpc_serve.submit.services.jobs import Job, JobStage, WhatIs, counted, is_due
 from hpc_serve.submit.services.load import Windows
 
@@ -139,10 +139,10 @@ def _move(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], now: float, wind
         room = _in_whole_jobs(wanted, wanted.most) - max(have, holding)
         more = min(room, math.ceil(load.surplus / max(1, load.most_running)))
         if more > 0:
-            why = f"{_requests(load.waiting)} waited for {shown_time(load.surplus_s)}"
+            why = f"{_requests(load.waiting)} waited for {duration(load.surplus_s)}"
             return Decision(action="count", cause="load", why=why, count=min(wanted.count + more, wanted.most))
     if wanted.idle_stop_s is not None and load.is_known and load.idle_s >= wanted.idle_stop_s:
-        return Decision(action="count", cause="idle", why=f"no request for {shown_time(load.idle_s)}")
+        return Decision(action="count", cause="idle", why=f"no request for {duration(load.idle_s)}")
     fewer = max(1, wanted.least, wanted.count - wanted.replicas_per_job)
     left = _in_whole_jobs(wanted, fewer)
     is_seen = load.is_known and load.known_s >= windows.leave_after_s
@@ -150,7 +150,7 @@ def _move(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], now: float, wind
         return None
     others = "the other could" if left == 1 else "the others could"
     most = f"{_requests(load.peak)} at once at most" if load.peak else "no request"
-    why = f"{others} have carried the load for {shown_time(load.known_s)}: {most}"
+    why = f"{others} have carried the load for {duration(load.known_s)}: {most}"
     return Decision(action="count", cause="load", why=why, count=fewer)
 
 

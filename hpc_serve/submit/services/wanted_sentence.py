@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 
 from hpc_serve.client.replicas.status import ReplicaStatus
+from hpc_serve.durations import duration
 from hpc_serve.rendezvous.wanted import Wanted
-from hpc_serve.submit.request.bounds import shown_time
 
 
 def asleep_sentence(service: str, wanted: Wanted) -> str:
@@ -34,7 +34,7 @@ def _bounds(wanted: Wanted) -> str:
 
 def _idle_stop(wanted: Wanted) -> list[str]:
     seconds = wanted.idle_stop_s
-    return [] if seconds is None else [f"none after {shown_time(seconds)} without a request"]
+    return [] if seconds is None else [f"none after {duration(seconds)} without a request"]
 
 
 def wanted_lines(service: str, wanted: Wanted, live: Sequence[ReplicaStatus], now: float) -> list[str]:
@@ -60,5 +60,5 @@ def wanted_lines(service: str, wanted: Wanted, live: Sequence[ReplicaStatus], no
     elif wanted.next_try_at > now:
         again = time.strftime("%H:%M:%S", time.localtime(wanted.next_try_at))
         words.append(f"{wanted.problem}; trying again at {again}")
-    told = [f"  {shown_time(max(0.0, now - one.at))} ago {one.sentence}" for one in wanted.decided]
+    told = [f"  {duration(max(0.0, now - one.at))} ago {one.sentence}" for one in wanted.decided]
     return ["; ".join(words), *told]

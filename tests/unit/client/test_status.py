@@ -54,7 +54,7 @@ FAILED = {"state": "failed", "failed_part": "engine", "reason": "engine exited w
         (
             seen(**STARTING, wall_age_s=7200.0),
             "unknown",
-            "unknown: its record has not been renewed for 2 hours; it was waiting for Ray nodes 1/2 (job 123)",
+            "unknown: its record has not been renewed for 2 h; it was waiting for Ray nodes 1/2 (job 123)",
         ),
         (seen(**FAILED), "failed", "failed: engine exited with 1: CUDA out of memory (job 123)"),
         (seen(state="failed", exit_code=3, failed_part="ray"), "failed", "failed: ray: exit code 3 (job 123)"),

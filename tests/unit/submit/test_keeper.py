@@ -245,7 +245,7 @@ class TestLoad:
         change(store, count=2, most_running=2)
         go_on(job, 80)
         request = asked_to_drain(store, "102_0")
-        assert request.by == "hpc-serve: the other could have carried the load for 60 s: no request"
+        assert request.by == "hpc-serve: the other could have carried the load for 1 min: no request"
         assert (request.cause, asked_to_drain(store, "101")) == ("surplus", None)
         go_on(job, 30)
         assert wanted(store).state == "awake"
@@ -601,7 +601,7 @@ class TestRequest:
 
     def test_windows_that_the_job_could_not_read(self, store, slurm, monkeypatch):
         monkeypatch.setenv("HPC_SERVE_ADD_AFTER_S", "soon")
-        with pytest.raises(InvalidRequestError, match="HPC_SERVE_ADD_AFTER_S is 'soon': it must be a number"):
+        with pytest.raises(InvalidRequestError, match="HPC_SERVE_ADD_AFTER_S=soon: it must be a number"):
             services.submit(ServeRequest(model="8b", service=SERVICE, replicas=1, max_replicas=4))
         assert slurm.scripts == []
 

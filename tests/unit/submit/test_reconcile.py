@@ -438,7 +438,7 @@ def test_after_a_pause_of_the_watcher_the_times_begin_anew():
 
 def test_the_windows_of_the_environment():
     assert windows_of({"HPC_SERVE_ADD_AFTER_S": "2"}) == Windows(add_after_s=2.0)
-    with pytest.raises(InvalidRequestError, match="HPC_SERVE_LEAVE_AFTER_S is 'soon': it must be a number of seconds"):
+    with pytest.raises(InvalidRequestError, match="HPC_SERVE_LEAVE_AFTER_S=soon: it must be a number of seconds"):
         windows_of({"HPC_SERVE_LEAVE_AFTER_S": "soon"})
 
 

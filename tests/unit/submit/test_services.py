@@ -573,7 +573,7 @@ class TestSlurmBesideARecordThatIsNotRenewed:
 
     def test_slurm_says_what_became_of_it(self, store, slurm, old):
         slurm.queue(("7", "RUNNING", "None"))
-        unrenewed = "its record has not been renewed for 60 minutes; it was loading weights"
+        unrenewed = "its record has not been renewed for 1 h; it was loading weights"
         assert the_one(store).sentence == f"unresponsive: {unrenewed}; its job still runs"
         assert not the_one(store).is_over
         slurm.queue(("7", "COMPLETING", "None"))

@@ -50,7 +50,7 @@ def test_a_plain_cluster():
         "gpus_per_node": 8,
         "venv": "/home/alice/env",
     }
-    assert describe(facts.partitions[0]) == "3 nodes of 8 h100, 64 CPUs, 512 GiB, at most 7 days"
+    assert describe(facts.partitions[0]) == "3 nodes of 8 h100, 64 CPUs, 512 GiB, at most 7 d"
     assert "Slurm's default. Also here: lowprio (3 nodes" in settings_of(facts)["partition"].why
 
 
