@@ -9,6 +9,7 @@ import pytest
 
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.services import stop as stopping
+from hpc_serve.submit.services import wait as waiting
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.patience import be_patient
 
@@ -16,12 +17,14 @@ from tests.support.patience import be_patient
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     be_patient(monkeypatch)
+    for name in ("_RECORDS_S", "_SCHEDULER_S", "_RECORD_MAY_FOLLOW_S"):
+        monkeypatch.setattr(waiting, name, 0.02)
+    monkeypatch.setattr(stopping, "_RECORDS_S", 0.02)
 
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServiceStore:
     monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(stopping, "_RECORDS_S", 0.02)
     return ServiceStore(tmp_path / "home")
 
 

@@ -19,13 +19,6 @@ from tests.support.stubs import StubService, make_record
 
 
 @pytest.fixture
-def store(store, monkeypatch):
-    for name in ("_RECORDS_S", "_SCHEDULER_S", "_RECORD_MAY_FOLLOW_S"):
-        monkeypatch.setattr(waiting, name, 0.02)
-    return store
-
-
-@pytest.fixture
 def live(store):
     """Two tasks of array 7 that serve."""
     stubs = StubService(store.home, "8b")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import stat
 import threading
 import time
@@ -46,38 +45,14 @@ from hpc_serve.submit.slurm.slurm import GONE, JobState
 from hpc_serve.submit.slurm.slurm_messages import ended_sentence
 from hpc_serve.submit.status.status_reader import find, read_status
 from tests.cluster import wait_for
-from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService, make_record, make_submitted
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 
 
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch):
-    for name in ("_RECORDS_S", "_SCHEDULER_S", "_RECORD_MAY_FOLLOW_S"):
-        monkeypatch.setattr(wait, name, 0.02)
-    monkeypatch.setattr(stopping, "_RECORDS_S", 0.02)
-
-
 @pytest.fixture
-def store(tmp_path, monkeypatch):
-    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
-    return ServiceStore(tmp_path / "home")
-
-
-@pytest.fixture
-def slurm(tmp_path, monkeypatch):
-    fake = FakeSlurm(tmp_path / "slurm")
-    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
-    return fake
-
-
-@pytest.fixture
-def environ(store, tmp_path, monkeypatch):
+def environ(store, slurm, tmp_path):
     """What `submit` is told: a home, and an environment for the job."""
-    activate = tmp_path / "env" / "bin" / "activate"
-    activate.parent.mkdir(parents=True)
-    activate.touch()
     return {"HPC_SERVE_HOME": str(store.home), "HPC_SERVE_ENV": str(tmp_path / "env")}
 
 
