@@ -36,14 +36,14 @@ _GROUPS = {
 }
 
 
-class _Shard(Written):
-    name = "K/N"
+def _read_shard(word: str) -> tuple[int, int]:
+    number, _, count = word.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise ValueError(f"{word!r} is no shard: write 3/16 for the third of sixteen.")
+    return int(number), int(count)
 
-    def read(self, word: str) -> tuple[int, int]:
-        number, _, count = word.partition("/")
-        if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-            raise ValueError(f"{word!r} is no shard: write 3/16 for the third of sixteen.")
-        return int(number), int(count)
+
+_SHARD = Written("K/N", _read_shard)
 
 
 @click.command("batch", cls=GroupedCommand, groups=_GROUPS)
@@ -61,7 +61,7 @@ class _Shard(Written):
 @click.option("--any-model", is_flag=True, help="Ask the service's model, whatever a line names.")
 @click.option("--retries", type=click.IntRange(min=0), default=5, help="Repeats of a 429 or 5xx answer [default: 5].")
 @click.option("--retry-errors", is_flag=True, help="Ask the lines of the errors file again; the file is kept aside.")
-@click.option("--shard", type=_Shard(), help="Only shard K of N [default in a job array: this task's].")
+@click.option("--shard", type=_SHARD, help="Only shard K of N [default in a job array: this task's].")
 @click.option("--merge", "merges", is_flag=True, help="Join the files of all shards to the output.")
 @slurm_options
 def batch_command(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -14,11 +15,13 @@ from hpc_serve.vllm.options import read_size
 
 
 class Written(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
-    """A value that is written as one word. A value of another kind, as a default, is taken as it is."""
+    """A value that is written as one word. A value of another kind, as a default, is taken as it is.
 
-    def read(self, word: str) -> Any:
-        """Return the value. Raises ValueError, with what to write."""
-        raise NotImplementedError
+    `read` returns the value of a word. It raises ValueError, with what to write.
+    """
+
+    def __init__(self, name: str, read: Callable[[str], Any]) -> None:
+        self.name, self.read = name, read
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):
@@ -29,52 +32,34 @@ class Written(click.ParamType):  # type: ignore[type-arg]  # generic from click 
             self.fail(str(error), param, ctx)
 
 
-class Size(Written):
-    """A number of bytes: 79.2GiB (powers of 1024), 80GB (powers of 1000), or plain."""
+def _read_tokens(word: str) -> int:
+    if word == "auto":
+        return LONGEST_THAT_FITS
+    try:
+        return read_size(word)
+    except ValueError:
+        raise ValueError(f"{word!r} is no number of tokens: write 131072, 128k, or auto for as many as fit.") from None
 
-    name = "size"
 
-    def read(self, word: str) -> int:
-        return parse_size(word)
-
-
-class Context(Written):
-    """Tokens: 131072, 128k (128,000) or 128K (131,072) as vLLM reads them, or auto: as many as fit."""
-
-    name = "tokens"
-
-    def read(self, word: str) -> int:
-        if word == "auto":
-            return LONGEST_THAT_FITS
-        try:
-            return read_size(word)
-        except ValueError:
-            raise ValueError(
-                f"{word!r} is no number of tokens: write 131072, 128k, or auto for as many as fit."
-            ) from None
+SIZE = Written("size", parse_size)
+"""A number of bytes: 79.2GiB (powers of 1024), 80GB (powers of 1000), or plain."""
+TOKENS = Written("tokens", _read_tokens)
+"""Tokens: 131072, 128k (128,000) or 128K (131,072) as vLLM reads them, or auto: as many as fit."""
+REPLICAS = Written("replicas", parse_replicas)
+"""A number of replicas, or the least and the most: 4, 1:4. The value is both; None for the second of one number."""
 
 
 class Duration(Written):
     """Seconds, or a number with s, m or h: 90, 90s, 10m, 1.5h. If `needs_unit`, the letter must be there."""
 
-    name = "time"
-
     def __init__(self, *, needs_unit: bool = False) -> None:
+        super().__init__("time", self._read)
         self._needs_unit = needs_unit
 
-    def read(self, word: str) -> float:
+    def _read(self, word: str) -> float:
         match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh]?)", word)
         if match is None:
             raise ValueError(f"{word!r} is no time: write seconds, or 90s, 10m, 2h.")
         if self._needs_unit and not match[2]:
             raise ValueError(f"{word!r} has no unit: write {word}m for minutes, or {word}h, {word}s.")
         return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
-
-
-class Replicas(Written):
-    """A number of replicas, or the least and the most: 4, 1:4. The value is both; None for the second of one number."""
-
-    name = "replicas"
-
-    def read(self, word: str) -> tuple[int, int | None]:
-        return parse_replicas(word)

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING
 import click
 
 from hpc_serve.cli.complete import service_names
-from hpc_serve.cli.values import Duration, Replicas
+from hpc_serve.cli.values import REPLICAS, Duration
 from hpc_serve.errors import StoreError
 from hpc_serve.rendezvous.store import ServiceStore, own_store
 
 if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
 
+_DRAIN = click.option(
+    "--drain", type=Duration(), default=120.0, help="How long the requests under way may take [default: 120]."
+)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
 
 
@@ -28,9 +31,7 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print what was d
     help="End this replica alone, of the services named; K is its number in a job of several.",
 )
 @click.option("--now", is_flag=True, help="Do not wait for the requests under way.")
-@click.option(
-    "--drain", type=Duration(), default=120.0, help="How long the requests under way may take [default: 120]."
-)
+@_DRAIN
 @click.option(
     "--timeout", type=Duration(), default=120.0, help="How long to wait for the end after that [default: 120]."
 )
@@ -98,10 +99,8 @@ def _stop(
 
 @click.command("scale")
 @click.argument("service", shell_complete=service_names)
-@click.argument("replicas", type=Replicas(), metavar="N|MIN:MAX")
-@click.option(
-    "--drain", type=Duration(), default=120.0, help="How long the requests under way may take [default: 120]."
-)
+@click.argument("replicas", type=REPLICAS, metavar="N|MIN:MAX")
+@_DRAIN
 @AS_JSON
 def scale_command(service: str, replicas: tuple[int, int | None], drain: float, as_json: bool) -> None:
     """Bring a service to N replicas, or let its jobs decide between MIN and MAX.

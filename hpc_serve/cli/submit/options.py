@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import click
 
 from hpc_serve.cli.complete import gpu_names, model_names
-from hpc_serve.cli.values import Context, Duration, Replicas, Size
+from hpc_serve.cli.values import REPLICAS, SIZE, TOKENS, Duration
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.submit.request.option import spellings, unset_value
 from hpc_serve.submit.request.request import OPTIONS, ServeRequest
@@ -32,10 +32,10 @@ def not_empty(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 
 
 _KINDS: Mapping[str, Any] = {
-    "size": Size(),
-    "tokens": Context(),
+    "size": SIZE,
+    "tokens": TOKENS,
     "time": Duration(needs_unit=True),
-    "replicas": Replicas(),
+    "replicas": REPLICAS,
     "positive": click.IntRange(min=1),
 }
 _FURTHER: Mapping[str, Mapping[str, Any]] = {

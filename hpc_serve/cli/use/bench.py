@@ -23,19 +23,16 @@ _USUAL_LENGTHS = "1000/1000"
 _USUAL_CONCURRENCY = (64,)
 
 
-class _Several(Written):
-    """Values that are parted by a sign. `read_one` raises ValueError for a word that is none of them."""
+def _several(read_one: Callable[[str], Any], words: str, *, parted_by: str | None = ",") -> Written:
+    """Return the kind of values that are parted by a sign. `read_one` raises ValueError for a word that is none."""
 
-    name = "several"
-
-    def __init__(self, read_one: Callable[[str], Any], words: str, *, parted_by: str | None = ",") -> None:
-        self._read_one, self._words, self._parted_by = read_one, words, parted_by
-
-    def read(self, word: str) -> tuple[Any, ...]:
+    def read(word: str) -> tuple[Any, ...]:
         try:
-            return tuple(self._read_one(part) for part in word.split(self._parted_by))
+            return tuple(read_one(part) for part in word.split(parted_by))
         except ValueError:
-            raise ValueError(f"{word}: write {self._words}.") from None
+            raise ValueError(f"{word}: write {words}.") from None
+
+    return Written("several", read)
 
 
 def _above_0(number: Any) -> Any:
@@ -57,10 +54,10 @@ def _goal(text: str) -> tuple[str, float]:
     return name, _above_0(float(bound))
 
 
-_LENGTHS = _Several(_lengths, "tokens in/tokens out, as 1800/128,128/1800")
-_COUNTS = _Several(lambda text: _above_0(int(text)), "numbers above 0, as 8 or 8,64")
-_RATES = _Several(lambda text: _above_0(float(text)), "numbers above 0, as 8 or 8,64")
-_GOALS = _Several(_goal, "ttft, tpot or e2el and milliseconds, as ttft:500", parted_by=None)
+_LENGTHS = _several(_lengths, "tokens in/tokens out, as 1800/128,128/1800")
+_COUNTS = _several(lambda text: _above_0(int(text)), "numbers above 0, as 8 or 8,64")
+_RATES = _several(lambda text: _above_0(float(text)), "numbers above 0, as 8 or 8,64")
+_GOALS = _several(_goal, "ttft, tpot or e2el and milliseconds, as ttft:500", parted_by=None)
 _GROUPS = {
     "Most used": (
         *("lengths", "max_concurrency", "num_prompts", "request_rate", "dataset_path", "wait", "html", "as_json"),

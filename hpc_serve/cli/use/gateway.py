@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpc_serve.cli.complete import service_names
-from hpc_serve.cli.values import Duration, Size
+from hpc_serve.cli.values import SIZE, Duration
 from hpc_serve.rendezvous.names import validate_service_name
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _WITH_KEY = """printf 'header = "Authorization: Bearer %s"' {key} | curl --confi
 )
 @click.option("--max-in-flight", type=click.IntRange(1), default=1000, help="Requests at a service at once [1000].")
 @click.option("--queue", type=click.IntRange(0), default=1000, help="Requests that wait, of each service [1000].")
-@click.option("--max-body", type=Size(), default="64MiB", metavar="SIZE", help="Largest body of a request [64MiB].")
+@click.option("--max-body", type=SIZE, default="64MiB", metavar="SIZE", help="Largest body of a request [64MiB].")
 @click.option("--allow-origin", "origins", multiple=True, metavar="URL", help="Let web pages of this origin ask.")
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Answer as this host, beside localhost.")
 @click.option("--grace", type=Duration(), default=30.0, help="At the end: time for requests under way [30s].")

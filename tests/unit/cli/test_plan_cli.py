@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.cli.main import run
-from hpc_serve.cli.values import Size
+from hpc_serve.cli.values import SIZE
 from hpc_serve.demo_model import make_demo_model
 from hpc_serve.hub.hub import find_model
 from hpc_serve.job.weights import weights_place
@@ -237,7 +237,7 @@ def test_a_target_keeps_the_sizes_asked_for(plan: Plan) -> None:
     ],
 )
 def test_sizes(text: str, size: int) -> None:
-    assert Size().convert(text, None, None) == size
+    assert SIZE.convert(text, None, None) == size
 
 
 def compared(ran: Ran, *words: str) -> tuple[list[str], list[list[str]]]:
