@@ -86,8 +86,9 @@ def submit_and_ask(alice: User, site: Path, *words: str) -> dict:
     answer = alice.hpc_serve("chat", "boxed", "Why is the sky blue?")
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.strip()
-    (status,) = json.loads(alice.hpc_serve_said("status", "boxed", "--json"))["services"]
-    return status
+    jobs = json.loads(alice.hpc_serve_said("status", "boxed", "--json"))["services"]  # one that ended may be shown, too
+    (ready,) = [job for job in jobs if job["state"] == "ready"]
+    return ready
 
 
 def stop(alice: User) -> None:
