@@ -49,7 +49,13 @@ charliecloud: IMAGE = $(LATER_DEBIANS)/trixie
 charliecloud: packages venv ## services in an image (Debian 13), by Charliecloud: the stub engine on two nodes, real vLLM; five minutes
 	@envs/packages.sh charliecloud-runtime
 	@$(SUDO) tests/cluster/debian_root.sh "$(IMAGE)" trixie
-	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster tests/e2e/test_container.py $(ARGS)
+	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster tests/e2e/test_container.py -k charliecloud $(ARGS)
+
+.PHONY: apptainer
+apptainer: SLURM = sid
+apptainer: IMAGE = $(LATER_DEBIANS)/sid
+apptainer: packages venv ## the same by Apptainer, from a folder and from a SIF file, on hosts of Debian's unstable branch (700 MB)
+	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster tests/e2e/test_container.py -k apptainer $(ARGS)
 
 .PHONY: real-replicas
 real-replicas: REAL_REPLICAS = 1

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Makes a root of a later Debian by debootstrap: debian_root.sh FOLDER SUITE. It has Slurm and Charliecloud, and Python with
+# Makes a root of a later Debian by debootstrap: debian_root.sh FOLDER SUITE. It has Slurm, Charliecloud and Python with
 # what a job of hpc-serve needs, so that it can be an image, too. Done once; a finished one stays.
 # The mirror is the one that apt has on this machine (DEBIAN_MIRROR names another).
 set -euo pipefail
@@ -16,8 +16,14 @@ packages=slurm-wlm,munge,iproute2,charliecloud-runtime,python3
 debootstrap --variant=minbase --include="$packages" "$suite" "$folder" "$mirror" > "$folder.log" 2>&1 ||
     { tail -n 20 "$folder.log" >&2; exit 1; }
 # Not by debootstrap, which does not find what provides a virtual package (python3-cffi-backend-api-min).
-chroot "$folder" apt-get -qq update
+# A mirror may be a snapshot past its release's date, which debootstrap does not mind; the signature is checked all the same.
+chroot "$folder" apt-get -qq -o Acquire::Check-Valid-Until=false update
 chroot "$folder" env DEBIAN_FRONTEND=noninteractive \
     apt-get -qq install --yes --no-install-recommends python3-cryptography > /dev/null
+# Apptainer is a package of the unstable branch alone (sid); it mounts an image file by squashfuse.
+if chroot "$folder" apt-cache show apptainer > /dev/null 2>&1; then
+    chroot "$folder" env DEBIAN_FRONTEND=noninteractive \
+        apt-get -qq install --yes --no-install-recommends apptainer squashfuse squashfs-tools fuse2fs > /dev/null
+fi
 rm -rf "$folder"/var/cache/apt/archives/*.deb "$folder.log"
 echo "$suite" > "$folder/.suite"

@@ -59,6 +59,12 @@ def change_root(os_root: str, overlay: Path, shown: list[Path], holding: Path) -
     mount("-t", "proc", "proc", new / "proc")
     for name in ("dev", "sys"):
         mount("--rbind", f"/{name}", new / name)
+    # The machine keeps /dev/fuse for root. A host's is for all, as Apptainer needs it to mount an image file.
+    fuse = new / holding.relative_to("/") / "fuse"
+    os.mknod(fuse, stat.S_IFCHR, os.makedev(10, 229))
+    fuse.chmod(0o666)
+    if (new / "dev" / "fuse").exists():
+        mount("--bind", fuse, new / "dev" / "fuse")
     subprocess.run(["pivot_root", new, new / "mnt"], check=True)
     os.chdir("/")
     subprocess.run(["umount", "--lazy", "/mnt"], check=True)

@@ -1,7 +1,8 @@
-"""A service inside of an image, by Charliecloud, on two nodes of a real Slurm.
+"""A service inside of an image, by Charliecloud and by Apptainer, on two nodes of a real Slurm.
 
 The image is a folder with another Debian (tests/cluster/debian_root.sh, named by HPC_SERVE_IMAGE_BASE), its Python, and
-hpc-serve. `make charliecloud` has all of it. Elsewhere these tests are skipped, and say what is missing.
+hpc-serve; for Apptainer a SIF file of it, too. `make charliecloud` and `make apptainer` have all of it. Elsewhere these
+tests are skipped, and say what is missing.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ from tests.cluster.hosts import python_paths
 from tests.e2e.jobs import STUB, User
 
 BASE = os.environ.get("HPC_SERVE_IMAGE_BASE", "")
-CH_RUN = (ClusterConfig().os_root or Path("/")) / "usr" / "bin" / "ch-run"
+PROGRAMS = {"charliecloud": "ch-run", "apptainer": "apptainer"}
 pytestmark = [
     pytest.mark.slurm,
     pytest.mark.skipif(not BASE, reason="HPC_SERVE_IMAGE_BASE names no folder with a Debian: `make charliecloud`"),
-    pytest.mark.skipif(not CH_RUN.exists(), reason=f"there is no {CH_RUN}: `make charliecloud` installs it"),
 ]
 START_S = 600.0
 SMALL = ("--mem", "4G", "--cpus-per-task", "2", "--no-exclusive")
@@ -49,6 +49,15 @@ def image(cluster) -> Path:
     (programs / "python").symlink_to("/usr/bin/python3")
     make_place(folder, cluster.home("alice"))
     return folder
+
+
+@pytest.fixture(params=PROGRAMS)
+def runtime(request) -> str:
+    """A runtime that the hosts have, as the site file names it."""
+    program = (ClusterConfig().os_root or Path("/")) / "usr" / "bin" / PROGRAMS[request.param]
+    if not program.exists():
+        pytest.skip(f"there is no {program}: `make {request.param}` has it")
+    return request.param
 
 
 def make_place(image: Path, path: Path) -> None:
@@ -77,8 +86,9 @@ def submit_and_ask(alice: User, site: Path, *words: str) -> dict:
     answer = alice.hpc_serve("chat", "boxed", "Why is the sky blue?")
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.strip()
-    (status,) = json.loads(alice.hpc_serve_said("status", "boxed", "--json"))["services"]
-    return status
+    jobs = json.loads(alice.hpc_serve_said("status", "boxed", "--json"))["services"]  # one that ended may be shown, too
+    (ready,) = [job for job in jobs if job["state"] == "ready"]
+    return ready
 
 
 def stop(alice: User) -> None:
@@ -86,8 +96,25 @@ def stop(alice: User) -> None:
     wait_for(lambda: not alice.processes(), 180, what="no process left")
 
 
-def test_an_engine_on_two_nodes_runs_in_the_image_with_its_python(alice, image):
-    site = alice.write("image-site.yaml", f"charliecloud: {image}\ngpus_per_node: 2\n")
+def test_an_engine_on_two_nodes_runs_in_the_image_with_its_python(alice, image, runtime):
+    site = alice.write("image-site.yaml", f"{runtime}: {image}\ngpus_per_node: 2\n")
+    serve_on_two_nodes(alice, site, image)
+
+
+def test_an_engine_on_two_nodes_runs_in_an_image_file(alice, image, runtime):
+    """Root builds the file, since the folder has files of several owners; its name is one that a shell would read."""
+    if runtime != "apptainer":
+        pytest.skip("a file of Charliecloud is not built here")
+    file = alice.home / """it's $(cd; touch read) "an" image.sif"""
+    build = ("apptainer", "build", "--mksquashfs-args", "-comp lz4", str(file), str(image))
+    built = alice.cluster.run(build, user="root", timeout=START_S)
+    assert built.returncode == 0, built.stderr
+    site = alice.write("file-site.yaml", f"apptainer: {json.dumps(str(file))}\ngpus_per_node: 2\n")
+    serve_on_two_nodes(alice, site, image)
+    assert not (alice.home / "read").exists()
+
+
+def serve_on_two_nodes(alice: User, site: Path, image: Path) -> None:
     layout = ("--nodes", "2", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--backend", "mp")
     status = submit_and_ask(alice, site, "70b", *layout)
     assert len(status["nodes"]) == 2
@@ -98,14 +125,25 @@ def test_an_engine_on_two_nodes_runs_in_the_image_with_its_python(alice, image):
     stop(alice)
 
 
+def test_an_image_without_hpc_serve_gives_a_sentence(alice, image, runtime):
+    empty = alice.home / "empty"
+    assert alice.run("mkdir", "-p", str(empty)).returncode == 0
+    bind = f"{empty}:/usr/lib/python3/dist-packages"
+    site = alice.write("bare-site.yaml", f"{runtime}: {image}\nbinds: [{bind}]\n")
+    words = ("submit", "8b", "--name", "bare", "--site", str(site), *SMALL, "--wait")
+    done = alice.hpc_serve(*words, timeout=START_S)
+    assert done.returncode != 0
+    assert "the job's Python has no module hpc_serve" in done.stdout + done.stderr
+
+
 @pytest.mark.engine
-def test_real_vllm_runs_in_the_image_with_the_environment_bound_into_it(alice, image, tiny_models):
+def test_real_vllm_runs_in_the_image_with_the_environment_bound_into_it(alice, image, runtime, tiny_models):
     """Python with the engine is bound; the C library, the shell and all else are the image's."""
     parts = [*python_paths([CHECKOUT, Path(sys.prefix)]), *dict.fromkeys((CHECKOUT, Path(sys.prefix)))]
     binds = [str(part) for part in parts if not any(part != one and part.is_relative_to(one) for one in parts)]
     for part in binds:
         make_place(image, Path(part))
-    site = alice.write("bound-site.yaml", f"charliecloud: {image}\nbinds: {json.dumps(binds)}\n")
+    site = alice.write("bound-site.yaml", f"{runtime}: {image}\nbinds: {json.dumps(binds)}\n")
     # A copy of her own: in the image root is nobody, whose words beside a model are not taken.
     copied = alice.run("cp", "--recursive", str(tiny_models / "8b"), str(alice.home / "8b"))
     assert copied.returncode == 0, copied.stderr
