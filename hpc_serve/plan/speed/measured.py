@@ -2,7 +2,7 @@
 
 A run weighs the inverse of its variance: that of its distance to the plan, and the square of how much slower it is than
 the other runs here explain, because other programs can only slow an engine. A run without another is compared with the
-published range.
+published range. The weight of that range is taken off, so a run that is no surer than the range does not count.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class MeasuredHere:
         return max(0.0, max(slower, default=0.0))
 
     def correction(self, case: Case, published: Sequence[float] | None) -> Correction | None:
-        """Return the correction of a printed speed. None where no run is nearer to it than published sources are.
+        """Return the correction of a printed speed. None where no run is surer than published sources.
 
         `published` are the bounds of measured / printed tokens/s by published sources. Without them a run that is the
         only one says nothing.
@@ -101,13 +101,14 @@ class MeasuredHere:
         weights, logs = [], []
         for run, beyond in zip(self.runs, excess, strict=True):
             usual = deviation(run.case.steps(case))
-            if usual < spread:
-                weights.append(1 / (usual**2 + beyond**2))
+            weight = 1 / (usual**2 + beyond**2) - 1 / spread**2
+            if weight > 0:
+                weights.append(weight)
                 logs.append(run.log_ratio)
         if not weights:
             return None
         mean = sum(weight * ratio for weight, ratio in zip(weights, logs, strict=True)) / sum(weights)
-        # Runs of one site err alike: many of them are as sure as the surest, and the published range is one more.
+        # Runs of one site err alike: many of them are as sure as the surest.
         unknown = 1 / (1 + max(weights) * spread**2)
         width = math.sqrt(unknown)
         return Correction(

@@ -70,9 +70,10 @@ def test_runs_on_another_accelerator_say_nothing():
     assert correction(run_of(0.7, replace(CASE, accelerator="h200"))) is None
 
 
-def test_a_run_alone_outside_of_the_published_range_says_little_until_another_agrees():
+def test_a_run_alone_outside_of_the_published_range_does_not_count_until_another_agrees():
     wrong = run_of(0.2)
-    assert found(wrong).ratio > 0.8
+    assert correction(wrong) is None
+    assert found(run_of(0.6)).ratio > 0.6  # just outside: it says less
     assert found(wrong, run_of(0.21)).ratio == pytest.approx(0.22, abs=0.02)
 
 
@@ -163,6 +164,17 @@ def test_the_plan_says_on_how_many_runs_it_rests_and_leaves_them_out_if_asked(te
     ]
     assert one["measured"]["runs"] == 2
     assert "measured here" not in ran([*words, "--ideal"]).out
+
+
+def test_the_comparison_and_the_page_say_so_too(teach, ran, tmp_path):
+    words = ["plan", "8b", "-tp", "1", "--max-model-len", "4096", "--concurrency", "64"]
+    teach(0.8, 64)
+    out = ran([*words, "--compare", "h100-80gb,h200"]).out
+    assert "h100-80gb: measured here on 2 runs: × 0.81." in out
+    assert "h200: measured" not in out
+    page = tmp_path / "plan.html"
+    ran([*words, "--gpu", "h100-80gb", "--plot", str(page)])
+    assert "2 runs that were measured here correct the figures near them" in page.read_text()
 
 
 def test_a_target_counts_them_too(teach, ran):
