@@ -48,6 +48,11 @@ class _Replica:
     record: EndpointRecord
     job: SubmittedJob | None
 
+    @property
+    def gpu(self) -> str:
+        """The accelerator that it was submitted for. Empty if that is not known, or is any CPU."""
+        return self.job.gpu if self.job and self.job.gpu != "cpu" else ""
+
 
 def predict(store: ServiceStore, run: Run, *, gpu: str | None) -> dict[str, Any]:
     """Return the prediction of a run under the keys of what is measured, or its `reason` alone if there is none.
@@ -59,7 +64,7 @@ def predict(store: ServiceStore, run: Run, *, gpu: str | None) -> dict[str, Any]
         replicas = _replicas(store, run)
         assert run.pace.max_concurrency is not None
         in_flight = max(1, round(min(run.pace.max_concurrency, len(run.requests)) / len(replicas)))
-        if gpu is None and not all(one.job and one.job.gpu for one in replicas):
+        if gpu is None and not all(one.gpu for one in replicas):
             rates = [_written_down(one.job, lengths, in_flight) for one in replicas]
             return {"output_throughput": sum(rates), "mean_ttft_ms": None, "mean_tpot_ms": None}
         speeds = [_planned_anew(one, gpu, lengths, in_flight, _arrivals(run))[0].expected for one in replicas]
@@ -117,11 +122,12 @@ def _check(run: Run, replicas: Sequence[_Replica], gpu: str | None) -> None:
     if not run.workload.startswith(_MADE_PROMPTS):
         raise NotKeptError("its prompts may share prefixes.")
     for one in replicas:
-        submitted_for = one.job.gpu if one.job else ""
         if one.record.stand_in:
             raise NotKeptError("other weights stand in for its model.")
-        if gpu and submitted_for not in ("", "cpu", gpu):
-            raise NotKeptError(f"it was submitted for {submitted_for}, not for {gpu}.")
+        if not (gpu or one.gpu):
+            raise NotKeptError("its accelerator is not known: --gpu names it.")
+        if gpu and one.gpu not in ("", gpu):
+            raise NotKeptError(f"it was submitted for {one.gpu}, not for {gpu}.")
 
 
 def _replicas(store: ServiceStore, run: Run) -> list[_Replica]:
@@ -174,7 +180,7 @@ def _planned_anew(
     result = plan_for(
         PlanRequest(
             model=record.model,
-            gpu=gpu or (job.gpu if job else ""),
+            gpu=gpu or replica.gpu,
             gpu_memory_bytes=job.gpu_memory_bytes if job else None,
             num_nodes=record.num_nodes,
             gpus_per_node=record.gpus_per_node or None,

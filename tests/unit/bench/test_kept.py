@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -103,8 +102,10 @@ def test_others_weights_and_another_accelerator_are_not_kept(store):
     with pytest.raises(NotKeptError, match="stand in"):
         measured_run(store, run_of(), gpu=None)
     submit(store, gpu="cpu")
-    with pytest.raises(NotKeptError, match="memory of a socket"):
-        measured_run(store, replace(run_of(), replicas=("1-r0-0",)), gpu="cpu")
+    assert "Name its accelerator" in predict(store, run_of(), gpu=None)["reason"]
+    with pytest.raises(NotKeptError, match="its accelerator is not known"):
+        measured_run(store, run_of(), gpu=None)
+    assert measured_run(store, run_of(), gpu="h200").case.accelerator == "h200-141gb"
 
 
 def test_the_work_of_others_is_told(store):
