@@ -14,7 +14,7 @@ from hpc_serve.plan.speed.measured import MeasuredRun
 from hpc_serve.rendezvous.files import make_private_folder, read_json, write_json
 
 FILE = "measured_runs.json"
-MOST_RUNS = 200
+MOST_RUNS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
