@@ -1,30 +1,57 @@
 """Predicts a run from the plan: one replica with its part of the requests in flight, times the replicas.
 
-If the accelerator is named, the plan is made again for the lengths of the run. Otherwise the figures that `submit`
-wrote down count; they are of one length. If neither will do, the prediction says why.
+The plan is made again for the lengths of the run, on the accelerator that the service was submitted for or that a
+person names. If an earlier version submitted the job, the figures that `submit` wrote down count; they are of one
+length. If neither will do, the prediction says why. It counts no earlier run: later plans are corrected by what was
+measured of it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from hpc_serve.bench.notes import notes_on
 from hpc_serve.bench.run import Run
 from hpc_serve.errors import HpcServeError
-from hpc_serve.plan.engine import EngineConfig, Workload
+from hpc_serve.plan.choice.vllm_flags import read_fields
+from hpc_serve.plan.engine import Arrivals, EngineConfig, Workload
 from hpc_serve.plan.make import PlanRequest
-from hpc_serve.plan.speed.estimate import estimate_speed
-from hpc_serve.plan.speed.traffic import Speed
+from hpc_serve.plan.speed.classes import case_of
+from hpc_serve.plan.speed.estimate import SpeedEstimate, estimate_speed
+from hpc_serve.plan.speed.measured import Case, MeasuredRun
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.plans.planned_speed import planned_request, planned_tokens_per_s
 from hpc_serve.submit.plans.planning import plan_for
 
+_MADE_PROMPTS = ("random", "chat")
+"""Workloads whose prompts share nothing: a cache of prefixes does not make them faster than planned."""
+
 
 class _UnknownSpeedError(HpcServeError):
     """Nothing can be predicted; the text says why."""
+
+
+class NotKeptError(HpcServeError):
+    """A run is not kept for later plans; the text says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Replica:
+    """A replica of a run, with the job that `submit` wrote down for it."""
+
+    record: EndpointRecord
+    job: SubmittedJob | None
+
+    @property
+    def gpu(self) -> str:
+        """The accelerator that it was submitted for. Empty if that is not known, or is any CPU."""
+        return self.job.gpu if self.job and self.job.gpu != "cpu" else ""
 
 
 def predict(store: ServiceStore, run: Run, *, gpu: str | None) -> dict[str, Any]:
@@ -34,16 +61,13 @@ def predict(store: ServiceStore, run: Run, *, gpu: str | None) -> dict[str, Any]
     """
     try:
         lengths = _lengths(run)
-        found = store.read(run.service)
-        records = [record for record in found.records if record.name.removesuffix(".json") in run.replicas]
-        if not records:
-            raise _UnknownSpeedError("no record of its replicas is left.")
+        replicas = _replicas(store, run)
         assert run.pace.max_concurrency is not None
-        in_flight = max(1, round(run.pace.max_concurrency / len(records)))
-        if gpu is None:
-            rates = [_written_down(record, found.submitted, lengths, in_flight) for record in records]
+        in_flight = max(1, round(min(run.pace.max_concurrency, len(run.requests)) / len(replicas)))
+        if gpu is None and not all(one.gpu for one in replicas):
+            rates = [_written_down(one.job, lengths, in_flight) for one in replicas]
             return {"output_throughput": sum(rates), "mean_ttft_ms": None, "mean_tpot_ms": None}
-        speeds = _planned_anew(records, gpu, lengths, in_flight)
+        speeds = [_planned_anew(one, gpu, lengths, in_flight, _arrivals(run))[0].expected for one in replicas]
     except HpcServeError as error:
         return {"reason": " ".join(str(error).split())[:300]}
     return {
@@ -51,6 +75,69 @@ def predict(store: ServiceStore, run: Run, *, gpu: str | None) -> dict[str, Any]
         "mean_ttft_ms": 1e3 * statistics.fmean(speed.ttft_s for speed in speeds),
         "mean_tpot_ms": 1e3 * statistics.fmean(speed.tpot_s for speed in speeds),
     }
+
+
+def measured_run(store: ServiceStore, run: Run, *, gpu: str | None) -> MeasuredRun:
+    """Return a run as plans count it: beside the speed that is printed for so many in flight. Raises NotKeptError.
+
+    A run with a remark (bench/notes.py) is not kept, and none whose engines may have worked for others.
+    """
+    try:
+        lengths, replicas = _lengths(run), _replicas(store, run)
+        _check(run, replicas, gpu)
+        in_flight = max(1, round(_in_flight(run) / len(replicas)))
+        planned = [_planned_anew(one, gpu, lengths, in_flight, _arrivals(run)) for one in replicas]
+    except HpcServeError as error:
+        raise NotKeptError(" ".join(str(error).split())[:300]) from None
+    if any(case != planned[0][1] for _, case in planned):
+        raise NotKeptError("its replicas have several layouts.")
+    case = planned[0][1]
+    return MeasuredRun(
+        case=replace(case, words={**case.words, "vllm": ".".join(run.vllm.split(".")[:2]) or case.words["vllm"]}),
+        tokens_per_s=sum(outcome.output_len for outcome in run.outcomes) / run.duration_s,
+        printed_tokens_per_s=sum(estimate.expected.output_tokens_per_s for estimate, _ in planned),
+        service=run.service,
+        at=time.time(),
+    )
+
+
+def _arrivals(run: Run) -> Arrivals:
+    """Return how the requests of a run arrive: if all may be under way at once, they come at once and no more do."""
+    return "burst" if len(run.requests) <= (run.pace.max_concurrency or 0) else "steady"
+
+
+def _in_flight(run: Run) -> float:
+    """Return the requests of a burst, or how many were under way on average: the last ones leave places empty."""
+    if _arrivals(run) == "burst":
+        return len(run.requests)
+    return sum(outcome.latency_s for outcome in run.outcomes) / run.duration_s
+
+
+def _check(run: Run, replicas: Sequence[_Replica], gpu: str | None) -> None:
+    """Raise NotKeptError if a run does not say how fast the model is on the accelerator."""
+    if notes_on(run, {}):
+        raise NotKeptError("there are remarks on it.")
+    if run.others_tokens is None:
+        raise NotKeptError("its engines do not say what they generate.")
+    if not run.workload.startswith(_MADE_PROMPTS):
+        raise NotKeptError("its prompts may share prefixes.")
+    for one in replicas:
+        if one.record.stand_in:
+            raise NotKeptError("other weights stand in for its model.")
+        if not (gpu or one.gpu):
+            raise NotKeptError("its accelerator is not known: --gpu names it.")
+        if gpu and one.gpu not in ("", gpu):
+            raise NotKeptError(f"it was submitted for {one.gpu}, not for {gpu}.")
+
+
+def _replicas(store: ServiceStore, run: Run) -> list[_Replica]:
+    """Return the replicas of a run. Raises _UnknownSpeedError if no record of them is left."""
+    found = store.read(run.service)
+    jobs = {job.job_id: job for job in found.submitted}
+    records = [record for record in found.records if record.name.removesuffix(".json") in run.replicas]
+    if not records:
+        raise _UnknownSpeedError("no record of its replicas is left.")
+    return [_Replica(record=record, job=jobs.get(record.job_id)) for record in records]
 
 
 def _lengths(run: Run) -> tuple[int, int]:
@@ -66,11 +153,9 @@ def _lengths(run: Run) -> tuple[int, int]:
     return input_len, output_len
 
 
-def _written_down(
-    record: EndpointRecord, jobs: Sequence[SubmittedJob], lengths: tuple[int, int], in_flight: int
-) -> float:
+def _written_down(job: SubmittedJob | None, lengths: tuple[int, int], in_flight: int) -> float:
     """Return the tokens/s that a replica's job carries, if they are of requests of these lengths."""
-    predicted = next((job.predicted for job in jobs if job.job_id == record.job_id), {})
+    predicted: Mapping[str, float] = job.predicted if job else {}
     of, rate = planned_request(predicted), planned_tokens_per_s(predicted, in_flight)
     if of is None or rate is None:
         raise _UnknownSpeedError(
@@ -84,29 +169,30 @@ def _written_down(
     return rate
 
 
-def _planned_anew(records: Sequence[EndpointRecord], gpu: str, lengths: tuple[int, int], in_flight: int) -> list[Speed]:
-    """Return the speed of each replica by a plan of its layout on this accelerator."""
-    speeds: dict[PlanRequest, Speed] = {}
-    asked = [
+def _planned_anew(
+    replica: _Replica, gpu: str | None, lengths: tuple[int, int], in_flight: int, arrivals: Arrivals
+) -> tuple[SpeedEstimate, Case]:
+    """Return the speed of a replica by a plan of its layout and its options, and what the speed is of."""
+    record, job = replica.record, replica.job
+    options = read_fields(job.engine_args) if job else {}
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    own = {one.name: options[one.name] for one in dataclasses.fields(EngineConfig) if one.name in options}
+    result = plan_for(
         PlanRequest(
             model=record.model,
-            gpu=gpu,
+            gpu=gpu or replica.gpu,
+            gpu_memory_bytes=job.gpu_memory_bytes if job else None,
             num_nodes=record.num_nodes,
             gpus_per_node=record.gpus_per_node or None,
             engines_per_node=record.replicas_per_job,
-            engine=EngineConfig(
-                tensor_parallel_size=record.tensor_parallel_size,
-                pipeline_parallel_size=record.pipeline_parallel_size,
-                data_parallel_size=record.data_parallel_size,
-            ),
-            workload=Workload(concurrency=in_flight, max_model_len=sum(lengths)),
+            engine=EngineConfig(**{**own, **{name: getattr(record, name) for name in sizes}}),
+            workload=Workload(concurrency=in_flight, max_model_len=options.get("max_model_len", sum(lengths))),
             input_tokens=lengths[0],
             output_tokens=lengths[1],
+            arrivals=arrivals,
+            measured=False,
         )
-        for record in records
-    ]
-    for request in set(asked):
-        result = plan_for(request)
-        traffic = replace(result.traffic, concurrency=in_flight)
-        speeds[request] = estimate_speed(result.roofline(), traffic, result.chosen.memory).expected
-    return [speeds[request] for request in asked]
+    )
+    roofline, traffic = result.roofline(), replace(result.traffic, concurrency=in_flight)
+    estimate = estimate_speed(roofline, traffic, result.chosen.memory)
+    return estimate, case_of(roofline, traffic, estimate.batch)

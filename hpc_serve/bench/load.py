@@ -8,6 +8,7 @@ A failure is an outcome like another. When it is told to stop, what had ended by
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import math
@@ -15,6 +16,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from hpc_serve.bench.answers import AnswerReader
@@ -104,6 +106,17 @@ async def _watch_own_loop(late_s: list[float]) -> None:
         due_s = loop.time() + _WATCH_STEP_S
         await asyncio.sleep(_WATCH_STEP_S)
         late_s.append(max(0.0, loop.time() - due_s))
+
+
+def waited_for_cores_s() -> float | None:
+    """Return the seconds since this node started in which a program waited for a core. None if the kernel counts none.
+
+    Source: the kernel's pressure stall information (Documentation/accounting/psi.rst).
+    """
+    with contextlib.suppress(OSError, ValueError):
+        first = Path("/proc/pressure/cpu").read_text().splitlines()[0]
+        return int(first.rpartition("total=")[2]) / 1e6
+    return None
 
 
 async def unless(stop: asyncio.Event, making: Awaitable[T]) -> T | None:

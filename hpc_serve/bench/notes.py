@@ -10,11 +10,14 @@ from hpc_serve.bench.run import Run
 MOST_BUSY = 0.8
 MOST_LATE_S = 0.02
 _MOST_ERRORS = 3
+_MOST_WAITING = 0.25
+_OTHERS_SHARE = 0.01
+"""Of the run's tokens: an engine counts the last tokens of the run before a moment late."""
 
 
 def notes_on(run: Run, wrong: Mapping[int, str]) -> list[str]:
     """Return sentences, the gravest first. `wrong` are the faults of answers, by the place of the request."""
-    return [*_program(run), *_lengths(run), *_failures(run), *_answers(run, wrong)]
+    return [*_program(run), *_others(run), *_lengths(run), *_failures(run), *_answers(run, wrong)]
 
 
 def _program(run: Run) -> Iterator[str]:
@@ -35,6 +38,21 @@ def _program(run: Run) -> Iterator[str]:
             f"One time in twenty this program woke {1e3 * late_s:.0f} ms late or later, though it was busy {busy:.0%} "
             "of the time: other programs use this machine's cores, and times are too long by as much. Run it on a "
             "quieter node."
+        )
+
+
+def _others(run: Run) -> Iterator[str]:
+    """Say that others used the engines, or the cores beside them."""
+    own = sum(outcome.output_len for outcome in run.outcomes)
+    if run.others_tokens is not None and run.others_tokens > _OTHERS_SHARE * own:
+        yield (
+            f"The engines generated {run.others_tokens:,.0f} tokens for other requests meanwhile, and {own:,} for "
+            "these: alone, the service is faster."
+        )
+    if run.waited is not None and run.waited > _MOST_WAITING:
+        yield (
+            f"An engine is on this node, where programs waited for a core {run.waited:.0%} of the time: it may be "
+            "faster where it has its cores alone."
         )
 
 

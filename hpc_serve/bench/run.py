@@ -89,7 +89,9 @@ class Run:
 
     `replicas` were ready when the run began. `requests` are all requests to be sent. If it was `interrupted`,
     `outcomes` lacks requests without an answer by then. `busy` is the share of the time that this program's event loop
-    worked, and `late_s` how late it woke in the worst of twenty times.
+    worked, and `late_s` how late it woke in the worst of twenty times. The engines generated `others_tokens` tokens for
+    other requests meanwhile, by their own counters. Where one of them is on this node, programs waited for a core here
+    the share `waited` of the time. None: not known. `vllm` is the engines' version, "" if they do not say.
     """
 
     service: str
@@ -104,6 +106,9 @@ class Run:
     duration_s: float = 0.0
     busy: float = 0.0
     late_s: float = 0.0
+    others_tokens: float | None = None
+    waited: float | None = None
+    vllm: str = ""
 
     @property
     def interrupted(self) -> bool:

@@ -6,9 +6,12 @@ are split `equally`, replicas take turns; otherwise the pool chooses, as for any
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import json
-from collections.abc import Set
+import socket
+from collections.abc import Iterator, Set
 from typing import Any
 
 import anyio.to_thread
@@ -23,10 +26,14 @@ from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests.transport import AsyncServiceTransport
 from hpc_serve.errors import HpcServeError
 from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.vllm.metrics import read_work
 
 _HEADERS = {"content-type": "application/json", "accept-encoding": "identity"}
 # An answer may take as long as it takes. The client bounds the time to connect.
 _EXTENSIONS = {"timeout": {"connect": None, "read": None, "write": None, "pool": None}}
+
+
+_READ_TIMEOUT_S = 5.0
 
 
 class BenchError(HpcServeError):
@@ -78,10 +85,51 @@ class BenchService:
         await wait_for_replica(self.watch, WaitPolicy(wait), InLoop())
         await anyio.to_thread.run_sync(self.watch.refresh)
 
-    async def send(self, path: str, body: bytes) -> http.Response:
+    @property
+    def is_here(self) -> bool:
+        """Whether one of its engines runs on this node."""
+        records = [replica.record for replica in self.watch.status.replicas if replica.record is not None]
+        names = {node.name for record in records for node in record.nodes}
+        return socket.gethostname() in names or any(record.cluster == "local" for record in records)
+
+    async def generated_tokens(self) -> float | None:
+        """Return the tokens that its engines have generated since they started. None if one does not say."""
+        texts = [await self._read("/metrics") for _ in self.turns()]
+        counts = [read_work(text.decode(errors="replace")).generation_tokens for text in texts]
+        return None if None in counts else sum(filter(None, counts))
+
+    async def version(self) -> str:
+        """Return the version of an engine of it, "" if it does not say."""
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return str(json.loads(await self._read("/version"))["version"])
+        return ""
+
+    async def _read(self, path: str) -> bytes:
+        """Return the body of what is not asked of the model. Empty if there is none in time."""
+
+        async def read() -> bytes:
+            response = await self.send(path, b"", method="GET")
+            try:
+                return await response.aread() if response.status_code == 200 else b""
+            finally:
+                await response.aclose()
+
+        with contextlib.suppress(Exception):
+            return await asyncio.wait_for(read(), _READ_TIMEOUT_S)
+        return b""
+
+    def turns(self) -> Iterator[int]:
+        """Count the ready replicas; meanwhile each request goes to the next of them."""
+        self.watch.takes_turns = True
+        try:
+            yield from range(len(self.replicas))
+        finally:
+            self.watch.takes_turns = self.split == "equally"
+
+    async def send(self, path: str, body: bytes, method: str = "POST") -> http.Response:
         """Return the answer to a request; its body was not read. Raises what the client's transport raises."""
         headers = {**_HEADERS, "content-length": str(len(body))}
-        request = http.Request("POST", f"http://service{path}", headers=headers, content=body, extensions=_EXTENSIONS)
+        request = http.Request(method, f"http://service{path}", headers=headers, content=body, extensions=_EXTENSIONS)
         return await self._transport.handle_async_request(request)
 
     async def ask(self, path: str, body: dict[str, Any]) -> Any:

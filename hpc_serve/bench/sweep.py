@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_serve.bench.load import ask, send_all, unless
+from hpc_serve.bench.load import ask, send_all, unless, waited_for_cores_s
 from hpc_serve.bench.results import result_of
 from hpc_serve.bench.run import BenchRequest, Pace, Run, Split
 from hpc_serve.bench.service import BenchError, BenchService
@@ -76,7 +76,7 @@ async def make_runs(
                         title = f"run {number} of {sweep.count}: {name}, {own.title}, {pace}"
                         tell = functools.partial(progress, title, len(requests))
                         tell(0)
-                        yield await send_all(service, run, seed=own.seed, stop=stop, on_end=tell)
+                        yield await _watched(service, send_all(service, run, seed=own.seed, stop=stop, on_end=tell))
                     if stop.is_set():
                         return
         finally:
@@ -104,12 +104,22 @@ async def _prepare(service: BenchService, workload: BenchWorkload) -> tuple[Benc
     else:
         requests = list(await make_requests(workload, EngineTexts(service)))
         first = requests[0]
-    service.watch.takes_turns = True
-    try:
-        for place in range(len(service.replicas)):
-            outcome = await ask(service, place, first)
-            if not outcome.is_answered:
-                raise BenchError(f"{service.name} does not answer the first request: {outcome.error}")
-    finally:
-        service.watch.takes_turns = service.split == "equally"
+    for place in service.turns():
+        outcome = await ask(service, place, first)
+        if not outcome.is_answered:
+            raise BenchError(f"{service.name} does not answer the first request: {outcome.error}")
     return tuple(requests)
+
+
+async def _watched(service: BenchService, sending: Awaitable[Run]) -> Run:
+    """Return the run that is sent, with what the engines and this node did meanwhile beside it."""
+    generated, waited_s, began_s = await service.generated_tokens(), waited_for_cores_s(), time.monotonic()
+    done = await sending
+    took_s, waited_now_s = time.monotonic() - began_s, waited_for_cores_s()
+    now, own = await service.generated_tokens(), sum(outcome.output_len for outcome in done.outcomes)
+    return replace(
+        done,
+        others_tokens=None if generated is None or now is None else max(0.0, now - generated - own),
+        waited=(waited_now_s - waited_s) / took_s if service.is_here and waited_s and waited_now_s else None,
+        vllm=await service.version(),
+    )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_serve.durations import duration
 from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.sizes import GIB
-from hpc_serve.submit.plans.planned_speed import planned_request, planned_tokens_per_s
+from hpc_serve.submit.plans.planned_speed import measured_runs_of, planned_request, planned_tokens_per_s
 
 if TYPE_CHECKING:
     from hpc_serve.client.engine_work import ReplicaWork
@@ -78,9 +78,11 @@ def _planned(status: ReplicaStatus, in_flight: int) -> str:
         return "no speed: the plan was not written down when this job was submitted, or knows none of this accelerator"
     record = status.record
     of_what = f", of {record.model}, not of what stands in for it" if record and record.stand_in else ""
+    runs = measured_runs_of(status.predicted)
+    measured = f"; corrected by {runs} earlier run{'s' if runs > 1 else ''} measured here" if runs else ""
     return (
         f"{expected:,.0f} generated with {in_flight:,} in flight, of {request[0]:,} tokens in and {request[1]:,} "
-        f"out{of_what}"
+        f"out{of_what}{measured}"
     )
 
 

@@ -19,6 +19,7 @@ from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.plan.report.notes import plan_notes
 from hpc_serve.plan.report.speed import estimates_by_concurrency
 from hpc_serve.plan.speed.estimate import SpeedEstimate
+from hpc_serve.plan.speed.measured import MeasuredHere, MeasuredRun
 from hpc_serve.plan.speed.step import Roofline
 from hpc_serve.plan.speed.traffic import Traffic
 
@@ -33,8 +34,9 @@ class PlanRequest:
     one. `engines_per_node` engines divide one node. Each uses all of its part unless a size of the layout is asked for.
     `target` is text that plan/speed/target.py reads. `input_tokens` and `output_tokens` are the tokens of one request,
     `longest_output_tokens` those of the longest answer if answers differ. `arrivals`: how requests come. `decode_only`:
-    prompts are read elsewhere. `ideal`: print only the figures that no engine can beat. If `allow_unknown_config_keys`
-    is set, a config may have sizes that the planner does not know.
+    prompts are read elsewhere. `ideal`: print only the figures that no engine can beat. `measured`: speeds count runs
+    that were measured here. If `allow_unknown_config_keys` is set, a config may have sizes that the planner does not
+    know.
     """
 
     model: str
@@ -52,6 +54,7 @@ class PlanRequest:
     arrivals: Arrivals = "steady"
     decode_only: bool = False
     ideal: bool = False
+    measured: bool = True
     usd_per_gpu_hour: float | None = None
     allow_unknown_config_keys: bool = False
 
@@ -61,7 +64,8 @@ class FoundParts:
     """The model and the machines that a request names.
 
     The engine answers to `served_model_names`. `note` is the catalogue's remark on the model, `warning` says that its
-    config and its files do not agree. `draft` is the draft model that --speculative-config names.
+    config and its files do not agree. `draft` is the draft model that --speculative-config names. `measured` are runs
+    that were measured here.
     """
 
     model: ModelSpec
@@ -70,6 +74,7 @@ class FoundParts:
     served_model_names: tuple[str, ...] = ()
     note: str | None = None
     warning: str | None = None
+    measured: tuple[MeasuredRun, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +82,7 @@ class PlanResult:
     """A plan, or the error that says why there is none, and what both were made from.
 
     `contexts` are the longest contexts by layout, if `--max-model-len auto` asked for them. `ideal`: the person asked
-    for the ideal speed.
+    for the ideal speed. `measured` are runs here on this accelerator.
     """
 
     inputs: PlanInputs
@@ -88,6 +93,7 @@ class PlanResult:
     usd_per_gpu_hour: float | None = None
     contexts: tuple[LayoutContexts, ...] = ()
     ideal: bool = False
+    measured: MeasuredHere | None = None
 
     @property
     def model(self) -> ModelSpec:
@@ -112,7 +118,7 @@ class PlanResult:
         """
         layout = self.chosen.layout
         engine = replace(self.inputs, engine=engine or self.inputs.engine).engine_for(layout)
-        return Roofline(self.model, self.accelerator, engine, layout)
+        return Roofline(self.model, self.accelerator, engine, layout, self.measured)
 
     def estimates(self, engine: EngineConfig | None = None) -> list[SpeedEstimate]:
         """Return the speeds of a replica by requests in flight; none if the accelerator's speed is not known."""
@@ -145,13 +151,14 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
     if asked.input_tokens or asked.output_tokens:
         tokens = traffic.input_tokens + traffic.output_tokens
         inputs = replace(inputs, workload=replace(inputs.workload, request_tokens=tokens))
+    measured = MeasuredHere(found.measured, inputs.cluster.accelerator.name)
     is_auto, reasons = asked.workload.max_model_len == LONGEST_THAT_FITS, _context_reasons(inputs, contexts)
     planned = inputs
     try:
         if asked.target is not None:
             if asked.engines_per_node == 1:
                 inputs = replace(inputs, cluster=replace(inputs.cluster, is_whole=False))
-            planned, speed = _for_target(inputs, traffic, asked.target)
+            planned, speed = _for_target(inputs, traffic, asked.target, measured)
             reasons += speed
             traffic = replace(traffic, concurrency=planned.workload.concurrency)
             inputs = replace(inputs, engine=planned.engine)
@@ -174,6 +181,7 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
         usd_per_gpu_hour=asked.usd_per_gpu_hour,
         contexts=tuple(contexts),
         ideal=asked.ideal,
+        measured=measured,
     )
 
 
@@ -251,7 +259,9 @@ def _traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
     )
 
 
-def _for_target(inputs: PlanInputs, traffic: Traffic, asked: str) -> tuple[PlanInputs, list[str]]:
+def _for_target(
+    inputs: PlanInputs, traffic: Traffic, asked: str, measured: MeasuredHere
+) -> tuple[PlanInputs, list[str]]:
     """Return the inputs with the machines, sizes and replicas that meet the target, and why.
 
     Raises NoLayoutError where none does, InvalidRequestError where a number of replicas was asked for as well.
@@ -262,7 +272,7 @@ def _for_target(inputs: PlanInputs, traffic: Traffic, asked: str) -> tuple[PlanI
     if workload.replicas is not None:
         raise InvalidRequestError("--target chooses the number of replicas: leave out --replicas, or --target.")
     try:
-        option, reasons = choose_deployment(inputs, traffic, target)
+        option, reasons = choose_deployment(inputs, traffic, target, measured)
     except DoesNotFitError as error:
         minimum = minimum_gpus(inputs, at_most=0)
         raise NoLayoutError(str(error), candidates=(), suggestions=(), minimum_gpus=minimum) from None

@@ -71,7 +71,7 @@ def drawn_of(result: PlanResult, layout: Layout, memory: MemoryEstimate) -> Draw
     inputs = result.inputs
     engine = replace(inputs.engine_for(layout), max_num_seqs=memory.max_num_seqs)
     return Drawn(
-        roofline=Roofline(result.model, result.accelerator, engine, layout),
+        roofline=Roofline(result.model, result.accelerator, engine, layout, result.measured),
         memory=memory,
         traffic=result.traffic,
         max_model_len=inputs.max_model_len,

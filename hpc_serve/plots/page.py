@@ -102,7 +102,11 @@ def _accuracy(traffic: Traffic, drawn: Sequence[Drawn]) -> str:
     """Return how far published figures were from this formula's: by kind of accelerator, then by class of run."""
     kinds = dict.fromkeys(one.roofline.accelerator.kind for one in drawn)
     classes = dict.fromkeys(text for one in drawn for text in class_texts(one.roofline))
-    return "; ".join([*(accuracy_text(traffic, kind) for kind in kinds), *(() if traffic.decode_only else classes)])
+    runs = max(len(one.roofline.measured.runs) if one.roofline.measured else 0 for one in drawn)
+    here = [f"{runs} runs that were measured here correct the figures near them"] if runs else []
+    return "; ".join(
+        [*here, *(accuracy_text(traffic, kind) for kind in kinds), *(() if traffic.decode_only else classes)]
+    )
 
 
 def _subject(name: str, drawn: Drawn, formulas: dict[str, Traffic], contexts: Sequence[int]) -> dict[str, Any]:

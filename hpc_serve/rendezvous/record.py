@@ -194,7 +194,8 @@ class SubmittedJob:
 
     `pid` and `pid_start_time` (clock ticks since boot, field 22 of /proc/PID/stat) identify a local job's process on
     the host that submitted it. `submitted_at` is seconds since the epoch by the writer's clock. `engine_args` are the
-    options of `vllm serve` in the script, empty where an earlier version wrote the file.
+    options of `vllm serve` in the script, and `gpu` with `gpu_memory_bytes` is the accelerator that it was planned for;
+    both are empty where an earlier version wrote the file.
     `predecessor` is the job before it in a chain, from which it takes over; each job of one has `time_limit_s`.
     """
 
@@ -215,6 +216,8 @@ class SubmittedJob:
     end: JobEnd | None = field(default=None, metadata=MAY_BE_MISSING)
     replicas_per_job: Annotated[int, Bounds(1, 1024)] = field(default=1, metadata=MAY_BE_MISSING)
     engine_args: tuple[str, ...] = field(default=(), metadata=MAY_BE_MISSING)
+    gpu: str = field(default="", metadata=MAY_BE_MISSING)
+    gpu_memory_bytes: int | None = field(default=None, metadata=MAY_BE_MISSING)
     predecessor: str = field(default="", metadata=MAY_BE_MISSING)
     time_limit_s: float = field(default=0.0, metadata=MAY_BE_MISSING)
     version: int = VERSION

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def planned(name: str) -> dict[str, list[Any]]:
 
 
 def _numbers(asked: PlanRequest) -> list[Any]:
-    document = as_json(plan_for(asked))
+    document = as_json(plan_for(replace(asked, measured=False)))
     digest = hashlib.sha256(json.dumps(_rounded(document)).encode()).hexdigest()[:12]
     layout = [document[key] for key in ("tensor_parallel_size", "pipeline_parallel_size", "num_nodes")]
     return [document["parameters"], *layout, document["kv_cache_tokens"], digest]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -11,6 +12,13 @@ from hpc_serve.cli.main import run
 
 Ran: TypeAlias = Callable[..., Any]
 """Returns what pytest has captured: `out` and `err`."""
+
+
+@pytest.fixture(autouse=True)
+def _no_runs_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Plan as on a site where nothing was measured, whatever the home of whoever tests holds."""
+    if "HPC_SERVE_HOME" not in os.environ:
+        monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path_factory.getbasetemp() / "empty-home"))
 
 
 @pytest.fixture

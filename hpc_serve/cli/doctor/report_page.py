@@ -18,7 +18,7 @@ from hpc_serve.pages.charts import Curve, over_time, stage_bar
 from hpc_serve.pages.frame import document, swatch, table
 from hpc_serve.printable import printable
 from hpc_serve.redact import redact
-from hpc_serve.submit.plans.planned_speed import planned_request, planned_speeds, planned_tokens_per_s
+from hpc_serve.submit.plans.planned_speed import measured_runs_of, planned_request, planned_speeds, planned_tokens_per_s
 from hpc_serve.submit.status.start_words import stage_seconds
 
 if TYPE_CHECKING:
@@ -100,7 +100,9 @@ def _plan(found: ReplicaReport) -> Markup:
     if not speeds or request is None:
         return _facts(rows)
     cells = [(f"{count:,}", f"{speed:,.0f}") for count, speed in speeds]
-    what = f"Expected of requests of {request[0]:,} tokens in and {request[1]:,} out:"
+    runs = measured_runs_of(status.predicted)
+    corrected = f", corrected by {runs} earlier run{'s' if runs > 1 else ''} measured here" if runs else ""
+    what = f"Expected of requests of {request[0]:,} tokens in and {request[1]:,} out{corrected}:"
     return _facts(rows) + _note(what) + table(("in flight", "generated tokens/s"), cells)
 
 

@@ -39,6 +39,7 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 @click.option(
     "--decode-only", is_flag=True, help="Speed of generating alone: prompts are read elsewhere and take no time."
 )
+@click.option("--no-measured", "measured", flag_value=False, default=True, help="Leave out what `bench` measured here.")
 @click.option("--ideal", is_flag=True, help="The roofline: every rate at its peak, which no engine beats.")
 @click.option(
     "--plot",
@@ -126,7 +127,7 @@ def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
             name: options[name]
             for name in (
                 *("target", "input_tokens", "output_tokens", "arrivals", "longest_output_tokens"),
-                *("decode_only", "ideal", "usd_per_gpu_hour", "allow_unknown_config_keys"),
+                *("decode_only", "ideal", "measured", "usd_per_gpu_hour", "allow_unknown_config_keys"),
             )
         },
     )

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_serve.cli.console import plain_table
-from hpc_serve.plan.report.speed import arrivals_text
+from hpc_serve.plan.report.speed import arrivals_text, measured_text
 from hpc_serve.sizes import GIB
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ def print_comparison(results: list[PlanResult]) -> None:
         console.print()
         console.print(Text(_speed_heading(results, unit)))
         console.print(_speed_table(results, unit))
+        for result in results:
+            estimate = None if result.plan is None or result.ideal else _estimate(result)
+            if estimate is not None and (whence := measured_text([estimate])) is not None:
+                console.print(Text(f"{result.accelerator.name}: {whence}."))
 
 
 def _memory_table(results: list[PlanResult]) -> Table:

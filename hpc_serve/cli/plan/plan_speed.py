@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import click
 from rich.console import Console
@@ -18,14 +17,26 @@ from hpc_serve.plan.report.speed import (
     critical_text,
     explain_lines,
     knee_text,
+    measured_text,
+    range_of,
     range_text,
     start_text,
     waiting_text,
 )
-from hpc_serve.plan.speed.classes import class_texts, speed_range
+from hpc_serve.plan.speed.classes import class_texts
 from hpc_serve.plan.speed.estimate import SpeedEstimate
+from hpc_serve.plan.speed.step import Roofline
 
 _UNKNOWN = "Speed: no source confirms this accelerator's FLOP/s and bandwidth."
+_ARRIVALS = {
+    "steady": (
+        "so many always in flight",
+        " For N at once and then no more: --concurrency N --arrivals burst.",
+    ),
+    "burst": ("all at once and then no more", ""),
+    "decoding": ("decoding alone", ""),
+}
+"""By arrivals: the words for them, and a sentence on the other way."""
 _WIDE = 80
 """Columns of a terminal from which the table has all its columns and wide gaps."""
 
@@ -43,27 +54,30 @@ def speed_line(result: PlanResult) -> str:
     if not found:
         return _UNKNOWN
     shown = {one.traffic.concurrency: one for one in (found[0], _asked(found, traffic.concurrency), found[-1])}
-    near = None if result.ideal else speed_range(result.roofline(), traffic)
+    roofline = result.roofline()
     parts = [
-        f"{one.speed.output_tokens_per_s:,.0f} tokens/s{_range(near, one)} with {count:,} in flight "
+        f"{one.speed.output_tokens_per_s:,.0f} tokens/s{_range(roofline, one)} with {count:,} in flight "
         f"({_time(one.speed.tpot_s)} a token"
         + (f", {one.output_tokens_per_usd / 1e6:.2f} M tokens a dollar)" if one.output_tokens_per_usd else ")")
         for count, one in shown.items()
     ]
     figures = "Ideal speed" if result.ideal else "Speed to expect"
     whose = " of each replica" if result.chosen.replicas > 1 else ""
-    arrivals = "decoding alone" if traffic.decode_only else f"{traffic.arrivals} arrivals"
+    arrivals, other = _ARRIVALS["decoding" if traffic.decode_only else traffic.arrivals]
+    whence = None if result.ideal else measured_text(list(shown.values()))
+    measured = f"; {whence}" if whence else ""
     return (
         f"{figures}{whose}: {', '.join(parts)}; requests of {traffic.input_tokens:,} tokens in and "
-        f"{traffic.output_tokens:,} out, {arrivals}."
+        f"{traffic.output_tokens:,} out, {arrivals}{measured}.{other}"
     )
 
 
-def _range(near: Mapping[str, Any] | None, estimate: SpeedEstimate) -> str:
-    """The tokens/s between which eight of ten published sources would be, to two digits."""
-    if near is None:
+def _range(roofline: Roofline, estimate: SpeedEstimate) -> str:
+    """The tokens/s between which eight of ten measurements would be, to two digits."""
+    bounds = None if estimate.is_ideal else range_of(roofline, estimate)
+    if bounds is None:
         return ""
-    low, high = (float(f"{bound * estimate.speed.output_tokens_per_s:.1e}") for bound in near["measured_by_printed"])
+    low, high = (float(f"{bound * estimate.speed.output_tokens_per_s:.1e}") for bound in bounds)
     return f" ({low:,.0f} to {high:,.0f})"
 
 
@@ -107,7 +121,7 @@ def print_speed(console: Console, result: PlanResult) -> None:
     )
     console.print(table)
     roofline, memory = result.roofline(), result.chosen.memory
-    whence = None if result.ideal else range_text(roofline, traffic)
+    whence = None if result.ideal else range_text(roofline, found)
     for sentence in filter(None, (whence, *map(waiting_text, found))):
         console.print(Text(sentence))
     start = start_text(roofline, _asked(found, traffic.concurrency))

@@ -100,7 +100,7 @@ _PLAN_FIRST = ("model_argument", "model", "gpu", "num_nodes", "gpus_per_node", "
 PLAN_GROUPS: Mapping[str, Sequence[str]] = {
     "Most used": (*_PLAN_FIRST, "compare", "explained", "as_json"),
     "Layout": (*_LAYOUT, "replicas"),
-    "Requests and speed": (*_REQUESTS, "decode_only", "ideal", "usd_per_gpu_hour"),
+    "Requests and speed": (*_REQUESTS, "decode_only", "ideal", "measured", "usd_per_gpu_hour"),
 }
 REQUEST_GROUPS: Mapping[str, Sequence[str]] = {
     "Most used": (

@@ -17,7 +17,9 @@ from hpc_serve.cli.values import Duration, Written
 from hpc_serve.given_files import parse_json
 
 if TYPE_CHECKING:
+    from hpc_serve.bench.run import Run
     from hpc_serve.bench.sweep import Sweep
+    from hpc_serve.rendezvous.store import ServiceStore
 
 _USUAL_LENGTHS = "1000/1000"
 _USUAL_CONCURRENCY = (64,)
@@ -147,6 +149,8 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
         )
         for run in runs
     ]
+    for number, run in enumerate(runs, start=1):
+        _keep(store, run, number, options["gpu"])
     if results and options["save"] is not None:
         _write(options["save"], json.dumps(document(results, options["save"]), ensure_ascii=False) + "\n")
     if results and options["as_json"]:
@@ -161,6 +165,22 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
     if error is not None:
         raise error
     return 130 if any(run.interrupted for run in runs) else 0
+
+
+def _keep(store: ServiceStore, run: Run, number: int, gpu: str | None) -> None:
+    """Keep a run for later plans, and say so on stderr, or why it is not kept."""
+    from hpc_serve.bench.expected import NotKeptError, measured_run
+    from hpc_serve.submit.plans.measured_runs import FILE, keep_run
+
+    try:
+        kept = measured_run(store, run, gpu=gpu)
+        keep_run(store.home, kept)
+    except NotKeptError as error:
+        click.echo(f"Run {number} is not kept for later plans: {error}", err=True)
+        return
+    ratio = kept.tokens_per_s / kept.printed_tokens_per_s
+    where = store.home / FILE
+    click.echo(f"Run {number} is kept for later plans: × {ratio:.2g} of the printed speed ({where})", err=True)
 
 
 def _sweep(services: tuple[str, ...], options: dict[str, Any]) -> Sweep:

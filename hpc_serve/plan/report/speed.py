@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from hpc_serve.plan.catalog import speed_accuracy
@@ -96,9 +96,32 @@ def accuracy_text(traffic: Traffic, kind: AcceleratorKind) -> str:
     return text
 
 
-def range_text(roofline: Roofline, traffic: Traffic) -> str | None:
-    """Say whence the range is. None if there is none."""
-    found = speed_range(roofline, traffic)
+def measured_text(estimates: Sequence[SpeedEstimate]) -> str | None:
+    """Say by how many runs here the expected figures are corrected, and how. None if they are not."""
+    found = [one.measured for one in estimates if one.measured is not None]
+    if not found:
+        return None
+    runs, ratios = max(one.runs for one in found), sorted({f"{one.ratio:.2g}" for one in found}, key=float)
+    times = ratios[0] if len(ratios) == 1 else f"{ratios[0]} to {ratios[-1]}"
+    some = "" if len(found) == len(estimates) else f", for {len(found)} of these {len(estimates)} figures"
+    return f"measured here on {runs} run{'s' if runs > 1 else ''}: × {times}{some}"
+
+
+def range_of(roofline: Roofline, estimate: SpeedEstimate) -> tuple[float, float] | None:
+    """Return the range of an expected speed, in multiples of it: eight of ten measurements are there."""
+    if estimate.measured is not None:
+        return estimate.measured.bounds
+    found = speed_range(roofline, estimate.traffic)
+    return None if found is None else tuple(found["measured_by_printed"])
+
+
+def range_text(roofline: Roofline, estimates: Sequence[SpeedEstimate]) -> str | None:
+    """Say whence the range is, and by which runs here figures are corrected. None if there is neither."""
+    whence, found = measured_text(estimates), speed_range(roofline, estimates[0].traffic)
+    if whence is not None:
+        ranges = [one.measured.bounds for one in estimates if one.measured is not None]
+        low, high = min(ranges, key=lambda bounds: bounds[1] / bounds[0])
+        return f"The figures count what was {whence}. The narrowest range is {low:.2f} to {high:.2f} times the figure."
     if found is None:
         return None
     low, high = found["measured_by_printed"]
@@ -208,6 +231,8 @@ def explain_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
         origin = "fitted on published measurements" if name in FITTED else "assumed"
         hidden = ", behind the device's" if name == "sequence_s" and roofline.async_scheduling else ""
         yield f"    {shown:>8} {meaning}{hidden} ({origin})"
+    if (whence := measured_text([estimate])) is not None:
+        yield f"  All of these factors count what was {whence}."
     for line in limit_lines(roofline):
         yield f"  {line}"
 
@@ -276,6 +301,7 @@ def _estimate(estimate: SpeedEstimate) -> dict[str, Any]:
         "bound": estimate.bound,
         "output_tokens_per_s_per_gpu": estimate.output_tokens_per_s_per_gpu,
         "output_tokens_per_usd": estimate.output_tokens_per_usd,
+        **({"measured": asdict(estimate.measured)} if estimate.measured else {}),
         "ideal": _speed(estimate.ideal),
         "expected": _speed(estimate.expected),
     }

@@ -7,12 +7,15 @@ benchmarks/accuracy/speed_accuracy.py measures it (plan/catalog/speed_accuracy.j
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import fields
 from typing import Any
 
 from hpc_serve.plan.catalog import speed_accuracy
+from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.plan.memory.cuda_graphs import graph_mode
 from hpc_serve.plan.model.spec import ModelSpec, distinct_layers
 from hpc_serve.plan.model.weights import Linear
+from hpc_serve.plan.speed.measured import Case
 from hpc_serve.plan.speed.step import Roofline
 from hpc_serve.plan.speed.traffic import Traffic
 
@@ -21,6 +24,15 @@ MANY_EXPERTS = 64
 MIXTURES = f"mixtures of {MANY_EXPERTS} experts and more on GPUs"
 OTHERS = "other models"
 PIPELINE_STAGES = "engines with pipeline stages"
+_OPTIONS = {
+    one.name: one.default
+    for one in fields(EngineConfig)
+    if one.name not in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    and one.name not in ("dtype", "quantization", "enforce_eager", "compilation_config", "optimization_level")
+    and one.name not in ("gpu_memory_utilization", "kv_cache_memory_bytes", "max_num_seqs", "vllm_version")
+}
+"""Options with their defaults that make a case another one: not those of layout, format and graphs, which a case names,
+and not those that only say how many requests run."""
 _FORMATS = {"bfloat16": "16 bit", "float16": "16 bit", "fp8": "fp8 (per tensor)"}
 
 
@@ -45,10 +57,13 @@ def own_classes(roofline: Roofline) -> tuple[str, ...]:
     model, accelerator = roofline.model, roofline.accelerator
     if accelerator.kind == "cpu":
         return ()
-    shape = "mixtures of experts" if model.num_experts else "dense models"
-    kind, where = f"{shape} in {weights_format(model)}", f"on {accelerator.name}"
+    kind, where = _kind_of(model), f"on {accelerator.name}"
     state = " without CUDA graphs" if _is_eager(roofline) else ""
     return (f"{kind} {where}{state}", f"{kind} {where}, with CUDA graphs or without", f"all models {where}{state}")
+
+
+def _kind_of(model: ModelSpec) -> str:
+    return f"{'mixtures of experts' if model.num_experts else 'dense models'} in {weights_format(model)}"
 
 
 def wide_classes(roofline: Roofline) -> tuple[str, ...]:
@@ -93,6 +108,36 @@ def speed_range(roofline: Roofline, traffic: Traffic) -> dict[str, Any] | None:
     found = speed_accuracy()[traffic.arrivals].get(roofline.accelerator.kind)
     ranges: dict[str, dict[str, Any]] = {} if found is None or traffic.decode_only else found["ranges"]
     return ranges.get(range_class(roofline))
+
+
+def case_of(roofline: Roofline, traffic: Traffic, running: float) -> Case:
+    """Return what a speed is of, to be compared with runs measured here. So many requests are `running` at once."""
+    model, layout, engine = roofline.model, roofline.layout, roofline.engine
+    return Case(
+        accelerator=roofline.accelerator.name,
+        numbers={
+            "active_parameters": model.active_parameters,
+            "tensor_parallel_size": layout.tensor_parallel_size,
+            "pipeline_parallel_size": layout.pipeline_parallel_size,
+            "data_parallel_size": layout.data_parallel_size,
+            "num_nodes": layout.num_nodes,
+            "input_tokens": traffic.input_tokens,
+            "output_tokens": traffic.output_tokens,
+            "running": running,
+        },
+        words={
+            "model": model.name,
+            "kind": _kind_of(model),
+            "graphs": graph_mode(engine),
+            "arrivals": "decoding alone" if traffic.decode_only else traffic.arrivals,
+            "vllm": ".".join(map(str, engine.version)),
+            **{
+                name: str(getattr(engine, name))
+                for name, default in _OPTIONS.items()
+                if getattr(engine, name) != default
+            },
+        },
+    )
 
 
 def range_class(roofline: Roofline) -> str:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.memory.kv_cache import cache_layout
 from hpc_serve.plan.speed.burst import burst_speed
+from hpc_serve.plan.speed.classes import case_of, speed_range
 from hpc_serve.plan.speed.decode import decode_speed
+from hpc_serve.plan.speed.measured import Correction
 from hpc_serve.plan.speed.steady import steady_speed
 from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Factors, Roofline
 from hpc_serve.plan.speed.traffic import Speed, Traffic
@@ -25,7 +27,8 @@ class SpeedEstimate:
     """The speed of one replica under some traffic.
 
     At once, `batch` of the requests in flight run, and the others wait. The cache holds `capacity` of them. `is_ideal`:
-    a person asked for the ideal figures alone.
+    a person asked for the ideal figures alone. `measured` are runs here, by which `expected` and `factors` are
+    corrected.
     """
 
     traffic: Traffic
@@ -37,6 +40,7 @@ class SpeedEstimate:
     factors: Factors
     usd_per_gpu_hour: float | None = None
     is_ideal: bool = False
+    measured: Correction | None = None
 
     @property
     def speed(self) -> Speed:
@@ -77,6 +81,9 @@ def estimate_speed(
     """
     capacity = requests_held(roofline, traffic, memory)
     batch = running_requests(roofline, traffic, capacity)
+    measured = _correction(roofline, traffic, batch)
+    if measured is not None:
+        factors = factors.times(measured.ratio)
     return SpeedEstimate(
         traffic=traffic,
         num_gpus=roofline.layout.num_gpus,
@@ -87,6 +94,17 @@ def estimate_speed(
         factors=factors,
         usd_per_gpu_hour=usd_per_gpu_hour,
         is_ideal=is_ideal,
+        measured=measured,
+    )
+
+
+def _correction(roofline: Roofline, traffic: Traffic, batch: float) -> Correction | None:
+    """Return what runs that were measured here say of a speed. None if there are no such runs."""
+    if roofline.measured is None or not roofline.measured.runs:
+        return None
+    published = speed_range(roofline, traffic)
+    return roofline.measured.correction(
+        case_of(roofline, traffic, batch), published["measured_by_printed"] if published else None
     )
 
 

@@ -8,7 +8,7 @@ Scale Your Model", part 7 (jax-ml.github.io/scaling-book/inference).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from hpc_serve.errors import InvalidRequestError
@@ -16,6 +16,7 @@ from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.engine import EngineConfig, is_async, max_num_batched_tokens, max_num_seqs
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.model.spec import ModelSpec
+from hpc_serve.plan.speed.measured import MeasuredHere
 from hpc_serve.plan.speed.work import ALL_REDUCES_PER_LAYER, ModelWork, StageWork, model_work
 
 ASSUMED_LINK_BYTES_PER_S = 32e9
@@ -44,7 +45,13 @@ class Factors:
     kernel_s: float
     sequence_s: float
 
+    def times(self, ratio: float) -> Factors:
+        """Return the factors of an engine that is so many times as fast: every time of a step is divided by it."""
+        shares = {name: getattr(self, name) * (1 / ratio if name.endswith("_s") else ratio) for name in _NAMES}
+        return Factors(**shares)
 
+
+_NAMES = tuple(one.name for one in fields(Factors))
 IDEAL = Factors(
     flops=1, expert_flops=1, attention_flops=1, bandwidth=1, link=1, collective_s=0, kernel_s=0, sequence_s=0
 )
@@ -120,7 +127,8 @@ class Roofline:
     With data parallelism the batch is that of one rank. The ranks step together, each with as large a batch.
 
     If scheduling is async, the host works on a step while the device computes the last one (`is_async` in
-    plan/engine.py). Raises InvalidRequestError if no source confirms the accelerator's FLOP/s or bandwidth.
+    plan/engine.py). `measured` are runs on this accelerator here. Raises InvalidRequestError if no source confirms the
+    accelerator's FLOP/s or bandwidth.
     """
 
     def __init__(
@@ -129,12 +137,14 @@ class Roofline:
         accelerator: AcceleratorSpec,
         engine: EngineConfig,
         layout: Layout,
+        measured: MeasuredHere | None = None,
     ) -> None:
         if not accelerator.dense_flops or not accelerator.bandwidth_bytes_per_s:
             raise InvalidRequestError(
                 f"{accelerator.product}: no source confirms its FLOP/s and bandwidth, so no speed can be estimated."
             )
         self.model, self.accelerator, self.engine, self.layout = model, accelerator, engine, layout
+        self.measured = measured
         self.async_scheduling = is_async(engine, accelerator.kind, layout.pipeline_parallel_size)
         self.work: ModelWork = model_work(model, accelerator, engine, layout)
         self.bandwidth: float = accelerator.bandwidth_bytes_per_s

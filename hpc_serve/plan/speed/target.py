@@ -18,6 +18,7 @@ from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.speed.classes import PIPELINE_STAGES
 from hpc_serve.plan.speed.estimate import SpeedEstimate, estimate_speed, held_at_once
 from hpc_serve.plan.speed.limits import limit_lines
+from hpc_serve.plan.speed.measured import MeasuredHere
 from hpc_serve.plan.speed.step import EXPECTED, Roofline
 from hpc_serve.plan.speed.traffic import Traffic
 
@@ -80,8 +81,10 @@ def parse_speed_target(text: str) -> SpeedTarget:
     return SpeedTarget(**limits)
 
 
-def choose_deployment(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget) -> tuple[Deployment, list[str]]:
-    """Return the fastest deployment that meets the target, and the reasons.
+def choose_deployment(
+    inputs: PlanInputs, traffic: Traffic, target: SpeedTarget, measured: MeasuredHere | None = None
+) -> tuple[Deployment, list[str]]:
+    """Return the fastest deployment that meets the target, and the reasons. `measured` are runs here.
 
     `traffic.concurrency` above 1 is that of all replicas together. 1 leaves the batch to this function. Raises
     DoesNotFitError where no layout fits, and where none is fast enough.
@@ -90,7 +93,7 @@ def choose_deployment(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget)
         raise InvalidRequestError(
             "ttft is the time of a prompt, and --decode-only has prompts read elsewhere: leave out one of them."
         )
-    deployments, small = _deployments(inputs, traffic, target)
+    deployments, small = _deployments(inputs, traffic, target, measured)
     if not deployments:
         raise DoesNotFitError(
             f"{inputs.model.name} fits no layout on these machines with requests of "
@@ -165,7 +168,9 @@ def _unmet_target_text(deployments: list[Deployment], target: SpeedTarget) -> st
     )
 
 
-def _deployments(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget) -> tuple[list[Deployment], list[Candidate]]:
+def _deployments(
+    inputs: PlanInputs, traffic: Traffic, target: SpeedTarget, measured: MeasuredHere | None
+) -> tuple[list[Deployment], list[Candidate]]:
     """Return (deployments, layouts that hold less than one request), on the fewest nodes that have a deployment."""
     cluster = inputs.cluster
     found: list[Deployment] = []
@@ -176,7 +181,7 @@ def _deployments(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget) -> t
             if candidate.memory is None or not candidate.memory.holds(1):
                 small.append(candidate)
                 continue
-            roofline = Roofline(inputs.model, cluster.accelerator, inputs.engine_for(layout), layout)
+            roofline = Roofline(inputs.model, cluster.accelerator, inputs.engine_for(layout), layout, measured)
             best = _best_batch(roofline, traffic, candidate.memory, target, replicas)
             found.append(
                 Deployment(
@@ -238,6 +243,11 @@ def _reasons(met: list[Deployment], missed: list[Deployment], small: list[Candid
         f"For {target}: {best}, {best.tokens_per_s:,.0f} tokens/s in all, {1000 * speed.tpot_s:.1f} ms between tokens "
         f"with {best.estimate.traffic.concurrency} requests in flight in each; bound by {best.estimate.bound}."
     ]
+    if (measured := best.estimate.measured) is not None:
+        reasons.append(
+            f"This speed is corrected by {measured.runs} runs that were measured here (× {measured.ratio:.2g}), the "
+            "others as far as those runs are near them."
+        )
     for other in met[1:4]:
         share = other.tokens_per_s / best.tokens_per_s
         reasons.append(

@@ -16,14 +16,20 @@ if TYPE_CHECKING:
 _PREFIX = "output_tokens_per_s_at_"
 _COUNT = re.compile(_PREFIX + r"([1-9][0-9]{0,8})")
 _INPUT, _OUTPUT = "request_input_tokens", "request_output_tokens"
+_RUNS = "measured_runs"
 
 
 def speed_figures(estimates: Sequence[SpeedEstimate]) -> dict[str, float]:
-    """Expected output tokens a second of one replica by requests in flight, and the tokens of each request."""
+    """Expected output tokens a second of one replica by requests in flight, and the tokens of each request.
+
+    Where runs that were measured here correct a figure, their number is beside them.
+    """
     if not estimates:
         return {}
     traffic = estimates[0].traffic
     of_request = {_INPUT: traffic.input_tokens, _OUTPUT: traffic.output_tokens}
+    if runs := max((one.measured.runs for one in estimates if one.measured), default=0):
+        of_request[_RUNS] = runs
     return of_request | {f"{_PREFIX}{one.traffic.concurrency}": one.expected.output_tokens_per_s for one in estimates}
 
 
@@ -58,3 +64,8 @@ def planned_request(predicted: Mapping[str, float]) -> tuple[int, int] | None:
     if _INPUT not in predicted or _OUTPUT not in predicted:
         return None
     return int(predicted[_INPUT]), int(predicted[_OUTPUT])
+
+
+def measured_runs_of(predicted: Mapping[str, float]) -> int:
+    """Return how many runs that were measured here corrected the plan's speed; 0: none."""
+    return int(predicted.get(_RUNS, 0))

@@ -6,6 +6,7 @@ plan`, `render` and `submit` all ask for it here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -19,6 +20,8 @@ from hpc_serve.plan.choice.vllm_flags import is_quantized_by_vllm
 from hpc_serve.plan.engine import EngineConfig, Workload
 from hpc_serve.plan.hardware.cluster import cluster_named, part_of_node
 from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
+from hpc_serve.rendezvous.store import default_home
+from hpc_serve.submit.plans.measured_runs import measured_runs
 from hpc_serve.submit.request.option import spellings
 from hpc_serve.submit.request.request import OPTIONS, ServeRequest
 from hpc_serve.vllm.arguments import read_arguments, value_of, without
@@ -215,5 +218,6 @@ def plan_for(asked: PlanRequest, *, stand_in: str | None = None) -> PlanResult:
         served_model_names=found.served_model_names,
         note=found.note,
         warning=found.warning,
+        measured=measured_runs(default_home(os.environ)) if asked.measured else (),
     )
     return make_plan(asked, parts)

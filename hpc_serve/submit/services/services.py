@@ -187,6 +187,8 @@ def _job_of(request: ServeRequest, plan: ServePlan, speed: Mapping[str, float]) 
         time_limit_s=(request.slurm.time_limit_s or 0.0) if request.chain > 1 else 0.0,
         predicted={**_figures(plan), **speed},
         engine_args=plan.vllm_args,
+        gpu=request.gpu,
+        gpu_memory_bytes=request.gpu_memory_bytes,
     )
 
 

@@ -122,7 +122,7 @@ def store(tmp_path):
 def run_of(input_len: int | None, output_len: int, **fields):
     request = replace(RUN.requests[0], input_len=input_len, output_len=output_len)
     pace = Pace(**{"max_concurrency": 32, **fields})
-    return replace(RUN, requests=(request,) * 2, replicas=("1-r0-0", "2-r0-0"), pace=pace)
+    return replace(RUN, requests=(request,) * 64, replicas=("1-r0-0", "2-r0-0"), pace=pace)
 
 
 def test_with_the_accelerators_name_the_plan_is_made_for_the_run(store):

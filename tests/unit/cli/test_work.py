@@ -92,6 +92,13 @@ def test_requests_and_speed_stand_beside_the_planned_speed(busy, store, capsys):
     }
 
 
+def test_the_planned_speed_says_by_how_many_runs_it_was_corrected(busy, store, capsys):
+    predicted = {"output_tokens_per_s_at_1": 120.0, "request_input_tokens": 1024.0, "request_output_tokens": 256.0}
+    store.write_submitted(make_submitted(service="8b", cluster="local", predicted={**predicted, "measured_runs": 3.0}))
+    line = "120 generated with 1 in flight, of 1,024 tokens in and 256 out; corrected by 3 earlier runs measured here"
+    assert line in " ".join(shown(capsys, "8b").split())
+
+
 def test_the_table_of_all_services_says_what_each_engine_does(busy, store, capsys):
     store.write(make_record(service="8b", job_id="8", cluster="local", state="starting"))
     out = " ".join(shown(capsys).split())

@@ -1,0 +1,138 @@
+"""Which runs are kept for later plans, and as what."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hpc_serve.bench.expected import NotKeptError, measured_run, predict
+from hpc_serve.bench.notes import notes_on
+from hpc_serve.bench.run import Pace, Run
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.submit.plans.measured_runs import FILE
+from tests.support.stubs import make_record, make_submitted
+from tests.unit.bench.conftest import make_outcome, make_run
+
+MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+ANSWERS = [make_outcome(place=place, latency_s=0.2) for place in range(20)]
+
+
+def run_of(**fields) -> Run:
+    """Ten requests a second of 0.2 s each: two under way. The engines worked for nobody else."""
+    usual = {"model": MODEL, "pace": Pace(max_concurrency=2), "others_tokens": 0.0, "vllm": "0.32.0"}
+    return make_run(*ANSWERS, **{**usual, **fields})
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = ServiceStore(tmp_path / "home")
+    store.ensure_service("405b")
+    submit(store)
+    return store
+
+
+def submit(store, *, gpu="h100-80gb", args=(), **fields):
+    sizes = {"tensor_parallel_size": 2, "num_nodes": 1, "gpus_per_node": 2}
+    store.write(make_record(job_id="1", model=MODEL, **sizes, **fields))
+    store.write_submitted(make_submitted(job_id="1", model=MODEL, gpu=gpu, engine_args=args))
+
+
+def test_a_run_is_kept_as_what_it_is_of(store):
+    one = measured_run(store, run_of(), gpu=None)
+    assert one.tokens_per_s == pytest.approx(20 * 3 / 2.0)
+    assert one.case.accelerator == "h100-80gb"
+    numbers = one.case.numbers
+    assert [numbers[name] for name in ("tensor_parallel_size", "input_tokens", "output_tokens", "running")] == [
+        2,
+        10,
+        3,
+        2,
+    ]
+    assert one.case.words["model"] == MODEL
+    assert one.case.words["arrivals"] == "steady"
+    assert one.case.words["vllm"] == "0.32"
+    assert one.printed_tokens_per_s == pytest.approx(predict(store, run_of(), gpu=None)["output_throughput"])
+
+
+def test_the_printed_speed_is_that_of_the_services_own_options(store):
+    plain = predict(store, run_of(), gpu=None)["output_throughput"]
+    submit(store, args=("--quantization", "fp8"))
+    assert predict(store, run_of(), gpu=None)["output_throughput"] > 1.1 * plain
+    assert "fp8" in measured_run(store, run_of(), gpu=None).case.words["kind"]
+
+
+def test_requests_that_all_come_at_once_are_a_burst(store):
+    one = measured_run(store, run_of(pace=Pace(max_concurrency=64)), gpu=None)
+    assert one.case.words["arrivals"] == "burst"
+    assert one.case.numbers["running"] == 20
+
+
+def test_with_few_requests_those_count_that_were_under_way_on_average(store):
+    one = measured_run(store, run_of(pace=Pace(max_concurrency=16)), gpu=None)
+    assert one.case.numbers["running"] == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"others_tokens": 9.0}, "remarks"),
+        ({"others_tokens": None}, "do not say what they generate"),
+        ({"waited": 0.6}, "remarks"),
+        ({"late_s": 0.1}, "remarks"),
+        ({"busy": 0.9}, "remarks"),
+        ({"outcomes": tuple(ANSWERS[:-1])}, "remarks"),
+        ({"outcomes": (*ANSWERS[:-1], make_outcome(place=19, error="HTTP 500: no"))}, "remarks"),
+        ({"outcomes": (*ANSWERS[:-1], make_outcome(place=19, output_len=2))}, "remarks"),
+        ({"workload": "prefix_repetition 10/3"}, "share prefixes"),
+        ({"workload": "mine.jsonl"}, "share prefixes"),
+        ({"pace": Pace(max_concurrency=2, request_rate=3.0)}, "has a rate"),
+        ({"replicas": ("9-r0-0",)}, "no record"),
+    ],
+)
+def test_a_run_that_says_something_else_is_not_kept(store, fields, why):
+    with pytest.raises(NotKeptError, match=why):
+        measured_run(store, run_of(**fields), gpu=None)
+
+
+def test_others_weights_and_another_accelerator_are_not_kept(store):
+    with pytest.raises(NotKeptError, match="submitted for h100-80gb, not for h200"):
+        measured_run(store, run_of(), gpu="h200")
+    submit(store, stand_in="/models/tiny")
+    with pytest.raises(NotKeptError, match="stand in"):
+        measured_run(store, run_of(), gpu=None)
+    submit(store, gpu="cpu")
+    assert "Name its accelerator" in predict(store, run_of(), gpu=None)["reason"]
+    with pytest.raises(NotKeptError, match="its accelerator is not known"):
+        measured_run(store, run_of(), gpu=None)
+    assert measured_run(store, run_of(), gpu="h200").case.accelerator == "h200-141gb"
+
+
+def test_the_work_of_others_is_told(store):
+    (others,) = notes_on(run_of(others_tokens=600.0), {})
+    assert others.startswith("The engines generated 600 tokens for other requests meanwhile, and 60 for these")
+    (waited,) = notes_on(run_of(waited=0.53), {})
+    assert "waited for a core 53% of the time" in waited
+    assert notes_on(run_of(waited=0.08), {}) == []
+
+
+def test_bench_counts_what_its_engine_did_for_others(service, measure):
+    engine = service.start()
+    (run,) = measure()
+    assert run.others_tokens == 0.0
+    assert run.waited is None  # its record does not say that the engine is here
+    assert engine
+
+
+def test_bench_says_whether_a_run_is_kept(service, ran):
+    service.start(model=MODEL, tensor_parallel_size=2, gpus_per_node=2)
+    service.store.write_submitted(make_submitted(job_id="100", model=MODEL, gpu="h100-80gb"))
+    words = ["bench", "405b", "--lengths", "40/6", "--num-prompts", "12", "--max-concurrency", "4"]
+    told = ran(words).err
+    kept = json.loads((service.store.home / FILE).read_text())["runs"]
+    assert len(kept) == 1
+    assert (
+        f"Run 1 is kept for later plans: × {kept[0]['tokens_per_s'] / kept[0]['printed_tokens_per_s']:.2g} of" in told
+    )
+    told = ran([*words, "--gpu", "h200"]).err
+    assert "Run 1 is not kept for later plans: it was submitted for h100-80gb, not for h200." in told

@@ -1,0 +1,59 @@
+"""The file of the runs that were measured here."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_serve.plan.speed.measured import Case, MeasuredRun
+from hpc_serve.submit.plans.measured_runs import FILE, MOST_RUNS, keep_run, measured_runs
+
+RUN = MeasuredRun(
+    case=Case(accelerator="h200", numbers={"running": 64.0}, words={"model": "m"}),
+    tokens_per_s=900.0,
+    printed_tokens_per_s=1000.0,
+    service="405b",
+    at=1.0,
+)
+
+
+def test_what_is_kept_is_read_again_and_is_ones_own(tmp_path):
+    home = tmp_path / "home"
+    keep_run(home, RUN)
+    keep_run(home, RUN)
+    assert measured_runs(home) == (RUN, RUN)
+    assert (home / FILE).stat().st_mode & 0o777 == 0o600
+    assert home.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_latest_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("hpc_serve.submit.plans.measured_runs.MOST_RUNS", 3)
+    for number in range(5):
+        keep_run(tmp_path, MeasuredRun(**{**vars(RUN), "at": float(number)}))
+    assert [run.at for run in measured_runs(tmp_path)] == [2.0, 3.0, 4.0]
+    assert MOST_RUNS > 3
+
+
+@pytest.mark.parametrize("text", ["", "no JSON", "[]", '{"runs": 1}', '{"runs": [{"case": {}}]}'])
+def test_a_damaged_file_counts_as_none(tmp_path, text):
+    (tmp_path / FILE).write_text(text)
+    (tmp_path / FILE).chmod(0o600)
+    assert measured_runs(tmp_path) == ()
+    keep_run(tmp_path, RUN)
+    assert measured_runs(tmp_path) == (RUN,)
+
+
+def test_a_run_that_makes_no_sense_is_passed_over(tmp_path):
+    keep_run(tmp_path, RUN)
+    text = (tmp_path / FILE).read_text()
+    (tmp_path / FILE).write_text(text.replace("900.0", "0.0"))
+    assert measured_runs(tmp_path) == ()
+    (tmp_path / FILE).write_text(text.replace("64.0", "-64.0"))
+    assert measured_runs(tmp_path) == ()
+    (tmp_path / FILE).write_text(text.replace("900.0", "1e300").replace("1000.0", "1e-300"))
+    assert measured_runs(tmp_path) == ()
+
+
+def test_a_link_to_others_runs_is_not_followed(tmp_path):
+    keep_run(tmp_path / "theirs", RUN)
+    (tmp_path / FILE).symlink_to(tmp_path / "theirs" / FILE)
+    assert measured_runs(tmp_path) == ()
