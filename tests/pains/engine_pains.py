@@ -35,7 +35,7 @@ def first_request(site: Site) -> Seen:
     """Pipeline parallelism with --enforce-eager, with which vLLM on CPUs starts and cannot answer."""
     layout: dict[str, Any] = {**ONE_NODE, "pipeline_parallel_size": 2, "backend": "mp"}
     return site.failed(
-        site.submit_engine("first-request", *SMALL, "--enforce-eager", env={"VLLM_PLUGINS": ""}, **layout)
+        site.submit_engine("first-request", *SMALL, "--enforce-eager", env={"VLLM_PLUGINS": "amx"}, **layout)
     )
 
 
