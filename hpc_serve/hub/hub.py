@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from hpc_serve.plan.model.quantization import QUANTIZATION_FILE, with_quantizati
 if TYPE_CHECKING:
     import httpx
 
+_EMBEDDERS_FILE = "modules.json"
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -40,7 +41,7 @@ class FoundModel:
 
     `name` is what `vllm serve` takes (repository or folder), `served_model_names` are that and the alias asked for,
     `origin` says where the config was found, `folder` is where weights may lie. `note` is the catalogue's; `warning`
-    says that config and files do not agree.
+    says that config and files do not agree. `engine` are options that vLLM serves it with, by EngineConfig's names.
     """
 
     name: str
@@ -50,6 +51,7 @@ class FoundModel:
     note: str | None = None
     warning: str | None = None
     folder: Path | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
 def find_model(
@@ -68,7 +70,12 @@ def find_model(
         names = (entry.name,) if name.lower() == entry.name.lower() else (entry.name, name.lower())
         cached = cached_folder(entry.name, environ)
         return FoundModel(
-            name=entry.name, served_model_names=names, config=entry.config, note=entry.note, folder=cached
+            name=entry.name,
+            served_model_names=names,
+            config=entry.config,
+            note=entry.note,
+            folder=cached,
+            engine=entry.engine,
         )
     if path.is_dir() or path.is_file():
         return _from_folder(path)
@@ -84,7 +91,9 @@ def find_model(
             config, origin = _config(partial(_in_folder, cached)), "the Hugging Face cache"
     except UnknownModelError as error:
         raise UnknownModelError(f"{error}{catalog.did_you_mean(name)}") from None
-    return FoundModel(name=name, served_model_names=(name,), config=config, origin=origin, folder=cached)
+    return FoundModel(
+        name=name, served_model_names=(name,), config=config, origin=origin, folder=cached, engine=_options(cached)
+    )
 
 
 def find_spec(
@@ -107,10 +116,11 @@ def find_spec(
     found = find_model(name, environ=environ, transport=transport)
     if stand_in is not None:
         loaded = find_model(stand_in, environ=environ, transport=transport)
-        found = replace(found, config=loaded.config, folder=loaded.folder)
+        found = replace(found, config=loaded.config, folder=loaded.folder, engine=loaded.engine)
     draft_config = _draft_config(engine.draft_model, environ, transport) if engine.draft_model else None
     stored = stored_weights(found.folder) if found.folder else None
 
+    engine = engine.completed(found.engine)
     spec = model_from_config(
         with_overrides(found.config, engine.hf_overrides),
         name=found.name,
@@ -118,6 +128,7 @@ def find_spec(
         quantization=engine.quantization,
         allow_unknown_keys=allow_unknown_keys,
     )
+    spec = replace(spec, engine_options={**found.engine, **spec.engine_options})
     spec, warning = match_checkpoint(spec, stored)
     draft = None
     if draft_config is not None:
@@ -188,8 +199,18 @@ def _from_folder(path: Path) -> FoundModel:
         raise UnknownModelError(f"{path} has no config.json, so it is not a model's folder.")
     folder, config = file.parent.absolute(), _config(partial(_in_folder, file.parent), file.name)
     return FoundModel(
-        name=str(folder), served_model_names=(folder.name,), config=config, origin=str(file), folder=folder
+        name=str(folder),
+        served_model_names=(folder.name,),
+        config=config,
+        origin=str(file),
+        folder=folder,
+        engine=_options(folder),
     )
+
+
+def _options(folder: Path | None) -> Mapping[str, Any]:
+    """Return what vLLM takes from files beside the config: that of Sentence Transformers makes an embedder."""
+    return {"runner": "pooling"} if folder is not None and (folder / _EMBEDDERS_FILE).is_file() else {}
 
 
 def _config(read: Callable[[str], Mapping[str, Any]], file: str = "config.json") -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -52,7 +52,8 @@ class EngineConfig:
     """Options of `vllm serve` that decide about memory and speed.
 
     None: vLLM's default, or for the layout the planner's choice. `use_v1` False is the engine before V1. vLLM up to
-    0.9 has both. `uncounted` are further options that are given and may change memory or speed.
+    0.9 has both. If `takes_whole_texts`, a step has no part of a text, as with encoders. `uncounted` are further
+    options that are given and may change memory or speed.
     """
 
     tensor_parallel_size: int | None = None
@@ -93,6 +94,7 @@ class EngineConfig:
     hf_overrides: Mapping[str, Any] | None = field(default=None, hash=False)
     vllm_version: str = PINNED_VERSION
     use_v1: bool | None = None
+    takes_whole_texts: bool = False
     uncounted: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -109,6 +111,13 @@ class EngineConfig:
                 f"vllm_version is {self.vllm_version!r}, and {PINNED_VERSION} is the newest that the planner knows. "
                 "Leave it out to plan for the newest."
             )
+
+    def completed(self, options: Mapping[str, Any]) -> EngineConfig:
+        """Return the same with these options, where they are not given."""
+        defaults = {one.name: one.default for one in fields(self)}
+        return replace(
+            self, **{name: value for name, value in options.items() if getattr(self, name) == defaults[name]}
+        )
 
     @cached_property
     def version(self) -> tuple[int, int]:
@@ -256,17 +265,16 @@ def max_num_batched_tokens(engine: EngineConfig, accelerator: AcceleratorSpec, m
 
     Source: `get_batch_defaults` in vLLM's engine/arg_utils.py. GPUs of 160 GiB or more have twice as many since pull
     request 51726 of 2026-08, which 0.26 is the first version that can have. Before V1 a step held a whole prompt,
-    except with contexts above 32k, which turned on chunked prefill.
+    except with contexts above 32k, which turned on chunked prefill. An encoder's step holds a whole text.
     """
     if engine.max_num_batched_tokens:
         return engine.max_num_batched_tokens
     if engine.is_v0:
         return max(max_model_len, 2048) if max_model_len <= 32768 else 2048
-    if accelerator.default_max_num_batched_tokens:
-        return accelerator.default_max_num_batched_tokens
-    if _is_large(accelerator):
-        return 16384 if accelerator.total_bytes >= 160 * GIB and engine.version >= (0, 26) else 8192
-    return 2048
+    default = accelerator.default_max_num_batched_tokens or 2048
+    if not accelerator.default_max_num_batched_tokens and _is_large(accelerator):
+        default = 16384 if accelerator.total_bytes >= 160 * GIB and engine.version >= (0, 26) else 8192
+    return max(max_model_len, default) if engine.takes_whole_texts else default
 
 
 def max_num_seqs(engine: EngineConfig, accelerator: AcceleratorSpec) -> int:

@@ -24,6 +24,8 @@ from hpc_serve.plan.speed.step import Roofline
 from hpc_serve.plan.speed.traffic import Traffic
 
 DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 1024, 256
+DEFAULT_TEXT_TOKENS = 512
+"""Of a text to embed or to score."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,13 +147,19 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
         raise InvalidRequestError(
             "--target chooses by what is expected of a real engine: leave out --ideal, or --target."
         )
+    asked = replace(asked, engine=asked.engine.completed(found.model.engine_options))
+    if asked.engine.runner != found.model.engine_options.get("runner", asked.engine.runner):
+        raise InvalidRequestError(
+            f"{found.model.name} is an embedder, a reranker or a classifier, which generates no text: leave out "
+            f"--runner {asked.engine.runner}."
+        )
     found = replace(found, model=loaded_model(found.model, asked.engine, found.draft))
     inputs, contexts = _inputs(asked, found)
     traffic = _traffic(asked, inputs.max_model_len)
     if asked.input_tokens or asked.output_tokens:
-        tokens = traffic.input_tokens + traffic.output_tokens
+        tokens = traffic.input_tokens + (traffic.output_tokens if traffic.generates else 0)
         inputs = replace(inputs, workload=replace(inputs.workload, request_tokens=tokens))
-    measured = MeasuredHere(found.measured, inputs.cluster.accelerator.name)
+    measured = MeasuredHere(found.measured if traffic.generates else (), inputs.cluster.accelerator.name)
     is_auto, reasons = asked.workload.max_model_len == LONGEST_THAT_FITS, _context_reasons(inputs, contexts)
     planned = inputs
     try:
@@ -236,6 +244,8 @@ def _traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
 
     Raises InvalidRequestError where the lengths asked for are more than the context.
     """
+    if asked.engine.is_pooling:
+        return _pooling_traffic(asked, max_model_len)
     outputs = asked.output_tokens or min(DEFAULT_OUTPUT_TOKENS, max(1, max_model_len // 5))
     inputs = asked.input_tokens or max(1, min(DEFAULT_INPUT_TOKENS, max_model_len - outputs))
     if inputs + outputs > max_model_len:
@@ -256,6 +266,25 @@ def _traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
         arrivals=asked.arrivals,
         longest_output_tokens=longest,
         decode_only=asked.decode_only,
+    )
+
+
+def _pooling_traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
+    """Return the texts that an embedder or a reranker gets. Raises InvalidRequestError for options of generation."""
+    given = {
+        "--output-tokens": asked.output_tokens,
+        "--longest-output-tokens": asked.longest_output_tokens,
+        "--decode-only": asked.decode_only,
+        "--target": asked.target,
+    }
+    if named := [option for option, value in given.items() if value]:
+        raise InvalidRequestError(f"The model generates no text: leave out {', '.join(named)}.")
+    tokens = asked.input_tokens or min(DEFAULT_TEXT_TOKENS, max_model_len)
+    if tokens > max_model_len:
+        raise InvalidRequestError(f"A text has {tokens:,} tokens, and at most {max_model_len:,} are read.")
+    concurrency = asked.workload.concurrency
+    return Traffic(
+        input_tokens=tokens, output_tokens=1, concurrency=concurrency, arrivals=asked.arrivals, generates=False
     )
 
 

@@ -57,10 +57,13 @@ NOT_MEASURED = {
     "Gemma3nForConditionalGeneration": "its tower needs timm",
     "DeepseekV4ForCausalLM": "compress_rates and layer_types in place of compress_ratios",
     "KimiLinearForCausalLM": "layer_types in place of linear_attn_config",
+    "NomicBertModel": "hidden_size and others in place of n_embd",
     "MiniMaxM3SparseForConditionalGeneration": "index_n_heads and others in place of sparse_attention_config",
     "Step3p7ForConditionalGeneration": "hidden_size of the tower in place of width",
 }
 """Architectures that are not measured, and why. Most have other names in published configs than transformers writes."""
+_NOT_LOADED = "pooler."
+"""What transformers adds to encoders, and vLLM leaves out of embedders."""
 _MADE_BY = "python -m tests.support.config_keys"
 _NOT_OF_WEIGHTS = ("window", "max_position", "layer_types", "chunk_size", "cache_dtype", "rope_", "block_types")
 """Parts of names of keys that change the cache, the context or the order of layers, though no weight: never passed over
@@ -170,7 +173,8 @@ def _shapes(model_class: Any, config: dict[str, Any]) -> dict[str, int] | None:
             model.tie_weights()
     except Exception:
         return None
-    return {name: parameter.numel() for name, parameter in model.named_parameters()}
+    of_vllm = (pair for pair in model.named_parameters() if not pair[0].startswith(_NOT_LOADED))
+    return {name: parameter.numel() for name, parameter in of_vllm}
 
 
 def _passed_over(found: dict[str, Any]) -> list[str]:

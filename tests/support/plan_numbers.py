@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_serve.cli.plan.plan_view import as_json
+from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan import EngineConfig, Workload
 from hpc_serve.plan.catalog import models
 from hpc_serve.plan.make import PlanRequest
@@ -34,8 +35,14 @@ WAYS: dict[str, dict[str, Any]] = {
 def planned(name: str) -> dict[str, list[Any]]:
     """Return the headline numbers of a model by way of planning, and the digest of all that `plan --json` prints."""
     known = json.loads(NUMBERS.read_text()).get(name, {})
-    way = next((way for way in WAYS if way in known), list(WAYS)[len(name) % len(WAYS)])
+    possible = [way for way, asked in WAYS.items() if "target" not in asked or not _is_pooling(name)]
+    way = next((way for way in WAYS if way in known), possible[len(name) % len(possible)])
     return {"h100-80gb": _numbers(PlanRequest(model=name)), way: _numbers(PlanRequest(model=name, **WAYS[way]))}
+
+
+def _is_pooling(name: str) -> bool:
+    """Return whether a model generates no text, so that no target is for it."""
+    return find_spec(name, environ={})[1].engine_options.get("runner") == "pooling"
 
 
 def _numbers(asked: PlanRequest) -> list[Any]:

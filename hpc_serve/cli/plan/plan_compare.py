@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_serve.cli.console import plain_table
-from hpc_serve.plan.report.speed import arrivals_text, measured_text
+from hpc_serve.plan.report.speed import arrivals_text, measured_text, requests_text, time_of
 from hpc_serve.sizes import GIB
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _memory_table(results: list[PlanResult]) -> Table:
 
 def _speed_heading(results: list[PlanResult], unit: str) -> str:
     traffic = results[0].traffic
-    requests = f"requests of {traffic.input_tokens:,} tokens in and {traffic.output_tokens:,} out"
+    requests = requests_text(traffic)
     together = ", all replicas together" if _has_replicas(results) else ""
     most = "" if _is_concurrency_asked(results[0]) else ", as many in flight as --max-num-seqs and the cache allow"
     usd = next((result.usd_per_gpu_hour for result in results if result.usd_per_gpu_hour), None)
@@ -78,10 +78,9 @@ def _speed_heading(results: list[PlanResult], unit: str) -> str:
 
 
 def _speed_table(results: list[PlanResult], unit: str) -> Table:
-    price = any(result.usd_per_gpu_hour for result in results)
-    table = _table(
-        f"{unit.upper()}S", "IN FLIGHT", "TPOT", "TOKENS/S", f"PER {unit.upper()}", *(("PER $",) if price else ())
-    )
+    price, generates = any(result.usd_per_gpu_hour for result in results), results[0].traffic.generates
+    columns = ("TPOT", "TOKENS/S") if generates else ("TIME", "TEXTS/S")
+    table = _table(f"{unit.upper()}S", "IN FLIGHT", *columns, f"PER {unit.upper()}", *(("PER $",) if price else ()))
     for result in results:
         if result.plan is None:
             continue
@@ -94,7 +93,7 @@ def _speed_table(results: list[PlanResult], unit: str) -> Table:
             Text(result.accelerator.name),
             f"{copies * estimate.num_gpus:,}",
             f"{copies * estimate.traffic.concurrency:,}",
-            f"{1000 * estimate.speed.tpot_s:,.1f} ms",
+            f"{1000 * time_of(estimate):,.1f} ms",
             f"{copies * estimate.speed.output_tokens_per_s:,.0f}",
             f"{estimate.output_tokens_per_s_per_gpu:,.0f}",
             *dollar,

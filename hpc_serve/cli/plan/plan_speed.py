@@ -20,7 +20,9 @@ from hpc_serve.plan.report.speed import (
     measured_text,
     range_of,
     range_text,
+    requests_text,
     start_text,
+    time_of,
     waiting_text,
 )
 from hpc_serve.plan.speed.classes import class_texts
@@ -54,10 +56,10 @@ def speed_line(result: PlanResult) -> str:
     if not found:
         return _UNKNOWN
     shown = {one.traffic.concurrency: one for one in (found[0], _asked(found, traffic.concurrency), found[-1])}
-    roofline = result.roofline()
+    roofline, unit = result.roofline(), "token" if traffic.generates else "text"
     parts = [
-        f"{one.speed.output_tokens_per_s:,.0f} tokens/s{_range(roofline, one)} with {count:,} in flight "
-        f"({_time(one.speed.tpot_s)} a token"
+        f"{one.speed.output_tokens_per_s:,.0f} {unit}s/s{_range(roofline, one)} with {count:,} in flight "
+        f"({_time(time_of(one))} a {unit}"
         + (f", {one.output_tokens_per_usd / 1e6:.2f} M tokens a dollar)" if one.output_tokens_per_usd else ")")
         for count, one in shown.items()
     ]
@@ -66,10 +68,7 @@ def speed_line(result: PlanResult) -> str:
     arrivals, other = _ARRIVALS["decoding" if traffic.decode_only else traffic.arrivals]
     whence = None if result.ideal else measured_text(list(shown.values()))
     measured = f"; {whence}" if whence else ""
-    return (
-        f"{figures}{whose}: {', '.join(parts)}; requests of {traffic.input_tokens:,} tokens in and "
-        f"{traffic.output_tokens:,} out, {arrivals}{measured}.{other}"
-    )
+    return f"{figures}{whose}: {', '.join(parts)}; {requests_text(traffic)}, {arrivals}{measured}.{other}"
 
 
 def _range(roofline: Roofline, estimate: SpeedEstimate) -> str:
@@ -90,9 +89,10 @@ def print_speed(console: Console, result: PlanResult) -> None:
     unit = result.accelerator.unit.upper()
     has_each = not usd or console.width >= _WIDE
     each = (f"PER {unit}",) if has_each else ()
-    first = () if traffic.decode_only else ("TTFT",)
+    first = () if traffic.decode_only or not traffic.generates else ("TTFT",)
+    rate = ("TPOT", "TOKENS/S") if traffic.generates else ("TIME", "TEXTS/S")
     beside = () if result.ideal else ("IDEAL",)
-    numbers = ("IN FLIGHT", *first, "TPOT", "TOKENS/S", *beside, *each, *(("PER $",) if usd else ()))
+    numbers = ("IN FLIGHT", *first, *rate, *beside, *each, *(("PER $",) if usd else ()))
     table = wide_table(console, *numbers, "BOUND BY", left=("BOUND BY",))
     for estimate in found:
         speed = estimate.speed
@@ -100,7 +100,7 @@ def print_speed(console: Console, result: PlanResult) -> None:
         table.add_row(
             f"{estimate.traffic.concurrency:,}",
             *((_time(speed.ttft_s),) if first else ()),
-            _time(speed.tpot_s),
+            _time(time_of(estimate)),
             f"{speed.output_tokens_per_s:,.0f}",
             *((f"{estimate.ideal.output_tokens_per_s:,.0f}",) if beside else ()),
             *((f"{estimate.output_tokens_per_s_per_gpu:,.0f}",) if has_each else ()),
@@ -113,13 +113,11 @@ def print_speed(console: Console, result: PlanResult) -> None:
         about = "every rate at its peak, communication hidden: no published measurement is above it"
     else:
         figures, about = "Speed to expect", accuracy_text(traffic, result.accelerator.kind)
-    console.print(
-        Text(
-            f"{figures}{whose}, requests of {traffic.input_tokens:,} tokens in and {traffic.output_tokens:,} "
-            f"out, {arrivals_text(traffic)} ({about}; the factors are below):"
-        )
-    )
+    factors = "; the factors are below" if traffic.generates else ""
+    console.print(Text(f"{figures}{whose}, {requests_text(traffic)}, {arrivals_text(traffic)} ({about}{factors}):"))
     console.print(table)
+    if not traffic.generates:
+        return
     roofline, memory = result.roofline(), result.chosen.memory
     whence = None if result.ideal else range_text(roofline, found)
     for sentence in filter(None, (whence, *map(waiting_text, found))):
@@ -138,7 +136,7 @@ def print_speed(console: Console, result: PlanResult) -> None:
 def print_speed_explanation(result: PlanResult) -> None:
     """The step of the plan at the concurrency asked for, or with the cache full."""
     found = result.estimates()
-    if not found:
+    if not found or not result.traffic.generates:
         return
     click.echo()
     for line in explain_lines(result.roofline(), _asked(found, result.traffic.concurrency)):

@@ -126,7 +126,7 @@ def _print_bar(console: Console, memory: MemoryEstimate, unit: str) -> None:
         ("activations", memory.activation_bytes, "yellow", "▓"),
         ("CUDA graphs", graphs, "magenta", "▒"),
         ("non-torch", memory.non_torch_bytes, "red", "▒"),
-        ("KV cache", max(0, memory.kv_cache_bytes), "green", "░"),
+        ("KV cache" if memory.blocks_per_request else "unused", max(0, memory.kv_cache_bytes), "green", "░"),
         ("left free", memory.total_bytes - memory.requested_bytes, "bright_black", "·"),
     ]
     console.print(Text(f"One {unit} of {_gib(memory.total_bytes)} GiB, the tightest:"))

@@ -57,13 +57,18 @@ def _first_use(store: ServiceStore, status: ReplicaStatus) -> str:
     submitted = store.read_submitted(status.service)
     words = next((job.engine_args for job in submitted if job.job_id == status.job_id), ())
     if value_of(read_arguments(words), "--runner") == "pooling":
-        return f"It generates no text. For embeddings: {embeddings_call(status.service)}"
+        return f"It generates no text. {pooling_calls(status.service)}"
     return f"Try: hpc-serve chat {status.service}"
 
 
-def embeddings_call(service: str) -> str:
-    """The words of Python that ask a service for an embedding."""
-    return f'`client = hpc_serve.connect("{service}")`, `client.embeddings.create(model=client.model, input="…")`'
+def pooling_calls(service: str) -> str:
+    """The words of Python that ask a service for embeddings, or for the scores of a reranker."""
+    return (
+        f'In Python, after `client = hpc_serve.connect("{service}")`: '
+        '`client.embeddings.create(model=client.model, input="…")` asks an embedder, and '
+        '`client.post("/rerank", body={"model": client.model, "query": "…", "documents": ["…"]}, cast_to=object)` '
+        "a reranker."
+    )
 
 
 class Stages:

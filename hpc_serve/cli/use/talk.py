@@ -145,13 +145,12 @@ def _ask(client: ServiceClient, messages: list[dict[str, str]], options: dict[st
                 click.echo(printable(text), nl=False)
                 sys.stdout.flush()
     except openai.NotFoundError as error:
-        from hpc_serve.cli.services.stages import embeddings_call
+        from hpc_serve.cli.services.stages import pooling_calls
 
         if "does not exist" in error.message:  # the model, not the route
             raise HpcServeError(f"{client.service} answered {error.status_code}: {error.message}") from error
         raise HpcServeError(
-            f"{client.service} has no chat: its engine generates no text. If it is for embeddings, "
-            f"{embeddings_call(client.service)} asks it."
+            f"{client.service} has no chat: its engine generates no text. {pooling_calls(client.service)}"
         ) from error
     except openai.APIStatusError as error:
         raise HpcServeError(f"{client.service} answered {error.status_code}: {error.message}") from error

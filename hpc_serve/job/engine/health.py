@@ -24,6 +24,16 @@ _TIMEOUT_S = 10.0
 _METRICS_TIMEOUT_S = 5.0
 _LOWEST_PRIORITY = 1_000_000
 _HEALTH = "/health"
+_FIRST_REQUESTS: Mapping[str, Mapping[str, Any]] = {
+    "/v1/completions": {"prompt": "1", "max_tokens": 1},
+    "/v1/embeddings": {"input": "1"},
+    "/score": {"text_1": "1", "text_2": "1"},
+    "/classify": {"input": "1"},
+    "/pooling": {"input": "1"},
+}
+"""A small request of each kind of model: text, embeddings, a reranker's scores, classes, and what else is pooled."""
+_NOT_OF_THIS_KIND = (400, 404, 405, 501)
+"""What vLLM answers to a request that the model is not for."""
 
 
 class NotReadyError(Exception):
@@ -41,7 +51,7 @@ class EngineAddress:
 
 @dataclass(frozen=True, kw_only=True)
 class SmallRequest:
-    """A request of the least work that the engine's model can do: one token, or an embedding of one."""
+    """A request of the least work that the engine's model can do: one token, an embedding or a score of one."""
 
     path: str
     body: Mapping[str, Any]
@@ -73,11 +83,11 @@ def check_ready(engine: EngineAddress, model: str, *, completion_timeout_s: floa
             _require(answer.status == 200, f"{path} answers {answer.status}")
         names = [entry.get("id") for entry in json.loads(answer.content).get("data", [])]
         _require(model in names, f"/v1/models lists {names}, not {model}")
-        first = SmallRequest(path="/v1/completions", body={"model": model, "prompt": "1", "max_tokens": 1})
-        status = ask(engine, first, timeout_s=completion_timeout_s)
-        if status in (400, 404, 405, 501):  # the model does not generate text: ask for an embedding
-            first = SmallRequest(path="/v1/embeddings", body={"model": model, "input": "1"})
+        for path, what in _FIRST_REQUESTS.items():
+            first = SmallRequest(path=path, body={"model": model, **what})
             status = ask(engine, first, timeout_s=completion_timeout_s)
+            if status not in _NOT_OF_THIS_KIND:
+                break
         _require(status == 200, f"a first request was answered with {status}")
         return first
     except NotOurEngineError:

@@ -23,7 +23,11 @@ SPEED_ACCURACY = Path(__file__).with_name("speed_accuracy.json")
 
 @dataclass(frozen=True, kw_only=True)
 class CatalogModel:
-    """A model known by name: `name` is the repository as `vllm serve` takes it, `min_vllm` the first version for it."""
+    """A model known by name.
+
+    `name` is the repository as `vllm serve` takes it, `min_vllm` the first version for it. `engine` are the options,
+    by EngineConfig's names, that vLLM serves it with.
+    """
 
     name: str
     aliases: tuple[str, ...]
@@ -32,6 +36,7 @@ class CatalogModel:
     note: str | None
     source: tuple[str, ...]
     min_vllm: str | None
+    engine: Mapping[str, Any]
 
 
 def speed_accuracy() -> dict[str, Any]:
@@ -52,6 +57,7 @@ def models() -> dict[str, CatalogModel]:
             note=entry.get("note"),
             source=tuple(entry["source"]),
             min_vllm=entry.get("min_vllm"),
+            engine=entry.get("engine", {}),
         )
         for entry in load_data("models.json")["models"]
     }

@@ -208,6 +208,8 @@ def that_queues(tried: Sequence[Candidate]) -> Candidate | None:
 
 def cache_room_text(memory: MemoryEstimate, layout: Layout) -> str:
     """Say in words how much cache a layout leaves for requests."""
+    if not memory.blocks_per_request:
+        return f"{max(0, memory.kv_cache_bytes) / GIB:.1f} GiB unused, because an encoder caches nothing"
     ranks = layout.data_parallel_size
     each = f" in each of {ranks} data-parallel ranks" if ranks > 1 else ""
     return (

@@ -17,7 +17,7 @@ from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.vllm.arguments import read_arguments, value_of
 from hpc_serve.vllm.options import load_data
 
-_NOT_VLLMS = ("vllm_version", "use_v1", "uncounted")
+_NOT_VLLMS = ("vllm_version", "use_v1", "uncounted", "takes_whole_texts")
 _OPTIONS = [option for option in fields(EngineConfig) if option.name not in _NOT_VLLMS]
 _FIELDS = ("max_model_len", *(option.name for option in _OPTIONS))
 """The options that decide about memory and layout: the fields of EngineConfig, and the context."""

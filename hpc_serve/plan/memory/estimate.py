@@ -173,7 +173,7 @@ def _stage_estimate(run: ProfileRun, stage: PipelineStage, layout: CacheLayout, 
         taken += graphs
     available = engine.kv_cache_memory_bytes or requested - taken
     bytes_per_block = layout.bytes_per_block(stage.first_layer, stage.end_layer)
-    blocks = max(0, available) // bytes_per_block if bytes_per_block else 0
+    blocks = max(0, available) // bytes_per_block if bytes_per_block else int(not layout.groups)
     concurrency = blocks / per_request if per_request else 0.0
     if engine.prints_request_tokens:
         tokens = int(concurrency * run.max_model_len)

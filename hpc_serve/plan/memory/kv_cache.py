@@ -45,7 +45,7 @@ def layer_bytes_per_token(cache: LayerCache, ranks: int, dtype: str, *, mla_alig
     >>> layer_bytes_per_token(LayerCache(kind="full", kv_heads=8, head_dim=128, value_dim=128), 8, "bfloat16")
     512
     """
-    if cache.kind == "state":
+    if cache.kind in ("state", "encoder"):
         return 0
     if cache.kind == "compressed":
         return sum(tensor.page_bytes // tensor.block_tokens for tensor in cache.tensors if not tensor.window)
@@ -68,7 +68,7 @@ def cache_layout(model: ModelSpec, engine: EngineConfig, ranks: int, *, kind: Ac
     """
     dtype = kv_cache_dtype(model, engine)
     mla_align = 256 if engine.is_v0 else 1
-    caches = [layer.cache for layer in model.layers]
+    caches = [None if layer.cache and layer.cache.kind == "encoder" else layer.cache for layer in model.layers]
     known: dict[LayerCache, int] = {}
     for cache in caches:
         if cache is not None and cache not in known:

@@ -57,6 +57,9 @@ _DEFAULTS = {
     }
 }
 
+_CLASSIFIER = "ForSequenceClassification"
+_POOLING = (_CLASSIFIER, "EmbeddingModel", "Model")
+"""Endings of the names of embedders and rerankers that are decoders without an output head."""
 _NESTED = ("text_config", "vision_config")
 _ROPE = ("rope_scaling", "rope_parameters")
 
@@ -95,12 +98,14 @@ def model_from_config(
     for an unknown architecture or quantization. Raises it also for an unknown field that looks like a size, unless
     `allow_unknown_keys`.
     """
-    architecture = _known_architecture(config, name, is_draft=is_draft)
+    named = _known_architecture(config, name, is_draft=is_draft)
+    architecture, is_pooling = _generating(named)
     about = architectures()[architecture]
     config = CheckedConfig(config)
     text = _text_config(config)
     if about.get("decoder_by_name"):
         about = {**architectures()[_known_architecture(text, name, is_draft=False)], **about}
+    is_pooling = is_pooling or about.get("runner") == "pooling"
     for own, name_read in about.get("renamed", {}).items():
         if text.get(own) is not None and text.get(name_read) is None:
             text[name_read] = text[own]
@@ -124,12 +129,14 @@ def model_from_config(
         tower, images = vision_tower(about["tower"], config["vision_config"], builder.hidden_size)
     if "beside" in about:
         beside = function_named(about["beside"])(builder)
+    if named != architecture and named.endswith(_CLASSIFIER):
+        beside = Block(weights=(*beside.weights, *function_named("encoders.classifier_of_decoder")(builder).weights))
     final = builder.norms(*about.get("final_norms", ("norm",)))
     layers = _layers(builder, function_named(about["layer"]))
     experts, expert_size = _experts(layers)
     model = ModelSpec(
         name=name,
-        architecture=architecture,
+        architecture=named,
         dtype=chosen,
         dtype_asked=dtype not in ("auto", ""),
         hidden_size=builder.hidden_size,
@@ -141,7 +148,7 @@ def model_from_config(
         embedding=Vocabulary(name="embed_tokens", rows=rows, width=width, scheme=plain),
         layers=layers,
         final=block(final),
-        head=None if tied else Vocabulary(name="lm_head", rows=rows, width=width, scheme=scheme.head),
+        head=None if tied or is_pooling else Vocabulary(name="lm_head", rows=rows, width=width, scheme=scheme.head),
         tower=tower,
         beside=beside,
         is_one_stage=about.get("is_one_stage", False),
@@ -155,7 +162,10 @@ def model_from_config(
         images=images,
         stored_wide=_declared_dtype(config, text) == "float32",
         prediction_layers=builder.first(*_PREDICTION, default=0),
+        engine_options={"runner": "pooling"} if is_pooling else {},
     )
+    if model.is_encoder:
+        model = replace(model, engine_options={**model.engine_options, "takes_whole_texts": True})
     if scheme.is_assumed:
         for key in _QUANTIZATION:
             config.ignore(key)
@@ -177,6 +187,22 @@ def function_named(name: str) -> Callable[..., Any]:
     return found
 
 
+def _generating(architecture: str) -> tuple[str, bool]:
+    """Return the architecture that a name stands for, and whether vLLM makes an embedder or a classifier of it.
+
+    Source: `_SUFFIX_TO_DEFAULTS` in vLLM's config/model.py.
+
+    >>> _generating("Qwen3ForSequenceClassification"), _generating("MistralModel"), _generating("LlamaForCausalLM")
+    (('Qwen3ForCausalLM', True), ('MistralForCausalLM', True), ('LlamaForCausalLM', False))
+    """
+    if architecture not in architectures():
+        for ending in _POOLING:
+            decoder = architecture.removesuffix(ending) + "ForCausalLM"
+            if architecture.endswith(ending) and decoder in architectures():
+                return decoder, True
+    return architecture, False
+
+
 def _known_architecture(config: Mapping[str, Any], name: str, *, is_draft: bool) -> str:
     """Return the architecture that a config names. Raises InvalidRequestError for one that is not known."""
     architecture = _named(config)
@@ -186,7 +212,7 @@ def _known_architecture(config: Mapping[str, Any], name: str, *, is_draft: bool)
             f"{name} has the architecture {architecture}: vLLM had it until {last} and has it no more. Choose another "
             "model of its kind, as Llama 4 or Qwen3-VL for images."
         )
-    if architecture not in known:
+    if _generating(architecture)[0] not in known:
         close = difflib.get_close_matches(architecture[:80], known, n=5, cutoff=0)
         raise InvalidRequestError(
             f"{name} has the architecture {architecture[:80]}, and this planner does not know it. Of the {len(known)} "
@@ -294,7 +320,7 @@ def _max_model_len(builder: LayerBuilder) -> int:
 
 def _rotary_bytes(builder: LayerBuilder) -> int:
     """Return the bytes of the table of sines and cosines (`_compute_cos_sin_cache` of vLLM's rotary embeddings)."""
-    if builder.config.peek("hybrid_override_pattern"):
+    if builder.config.peek("hybrid_override_pattern") or builder.config.peek("position_embedding_type") == "absolute":
         return 0
     scaling = builder.get("rope_parameters", {})
     share = builder.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0))

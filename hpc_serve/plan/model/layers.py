@@ -208,7 +208,7 @@ class LayerBuilder:
     def cache(
         self,
         window: int = 0,
-        kind: Literal["full", "sliding", "chunked"] = "full",
+        kind: Literal["full", "sliding", "chunked", "encoder"] = "full",
         sizes: HeadSizes | None = None,
     ) -> LayerCache:
         """Return the cache of a layer with attention."""

@@ -34,6 +34,8 @@ def ordinary_layer(builder: LayerBuilder, index: int, *, name: str) -> DecoderLa
         _second_half(builder, index, f"{prefix}.{about.get('half_name', 'mlp')}", about),
         builder.norms(*about["norms"]),
     )
+    if about.get("is_encoder"):
+        return DecoderLayer(block=weights, cache=builder.cache(window, "encoder", sizes))
     if not window:
         return DecoderLayer(block=weights, cache=builder.cache(sizes=sizes))
     return DecoderLayer(block=weights, cache=builder.cache(window + about.get("window_more", 0), "sliding", sizes))

@@ -6,16 +6,16 @@ architectures.py builds a `ModelSpec` from a Hugging Face config. memory/ decide
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.model.quantization import Quantization
 from hpc_serve.plan.model.weights import Block, Part, Vocabulary, Weight
 
-CacheKind = Literal["full", "sliding", "chunked", "mla", "state", "compressed"]
+CacheKind = Literal["full", "sliding", "chunked", "mla", "state", "compressed", "encoder"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ class LayerCache:
     keeps `index_bytes` bytes per token beside them and takes `index_flops` for each token of the context. A token then
     attends to `chosen_tokens` of them (0: to all). "full" may have such an indexer too. "state" keeps `state` alone:
     tensors of fixed size. "full" with a `state` keeps both. "compressed" keeps `tensors` on every rank, and each tensor
-    has its own blocks.
+    has its own blocks. "encoder" keeps nothing: its tokens attend in both directions, all at once.
     """
 
     kind: CacheKind
@@ -154,7 +154,8 @@ class ModelSpec:
     `rotary_bytes` is the table of sines and cosines on each rank. `prediction_layers` are the checkpoint's layers for
     multi-token prediction, which vLLM loads only to speculate. When it loads them, they are the last `draft_layers` of
     `layers`. `stored_wide`: the files hold 32-bit floats, which are loaded in 16 bit. `unknown_keys` are fields of the
-    config that look like a size and were left out at the person's own risk.
+    config that look like a size and were left out at the person's own risk. `engine_options` are those with which vLLM
+    serves the model, by EngineConfig's names.
     """
 
     name: str
@@ -186,6 +187,7 @@ class ModelSpec:
     draft_layers: int = 0
     stored_wide: bool = False
     unknown_keys: tuple[str, ...] = ()
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
 
     def with_layers(self, change: Callable[[DecoderLayer], DecoderLayer]) -> ModelSpec:
         """Return the same model with each decoder layer changed. Layers that are one object stay one object."""
@@ -249,6 +251,11 @@ class ModelSpec:
     def has_states(self) -> bool:
         """Whether some layers keep a state of fixed size, as hybrid models do."""
         return any(layer.cache is not None and layer.cache.state for layer in self.layers)
+
+    @cached_property
+    def is_encoder(self) -> bool:
+        """Whether the model reads whole texts at once, in both directions, and caches nothing."""
+        return all(layer.cache is not None and layer.cache.kind == "encoder" for layer in self.layers)
 
     @cached_property
     def is_mla(self) -> bool:

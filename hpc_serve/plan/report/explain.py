@@ -51,7 +51,7 @@ def _model_lines(inputs: PlanInputs) -> Iterator[str]:
         yield f"  layers       {count:>12,} x {layer:,} = {count * layer:,}"
     if model.head is not None:
         yield f"  output head  {model.vocab_size:>12,} x {model.hidden_size:,} = {model.head.parameters:,}"
-    else:
+    elif not engine.is_pooling:
         yield "  output head  the embedding itself (tied)"
     for what, part in (("vision tower and projector", model.tower), ("beside the layers", model.beside)):
         if part.parameters:
@@ -66,6 +66,8 @@ def _model_lines(inputs: PlanInputs) -> Iterator[str]:
     if model.quantization.experts is not model.quantization.linear:
         scheme = f", experts in {model.quantization.experts.name}"
     yield f"  weights      {model.weight_bytes:,} bytes = {model.weight_bytes / 1e9:.1f} GB{scheme}"
+    if model.is_encoder:
+        return
     dtype = kv_cache_dtype(model, engine)
     token = full_context_bytes(model, engine, 2) - full_context_bytes(model, engine, 1)
     yield f"  KV cache     {token:,} bytes a token in {dtype}, over all layers and ranks"
@@ -123,7 +125,7 @@ def _budget_lines(inputs: PlanInputs, memory: MemoryEstimate, run: ProfileRun) -
     if inputs.engine.kv_cache_memory_bytes:
         yield _line("=", memory.kv_cache_bytes, "KV cache, as --kv-cache-memory-bytes says")
     else:
-        yield _line("=", memory.kv_cache_bytes, "KV cache")
+        yield _line("=", memory.kv_cache_bytes, "KV cache" if memory.blocks_per_request else "unused")
 
 
 def _activation_text(run: ProfileRun) -> str:
@@ -157,6 +159,9 @@ def _non_torch_text(run: ProfileRun) -> str:
 
 
 def _cache_lines(inputs: PlanInputs, memory: MemoryEstimate) -> Iterator[str]:
+    if inputs.model.is_encoder:
+        yield "An encoder reads whole texts and caches nothing."
+        return
     yield f"One token takes {memory.kv_bytes_per_token:,} bytes there; a block holds {memory.block_size} tokens."
     yield f"  {memory.kv_cache_bytes:,} / {memory.bytes_per_block:,} bytes a block = {memory.num_blocks:,} blocks"
     yield (

@@ -60,8 +60,8 @@ def plan_notes(model: ModelSpec, engine: EngineConfig) -> Iterator[str]:
         )
     if engine.is_pooling:
         yield (
-            "--runner pooling: neither an output head nor sampling is counted. The speed is that of a model that "
-            "generates; of it the time to the first token counts."
+            "The model makes embeddings, scores or classes, and no text: neither an output head nor sampling is "
+            "counted. `client.embeddings.create` and the gateway's /v1/embeddings, /v1/score and /v1/rerank ask it."
         )
     if model.images and model.images.frame_pairs and not is_left_out("video", engine):
         yield (

@@ -67,6 +67,24 @@ def formula_text(traffic: Traffic) -> str:
     return f"in a burst: all arrive at once, {lengths}"
 
 
+def requests_text(traffic: Traffic) -> str:
+    """Say in words how long requests are."""
+    if not traffic.generates:
+        return f"texts of {traffic.input_tokens:,} tokens"
+    return f"requests of {traffic.input_tokens:,} tokens in and {traffic.output_tokens:,} out"
+
+
+def time_of(estimate: SpeedEstimate) -> float:
+    """Return the seconds that a table shows: between tokens, or for a whole text if the model generates none.
+
+    Where so many texts are always in flight, a text takes as long as all of them take to be read (Little's law).
+    """
+    speed, traffic = estimate.speed, estimate.traffic
+    if traffic.generates:
+        return speed.tpot_s
+    return speed.ttft_s if traffic.arrivals == "burst" else traffic.concurrency / speed.requests_per_s
+
+
 def arrivals_text(traffic: Traffic) -> str:
     """Say in words how requests arrive, and name the option for the other way."""
     others = {"steady": "; --arrivals burst: all at once", "burst": "; --arrivals steady: so many are always in flight"}
@@ -77,6 +95,8 @@ def accuracy_text(traffic: Traffic, kind: AcceleratorKind) -> str:
     """Say in words how near such figures are to published measurements."""
     if traffic.decode_only:
         return "no published measurement is of decoding alone"
+    if not traffic.generates:
+        return "no published measurement is of models that generate no text"
     found = speed_accuracy()[traffic.arrivals].get(kind)
     arrivals = "steady arrivals" if traffic.arrivals == "steady" else "bursts"
     if kind == "cpu":

@@ -106,7 +106,9 @@ def speed_range(roofline: Roofline, traffic: Traffic) -> dict[str, Any] | None:
     `measured_by_printed` are the bounds, `sources` their number. None where too few were published.
     """
     found = speed_accuracy()[traffic.arrivals].get(roofline.accelerator.kind)
-    ranges: dict[str, dict[str, Any]] = {} if found is None or traffic.decode_only else found["ranges"]
+    ranges: dict[str, dict[str, Any]] = (
+        {} if found is None or traffic.decode_only or not traffic.generates else found["ranges"]
+    )
     return ranges.get(range_class(roofline))
 
 

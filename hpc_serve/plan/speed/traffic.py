@@ -22,7 +22,8 @@ class Traffic:
     Steady arrivals keep `concurrency` requests in flight: when one is answered, the next one comes. In a burst
     `concurrency` requests arrive at once, and no more come. `longest_output_tokens` says that the answers of a burst
     differ in length: they have `output_tokens` on average and at most `longest_output_tokens`. None: all have the same
-    length. `decode_only`: the prompts are in the cache already, and reading them takes no time.
+    length. `decode_only`: the prompts are in the cache already, and reading them takes no time. Without `generates` a
+    request is a text to embed or to score: it has one output token, which stands for the answer.
     """
 
     input_tokens: int = 1024
@@ -31,6 +32,7 @@ class Traffic:
     arrivals: Arrivals = "steady"
     longest_output_tokens: int | None = None
     decode_only: bool = False
+    generates: bool = True
 
     def __post_init__(self) -> None:
         for name in _COUNTS:

@@ -40,8 +40,9 @@ class Attention:
 
     The cache has `bytes_per_token`. `state_bytes` are read and written whatever the length. A generated token takes
     `decode_flops` operations for each token of its context, a token of a prompt takes `prefill_flops`, because a latent
-    is expanded there. `window` 0: attention to all tokens. An indexer reads `index_bytes` of every token of the context
-    and takes `index_flops` for it, whatever the window.
+    is expanded there. An encoder's tokens attend in both directions, which is twice as many. `window` 0: attention to
+    all tokens. An indexer reads `index_bytes` of every token of the context and takes `index_flops` for it, whatever
+    the window.
     """
 
     count: int
@@ -152,7 +153,7 @@ def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineCon
             expert_bytes += size
             expert_layers += size > 0
         head = model.head or model.embedding
-        is_idle = stage.rank == 0 and (model.head is not None or pipeline > 1)
+        is_idle = stage.rank == 0 and (model.head is not None or pipeline > 1 or engine.is_pooling)
         looked_up = model.embedding.bytes_per_rank(tensor) if is_idle else 0
         dense_bytes = stage.weight_bytes - expert_bytes - looked_up - model.everywhere.bytes_per_rank(1)
         found.append(
@@ -169,7 +170,7 @@ def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineCon
                 experts_per_token=model.num_experts_per_tok,
                 dense_flops=dict(dense),
                 expert_flops=dict(experts),
-                head_flops=2 * head.parameters / tensor if stage.is_last else 0.0,
+                head_flops=2 * head.parameters / tensor if stage.is_last and not engine.is_pooling else 0.0,
                 attention=_attention(model, engine, stage.first_layer, stage.end_layer, tensor),
             )
         )
@@ -249,6 +250,8 @@ def _attention(
             rotary = query_width - value_width
             decode = 2 * heads * (2 * cache.head_dim - rotary)
             prefill = 2 * heads * (query_width + value_width)
+        if cache.kind == "encoder":
+            decode, prefill = 0, 2 * prefill
         found.append(
             Attention(
                 count=count,

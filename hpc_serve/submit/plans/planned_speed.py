@@ -24,7 +24,7 @@ def speed_figures(estimates: Sequence[SpeedEstimate]) -> dict[str, float]:
 
     Where runs that were measured here correct a figure, their number is beside them.
     """
-    if not estimates:
+    if not estimates or not estimates[0].traffic.generates:
         return {}
     traffic = estimates[0].traffic
     of_request = {_INPUT: traffic.input_tokens, _OUTPUT: traffic.output_tokens}

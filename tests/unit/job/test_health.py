@@ -101,10 +101,14 @@ def test_any_of_them_alone_may_lie(server, path, answer, why):
         check_ready(engine(server), "m", completion_timeout_s=60)
 
 
-def test_a_model_that_embeds_is_asked_to_embed(server):
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/score", "/classify", "/pooling"])
+def test_a_model_without_text_is_asked_what_it_is_for(server, path):
     server.answers["/v1/completions"] = (400, {})
-    server.answers["/v1/embeddings"] = (200, {})
-    check_ready(engine(server), "m", completion_timeout_s=60)
+    server.answers[path] = (200, {})
+    assert check_ready(engine(server), "m", completion_timeout_s=60).path == path
+    server.answers[path] = (500, {})
+    with pytest.raises(NotReadyError, match="a first request was answered with 500"):
+        check_ready(engine(server), "m", completion_timeout_s=60)
 
 
 def test_nobody_there_is_not_healthy(server):

@@ -30,7 +30,7 @@ NOT_IN_TRANSFORMERS = {
     *("DeciLMForCausalLM", "DeepseekForCausalLM", "KimiK25ForConditionalGeneration", "MiMoV2ForCausalLM"),
     *("Step3p5ForCausalLM", "KimiK3ForConditionalGeneration", "MiMoForCausalLM", "MiniMaxM3ForCausalLM"),
     *("MiniMaxM3SparseForCausalLM", "PhiMoEForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
-    "InternVLChatModel",
+    *("InternVLChatModel", "GteNewModel", "GteNewForSequenceClassification"),
 }
 
 BUFFERS = {

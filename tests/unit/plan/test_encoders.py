@@ -1,0 +1,129 @@
+"""Embedders and rerankers: what their weights take, that nothing is cached, and how many texts a second they read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.hub.hub import find_spec
+from hpc_serve.plan import EngineConfig, catalog, model_from_config
+from hpc_serve.plan.engine import Workload, max_num_batched_tokens
+from hpc_serve.plan.hardware.cluster import cluster_named
+from hpc_serve.plan.make import FoundParts, PlanRequest, make_plan
+
+XLM_ROBERTA = dict(catalog.resolve("bge-m3").config)
+NOMIC = {
+    **{"architectures": ["NomicBertModel"], "activation_function": "swiglu", "n_embd": 768, "n_head": 12},
+    **{"n_inner": 3072, "n_layer": 12, "n_positions": 8192, "vocab_size": 30528, "type_vocab_size": 2},
+    **{"qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False},
+}
+GTE = {
+    **{"architectures": ["GteModel"], "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
+    **{"intermediate_size": 3072, "vocab_size": 250048, "max_position_embeddings": 8192, "type_vocab_size": 1},
+    **{"position_embedding_type": "rope", "hidden_act": "gelu"},
+}
+
+
+def plan_of(name: str, gpu: str = "l40s", **asked):
+    _, model, _ = find_spec(name, environ={})
+    return make_plan(PlanRequest(model=name, gpu=gpu, **asked), FoundParts(model=model, cluster=cluster_named(gpu)))
+
+
+@pytest.mark.parametrize(
+    ("config", "published"),
+    [
+        (NOMIC, 136_731_648),
+        (GTE, 305_368_320),
+        ({**XLM_ROBERTA, "architectures": ["XLMRobertaForSequenceClassification"], "num_labels": 1}, 567_755_777),
+        (XLM_ROBERTA, 567_754_752 - 1024 * 1025),  # vLLM leaves out the pooler
+    ],
+)
+def test_parameters_are_those_of_the_hub(config, published):
+    assert model_from_config(config, name="x").parameters == published
+
+
+def test_robertas_first_positions_are_not_for_tokens():
+    assert catalog.resolve("multilingual-e5-large").config["max_position_embeddings"] == 514
+    _, model, _ = find_spec("multilingual-e5-large", environ={})
+    assert model.max_model_len == 512
+
+
+@pytest.mark.parametrize("name", ["bge-m3", "bge-reranker", "gte-modernbert", "all-minilm-l6-v2"])
+def test_an_encoder_caches_nothing_and_needs_one_gpu(name):
+    plan = plan_of(name).chosen
+    assert plan.layout.num_gpus == 1
+    assert (plan.memory.kv_bytes_per_token, plan.memory.blocks_per_request) == (0, 0)
+    assert plan.vllm_args[-2:] == ("--runner", "pooling")
+
+
+def test_a_decoder_that_embeds_has_no_head_and_keeps_a_cache():
+    embedder, decoder = find_spec("qwen3-embedding", environ={})[1], find_spec("qwen3-8b", environ={})[1]
+    plan = plan_of("qwen3-embedding").chosen
+    assert plan.memory.blocks_per_request > 0
+    head = 4096 * 151_936 * 2
+    assert decoder.weight_bytes - plan.memory.weight_bytes >= head
+    assert embedder.max_model_len == 40_960
+
+
+def test_a_reranker_of_the_catalogue_is_told_what_it_is():
+    words = plan_of("qwen3-reranker").chosen.vllm_args
+    assert json.loads(words[words.index("--hf-overrides") + 1])["architectures"] == ["Qwen3ForSequenceClassification"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "base"),
+    [("MistralModel", "MistralForCausalLM"), ("Qwen3ForSequenceClassification", "Qwen3ForCausalLM")],
+)
+def test_a_decoder_by_another_ending_is_that_decoder_without_a_head(architecture, base):
+    config = dict(catalog.resolve("qwen3-8b" if base.startswith("Qwen3") else "e5-mistral").config)
+    made = model_from_config({**config, "architectures": [architecture], "id2label": {"0": "x"}}, name="x")
+    whole = model_from_config({**config, "architectures": [base]}, name="x")
+    classifier = config["hidden_size"] if architecture.endswith("Classification") else 0
+    assert whole.parameters - made.parameters == config["hidden_size"] * config["vocab_size"] - classifier
+    assert made.engine_options == {"runner": "pooling"}
+    assert whole.engine_options == {}
+
+
+def test_a_folder_of_sentence_transformers_is_an_embedder(tmp_path):
+    config = {**catalog.resolve("qwen3-8b").config}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert find_spec(str(tmp_path))[1].engine_options == {}
+    (tmp_path / "modules.json").write_text("[]")
+    assert find_spec(str(tmp_path))[1].engine_options == {"runner": "pooling"}
+
+
+def test_a_step_of_an_encoder_holds_a_whole_text():
+    accelerator = cluster_named("l40s").accelerator
+    assert max_num_batched_tokens(EngineConfig(), accelerator, 8192) == 2048
+    assert max_num_batched_tokens(EngineConfig(takes_whole_texts=True), accelerator, 8192) == 8192
+    assert max_num_batched_tokens(EngineConfig(takes_whole_texts=True), accelerator, 512) == 2048
+
+
+def test_longer_texts_take_more_than_their_share():
+    """Attention grows with the square of the length: 16 times as many tokens take more than 16 times as long."""
+    short, long = (plan_of("bge-m3", input_tokens=tokens).estimates()[-1].ideal for tokens in (512, 8192))
+    assert short.requests_per_s > 16 * long.requests_per_s
+    assert short.output_tokens_per_s == short.requests_per_s
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"output_tokens": 5}, "leave out --output-tokens"),
+        ({"target": "tpot=50ms"}, "leave out --target"),
+        ({"decode_only": True}, "leave out --decode-only"),
+        ({"input_tokens": 9000}, "at most 8,192 are read"),
+        ({"engine": EngineConfig(runner="generate")}, "leave out --runner generate"),
+    ],
+)
+def test_what_an_embedder_cannot_do_is_refused(asked, words):
+    with pytest.raises(InvalidRequestError, match=words):
+        plan_of("bge-m3", **asked)
+
+
+def test_more_texts_at_once_than_one_wait_for_their_step():
+    found = plan_of("bge-m3", workload=Workload(concurrency=64)).estimates()
+    rates = [one.speed.requests_per_s for one in found]
+    assert rates == sorted(rates)
