@@ -63,6 +63,10 @@ real-replicas: packages venv ## several real vLLM engines in one job, and data-p
 	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster tests/e2e/test_real_replicas_per_job.py \
 		tests/e2e/test_real_data_parallel.py $(ARGS)
 
+.PHONY: kinds
+kinds: packages venv ## an embedder and a reranker with real vLLM, asked and stopped: three minutes, no Slurm
+	@HPC_SERVE_REAL_KINDS=1 $(VENV)/bin/python -m pytest -p no:cacheprovider tests/e2e/test_real_kinds.py $(ARGS)
+
 .PHONY: faults
 faults: packages venv ## what users get while parts of a service break; ARGS="--only NAME" selects, --short needs no Slurm
 	@envs/packages.sh bindfs e2fsprogs gcc libc6-dev

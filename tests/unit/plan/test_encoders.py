@@ -59,8 +59,8 @@ def test_an_encoder_caches_nothing_and_needs_one_gpu(name):
 
 
 def test_a_decoder_that_embeds_has_no_head_and_keeps_a_cache():
-    embedder, decoder = find_spec("qwen3-embedding", environ={})[1], find_spec("qwen3-8b", environ={})[1]
-    plan = plan_of("qwen3-embedding").chosen
+    embedder, decoder = find_spec("qwen3-embedding-8b", environ={})[1], find_spec("qwen3-8b", environ={})[1]
+    plan = plan_of("qwen3-embedding-8b").chosen
     assert plan.memory.blocks_per_request > 0
     head = 4096 * 151_936 * 2
     assert decoder.weight_bytes - plan.memory.weight_bytes >= head
@@ -68,7 +68,7 @@ def test_a_decoder_that_embeds_has_no_head_and_keeps_a_cache():
 
 
 def test_a_reranker_of_the_catalogue_is_told_what_it_is():
-    words = plan_of("qwen3-reranker").chosen.vllm_args
+    words = plan_of("qwen3-reranker-8b").chosen.vllm_args
     assert json.loads(words[words.index("--hf-overrides") + 1])["architectures"] == ["Qwen3ForSequenceClassification"]
 
 
