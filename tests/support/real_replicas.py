@@ -25,6 +25,9 @@ NAME = "resumed"
 START_S = 600.0
 TOKENS = 400  # some seconds on two cores
 BEGUN = 12
+_ENGINE = ("--max-model-len", "2048", "--enforce-eager", "--dtype", "float32")
+"""In 16 bit a CPU with AMX rounds a text that is read at once otherwise than the same text word by word, and a greedy
+stream that goes on at another replica could take another word."""
 LOCAL = ("--cluster", "local", "--gpu", "cpu", "--gpu-memory", "2GiB")
 
 GREEDY: dict[str, Any] = {"temperature": 0, "stream": True, "extra_body": {"ignore_eos": True}}
@@ -100,7 +103,7 @@ class Replicas:
 
     def start(self, *options: str, engine: tuple[str, ...] = ()) -> None:
         where = ("--model", str(self.model), "--name", NAME, *LOCAL)
-        said = self.hpc_serve("submit", *where, *options, "--", "--max-model-len", "2048", "--enforce-eager", *engine)
+        said = self.hpc_serve("submit", *where, *options, "--", *_ENGINE, *engine)
         self.jobs.append(re.search(r"submitted as job (\S+)", said)[1])
 
     def processes_of(self, job: str) -> list[int]:
