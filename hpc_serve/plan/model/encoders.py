@@ -15,23 +15,13 @@ _HEAD_BYTES = 4
 _ROTARY = ("rope", "rotary")
 
 
-def rotary_beside(builder: LayerBuilder) -> Block:
-    """Return what an encoder with rotary positions has beside its layers."""
-    norms = builder.norms("embeddings.LayerNorm", "embeddings.LayerNorm.bias")
-    return Block(weights=(*norms, *_table(builder, "token_type_embeddings", builder.get("type_vocab_size", 0))))
-
-
-def rotary_classifier(builder: LayerBuilder) -> Block:
-    """Return the same with a pooler and a classifier."""
-    return Block(weights=(*rotary_beside(builder).weights, *_head(builder, pooler_bias=True)))
-
-
 def bert_beside(builder: LayerBuilder) -> Block:
-    """Return what BERT and RoBERTa have beside their layers. Positions are a table, unless they are rotary."""
-    if builder.get("position_embedding_type", "absolute") in _ROTARY:
-        return rotary_beside(builder)
-    rows = builder.require("max_position_embeddings")
-    return Block(weights=(*rotary_beside(builder).weights, *_table(builder, "position_embeddings", rows)))
+    """Return what BERT and its kin have beside their layers. Positions are a table, unless they are rotary."""
+    weights = builder.norms("embeddings.LayerNorm", "embeddings.LayerNorm.bias")
+    weights += _table(builder, "token_type_embeddings", builder.get("type_vocab_size", 0))
+    if builder.require("position_embedding_type") not in _ROTARY:
+        weights += _table(builder, "position_embeddings", builder.require("max_position_embeddings"))
+    return Block(weights=tuple(weights))
 
 
 def bert_classifier(builder: LayerBuilder) -> Block:
@@ -53,6 +43,11 @@ def modernbert_classifier(builder: LayerBuilder) -> Block:
 def bert_fields(config: CheckedConfig) -> None:
     """Write that positions are a table, where a config does not say what they are."""
     config.setdefault("position_embedding_type", "absolute")
+
+
+def rotary_fields(config: CheckedConfig) -> None:
+    """Write that positions are rotary, where a config does not say what they are."""
+    config.setdefault("position_embedding_type", "rope")
 
 
 def roberta_fields(config: CheckedConfig) -> None:
