@@ -41,6 +41,7 @@ COMMANDS = {
     "doctor": ("hpc_serve.cli.doctor.doctor", "doctor_command", "Say why a service failed, and what to do about it."),
     "report": ("hpc_serve.cli.doctor.report", "report_command", "Write a page about a service: plan, start, figures."),
     "scale": ("hpc_serve.cli.services.change", "scale_command", "Change the number of a service's replicas."),
+    "adapter": ("hpc_serve.cli.services.adapter", "adapter_command", "Add LoRA adapters to a service, or remove them."),
     "wake": ("hpc_serve.cli.services.change", "wake_command", "Bring back a service that is asleep."),
     "stop": ("hpc_serve.cli.services.change", "stop_command", "End a service, or one job of it."),
     "forget": ("hpc_serve.cli.services.change", "forget_command", "Remove jobs that are over from what status shows."),

@@ -146,6 +146,10 @@ def print_details(status: ReplicaStatus, work: ReplicaWork | None = None) -> Non
         "age": shown["age"],
         "caches": record.cache if record else "",
         "loading": record.loading if record else "",
+        "adapters": ", ".join(
+            f"{name}{' (not loaded)' if adapter.fault else ''}"
+            for name, adapter in (record.adapters if record else {}).items()
+        ),
         "time left": shown["time left"],
         "successor": status.successor,
         **(work_rows(status, work) if work is not None else {}),

@@ -21,6 +21,7 @@ from typing import Any
 from hpc_serve.gate.connection_limits import HAS_KEY
 from hpc_serve.gate.engine_facts import EngineState
 from hpc_serve.gate.signs import WRITE_SIGN, Asked, Signs
+from hpc_serve.rendezvous.adapters import LOAD_ADAPTER, ONE_REPLICA_ALONE, UNLOAD_ADAPTER
 from hpc_serve.rendezvous.gate_headers import (
     CANARY_HEADER,
     DRAINING_HEADER,
@@ -103,8 +104,12 @@ class Gate:
             await self._pass_on(scope, receive, send)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope.get("method") in ("GET", "HEAD") or _header(scope, CANARY_HEADER[0]) == CANARY_HEADER[1]:
+        is_launchers = _header(scope, CANARY_HEADER[0]) == CANARY_HEADER[1]
+        if scope.get("method") in ("GET", "HEAD") or is_launchers:
             await self._app(scope, receive, send)
+            return
+        if scope["path"].endswith((LOAD_ADAPTER, UNLOAD_ADAPTER)) or scope["path"].startswith("/adapters"):
+            await _refuse(scope, receive, send, 403, "one_replica_alone", ONE_REPLICA_ALONE, ())
             return
         self._count += 1
         self._under_way += 1

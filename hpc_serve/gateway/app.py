@@ -27,6 +27,7 @@ from hpc_serve.gateway.request import Request
 from hpc_serve.gateway.routes import route_of
 from hpc_serve.gateway.settings import MIB, Settings
 from hpc_serve.printable import printable
+from hpc_serve.rendezvous.adapters import LOAD_ADAPTER, ONE_REPLICA_ALONE, UNLOAD_ADAPTER
 from hpc_serve.rendezvous.store import ServiceStore
 
 CLIENT_LEFT = 499
@@ -238,10 +239,11 @@ class Gateway:
         route = route_of(request.method, request.path)
         if route is None:
             path = request.path[:200].decode("latin-1")
+            cure = f" {ONE_REPLICA_ALONE}" if path in (LOAD_ADAPTER, UNLOAD_ADAPTER) else ""
             raise Refusal(
                 status=404,
                 code="not_found",
-                message=f"{request.method} {path} is no route that this gateway passes on.",
+                message=f"{request.method} {path} is no route that this gateway passes on.{cure}",
             )
         try:
             headers = for_engine(request.headers)

@@ -77,10 +77,12 @@ class Directory:
         if self._listed is not None and model is not None and model in self._on_demand_names:
             await self._listed.bring(model)
         if (service := self._service_of(model)) is None:
+            since_s = asyncio.get_running_loop().time() - self._looked_at_s
+            await asyncio.sleep(max(0.0, AGAIN_S - since_s))  # it may have come since the last look
             await self.look()
             service = self._service_of(model)
         if service is None and model is not None and self._found and self._may_ask_engines():
-            await self.models()  # an adapter has a name that no record knows
+            await self.models()  # an adapter of --lora-modules has a name that no record knows
             service = self._service_of(model)
         if service is None:
             raise self._unknown(model)
@@ -247,7 +249,9 @@ class Directory:
                 continue
             if entries.exists or service in named:
                 records = entries.records
-                names = dict.fromkeys(name for record in records for name in record.served_model_names)
+                names = dict.fromkeys(
+                    name for record in records for name in (*record.served_model_names, *record.adapter_names)
+                )
                 found[service] = Found(names=tuple(names), states=tuple(map(_state_of, records)))
             elif entries.unreadable:
                 unreadable.add(service)

@@ -51,15 +51,15 @@ def cached_folder(repository: str, environ: Mapping[str, str]) -> Path | None:
     return snapshot_folder(read_hub_settings(environ).cache, repository, "main")
 
 
-def snapshot_folder(cache: Path, repository: str, revision: str) -> Path | None:
-    """Return the folder of a repository at a branch, tag or commit in a cache, if it holds a config.json."""
+def snapshot_folder(cache: Path, repository: str, revision: str, *, holds: str = "config.json") -> Path | None:
+    """Return the folder of a repository at a branch, tag or commit in a cache, if it `holds` that file."""
     folder = cache / ("models--" + repository.replace("/", "--"))
     try:
         commit = read_bounded(folder / "refs" / revision, _LONGEST_REF_BYTES).decode().strip()
     except (OSError, ValueError):
         commit = revision
     snapshot = folder / "snapshots" / commit
-    return snapshot if commit and (snapshot / "config.json").is_file() else None
+    return snapshot if commit and (snapshot / holds).is_file() else None
 
 
 def missing_weights(folder: Path | None) -> MissingWeights | None:

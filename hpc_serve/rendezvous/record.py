@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
 
 from hpc_serve.redact import redact, redact_lines
+from hpc_serve.rendezvous.adapters import Adapter
 from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Bounds, SignedInt, Timestamp, from_json_text, to_json_text
 from hpc_serve.rendezvous.names import record_file_name, replica_name, validate_job_id
 from hpc_serve.sizes import layout_text
@@ -80,7 +81,8 @@ class EndpointRecord:
     strategy its weights are read, and why.
     `replica` counts the `replicas_per_job` replicas of its job from 0. `drain_cause` says why it drains, or drained
     (rendezvous/drain.py).
-    `signs` says that the engine's gate sends signs within its answers to clients that ask for them.
+    `signs` says that the engine's gate sends signs within its answers to clients that ask for them. `adapters` are
+    those of what is wanted that its engine has loaded, or has failed to load.
     """
 
     service: str
@@ -123,6 +125,7 @@ class EndpointRecord:
     signs: bool = field(default=False, metadata=MAY_BE_MISSING)
     drain_cause: str = field(default="", metadata=MAY_BE_MISSING)
     data_parallel_size: int = field(default=1, metadata=MAY_BE_MISSING)
+    adapters: Mapping[str, Adapter] = field(default_factory=dict, metadata=MAY_BE_MISSING)
     version: int = VERSION
 
     @property
@@ -147,6 +150,11 @@ class EndpointRecord:
         Clocks differ, so this decides which replica is asked first, and never that a job is over.
         """
         return now - self.updated_at > 2 * self.lease_s
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The adapters that its engine has loaded."""
+        return tuple(name for name, adapter in self.adapters.items() if not adapter.fault)
 
     @property
     def num_gpus(self) -> int:

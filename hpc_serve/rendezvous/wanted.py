@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from hpc_serve.rendezvous.fields import Bounds, Timestamp
+from hpc_serve.rendezvous.adapters import Adapter
+from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Bounds, Timestamp
 
 _MOST_DECISIONS = 8
 # sbatch is given a minute, and tries again itself. A program that says for longer that it submits has died.
@@ -71,6 +72,7 @@ class Wanted:
     that were added and have not served for long. `failures` of such jobs in a row put the next try off to
     `next_try_at`; `problem` says why. `ending` jobs were told to end. `most_running` requests were seen to run on one
     replica at once. `decided` are the last decisions. `looked_at` is when Slurm was last asked for this service.
+    `adapters` are LoRA adapters by name, which each engine is to load.
     """
 
     least: Annotated[int, Bounds(0)]
@@ -96,6 +98,7 @@ class Wanted:
     most_running: int = 0
     looked_at: Timestamp = 0.0
     decided: tuple[Decision, ...] = ()
+    adapters: Mapping[str, Adapter] = field(default_factory=dict, metadata=MAY_BE_MISSING)
 
     def is_submitting(self, now: float) -> bool:
         """Return whether a program gives replicas to sbatch at the moment, or died a moment ago while it did."""

@@ -37,7 +37,10 @@ class StandIn:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeCommand:
-    """A server's command and what it says of itself. `argv` lacks only what the job alone can know."""
+    """A server's command and what it says of itself. `argv` lacks only what the job alone can know.
+
+    `takes_adapters`: adapters can be loaded while it runs, which vLLM has for one API server alone.
+    """
 
     argv: tuple[str, ...]
     model: str
@@ -49,6 +52,7 @@ class ServeCommand:
     executor: str | None
     api_servers: int = 1
     serves_on_each_node: bool = False
+    takes_adapters: bool = False
     scheduling_policy: str | None = None
     stand_in: str | None = None
 
@@ -83,6 +87,7 @@ def read_command(words: Sequence[str], *, stand_in: StandIn | None = None) -> Se
             args += ("--served-model-name", model)
         args += stand_in.args
     given = read_arguments(args)
+    api_servers = value_of(given, "--api-server-count") or 1
     return ServeCommand(
         argv=(*words[:place], stand_in.folder if stand_in else model, *args),
         model=model,
@@ -92,8 +97,9 @@ def read_command(words: Sequence[str], *, stand_in: StandIn | None = None) -> Se
         data_parallel_size=value_of(given, "--data-parallel-size") or 1,
         port=value_of(given, "--port") or None,
         executor=value_of(given, "--distributed-executor-backend"),
-        api_servers=value_of(given, "--api-server-count") or 1,
+        api_servers=api_servers,
         serves_on_each_node=bool(value_of(given, "--data-parallel-hybrid-lb")),
+        takes_adapters=bool(value_of(given, "--enable-lora")) and api_servers == 1,
         scheduling_policy=value_of(given, "--scheduling-policy"),
         stand_in=stand_in.folder if stand_in else None,
     )

@@ -1,6 +1,7 @@
-"""A user's program that asks a service all the time, from several threads: SERVICE THREADS. SIGTERM ends it.
+"""A user's program that asks a service all the time, from several threads: SERVICE THREADS [MODEL]. SIGTERM ends it.
 
-It connects with `wake=True`. At the end it prints how many requests were answered, and the errors of the others.
+It connects with `wake=True`. At the end it prints how many requests were answered, with which first words, and the
+errors of the others.
 SIGUSR1 has it print where its threads are.
 """
 
@@ -19,6 +20,7 @@ is_over = threading.Event()
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 client = connect(service, wait=300, wake=True, max_retries=0)
 print("connected", flush=True)
+model = sys.argv[3] if len(sys.argv) > 3 else ""
 answered: list[str] = []
 errors: list[str] = []
 
@@ -26,8 +28,10 @@ errors: list[str] = []
 def keep_asking() -> None:
     while not (is_over.is_set() and answered):
         try:
-            answer = client.chat.completions.create(model=client.model, messages=[{"role": "user", "content": "Hello"}])
-            answered.append(answer.choices[0].finish_reason)
+            answer = client.chat.completions.create(
+                model=model or client.model, messages=[{"role": "user", "content": "Hello"}]
+            )
+            answered.append((answer.choices[0].message.content or "").split(" ")[0])
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
 
@@ -39,4 +43,4 @@ signal.sigwait({signal.SIGTERM})
 is_over.set()
 for thread in threads:
     thread.join()
-print(json.dumps({"answered": len(answered), "errors": errors}), flush=True)
+print(json.dumps({"answered": len(answered), "first_words": sorted(set(answered)), "errors": errors}), flush=True)

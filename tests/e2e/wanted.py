@@ -67,8 +67,8 @@ class Asking:
         self._alice = alice
         self._programs: list[subprocess.Popen] = []
 
-    def start(self, threads: int, service: str) -> subprocess.Popen:
-        argv = [sys.executable, str(ASKING), service, str(threads)]
+    def start(self, threads: int, service: str, *model: str) -> subprocess.Popen:
+        argv = [sys.executable, str(ASKING), service, str(threads), *model]
         program = self._alice.cluster.popen(argv, user="alice", env=dict(self._alice.environ))
         self._programs.append(program)
         assert program.stdout.readline().strip() == "connected", program.stdout.read()

@@ -3,11 +3,12 @@
     python tests/support/stub_engine.py serve MODEL [--port P | --config FILE] [--stub-… see --help]
 
 Standard library only. It speaks enough of the OpenAI API for clients and launchers: /health, /v1/models,
-/v1/completions and /v1/chat/completions, streams and tool calls included, and /v1/embeddings. It refuses what vLLM 0.32
-refuses (`stub_refusals`). It prints lines as vLLM does while it loads, guards its routes as the gate does when
-HPC_SERVE_API_KEY_FILE is set, and obeys HPC_SERVE_DRAIN_FILE and HPC_SERVE_RECORD. Any other flag is ignored;
-STUB_ENGINE_ARGS in the environment adds flags. To requests that ask with the header X-HPC-Serve-Signs it sends signs as
-the gate does, until a request waits for the end of --stub-hang-file.
+/v1/completions and /v1/chat/completions, streams and tool calls included, and /v1/embeddings. With --enable-lora it
+takes adapters, and an answer of one begins with its folder. It refuses what vLLM 0.32 refuses (`stub_refusals`). It
+prints lines as vLLM does while it loads, guards its routes as the gate does when HPC_SERVE_API_KEY_FILE is set, and
+obeys HPC_SERVE_DRAIN_FILE and HPC_SERVE_RECORD. Any other flag is ignored; STUB_ENGINE_ARGS in the environment adds
+flags. To requests that ask with the header X-HPC-Serve-Signs it sends signs as the gate does, until a request waits for
+the end of --stub-hang-file.
 
 With --stub-greedy an answer at temperature 0 follows from the prompt alone, as a model's does: each token follows from
 all the text before it (`next_token`). A request that holds the beginning of an answer (a completion's prompt, or
@@ -47,11 +48,23 @@ from pathlib import Path
 from typing import Any
 
 try:
-    from tests.support.stub_refusals import Refusal, check_length, check_request, check_route, read_body
+    from tests.support.stub_refusals import (
+        LOAD_ADAPTER,
+        UNLOAD_ADAPTER,
+        Refusal,
+        change_adapters,
+        check_length,
+        check_request,
+        check_route,
+        read_body,
+    )
 except ImportError:  # run as a program, alone or in the launcher's process
     sys.path.append(os.path.dirname(os.path.abspath(__file__)))
     from stub_refusals import (  # type: ignore[import-not-found, no-redef]
+        LOAD_ADAPTER,
+        UNLOAD_ADAPTER,
         Refusal,
+        change_adapters,
         check_length,
         check_request,
         check_route,
@@ -158,6 +171,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--ssl-keyfile")
     parser.add_argument("--ssl-certfile")
     parser.add_argument("--headless", action="store_true", help="load and wait without a server, as vLLM's other nodes")
+    parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--max-lora-rank", type=int, default=16)
     parser.add_argument("--stub-load-s", type=float, default=0.0, help="seconds of loading, spread over the shards")
     parser.add_argument("--stub-map-weights", action="store_true", help="map and read the model's files, one by one")
     parser.add_argument("--stub-hang-loading", action="store_true", help="never get past the first shard")
@@ -416,6 +431,9 @@ class Engine(ThreadingHTTPServer):
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.names: list[str] = options.served_model_name or [options.model]
+        self.adapters: dict[str, str] = {}
+        """The folders of those loaded, by name."""
+        self.takes_adapters = options.enable_lora and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
         self.completions = 0
         self.work = Work(options)
         self.is_leaving = False
@@ -546,6 +564,10 @@ class Handler(BaseHTTPRequestHandler):
         else:
             model = {"object": "model", "owned_by": "stub", "max_model_len": self.server.options.max_model_len}
             models = [{"id": name, **model} for name in self.server.names]
+            adapters = self.server.adapters.items()
+            models += [
+                {"id": name, "root": folder, "parent": self.server.names[0], **model} for name, folder in adapters
+            ]
             self.answer_json(200, {"object": "list", "data": models})
 
     def do_POST(self) -> None:
@@ -568,7 +590,7 @@ class Handler(BaseHTTPRequestHandler):
     def has_route(self) -> bool:
         """Whether there is such a route; refuses the request where there is none."""
         try:
-            check_route(self.command, self.path.partition("?")[0])
+            check_route(self.command, self.path.partition("?")[0], has_adapters=self.server.takes_adapters)
         except Refusal as refusal:
             self.answer_json(refusal.status, refusal.content)
             return False
@@ -579,6 +601,11 @@ class Handler(BaseHTTPRequestHandler):
         path = self.path = self.path.partition("?")[0]
         request = read_body(self.headers.get("Content-Type", ""), body)
         names = self.server.names
+        if path in (LOAD_ADAPTER, UNLOAD_ADAPTER):
+            said = change_adapters(self.server.adapters, path, request, names=names, rank=options.max_lora_rank)
+            self.answer(200, said.encode(), {}, kind="text/plain")
+            return
+        names = [*names, *self.server.adapters]
         check_request(path, request, names=names, most_tokens=options.max_model_len)
         if path == "/detokenize":
             tokens = request["tokens"]
@@ -610,6 +637,9 @@ class Handler(BaseHTTPRequestHandler):
             return False
         if self.server.draining and self.path != "/metrics":
             self.error(503, "draining", code="draining", headers={"X-HPC-Serve": "draining", "Retry-After": "2"})
+            return False
+        if self.path in (LOAD_ADAPTER, UNLOAD_ADAPTER) and self.headers.get("X-HPC-Serve") != "canary":
+            self.error(403, "the launcher's alone", code="one_replica_alone")
             return False
         if self.headers.get("X-HPC-Serve-Signs") == "1":
             self.wire.ask()
@@ -675,8 +705,10 @@ class Handler(BaseHTTPRequestHandler):
         most = request.get("max_completion_tokens") or request.get("max_tokens") or sys.maxsize
         if not options.stub_greedy:
             most = most if request.get("ignore_eos") else min(most, options.stub_words)
+            adapter = self.server.adapters.get(request.get("model", ""))
+            first = f"stub-{self.server.server_address[1]}" if adapter is None else f"adapter-{adapter}"
             for place in range(most):
-                word = " word" if place else f"stub-{self.server.server_address[1]}"
+                word = " word" if place else first
                 yield 0, word, "stop" if place == most - 1 else ""
             return
         is_greedy = request.get("temperature") == 0

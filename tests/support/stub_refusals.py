@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 METHODS: Mapping[str, str] = {
     **dict.fromkeys((COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/v1/embeddings"), "POST"),
     **dict.fromkeys(("/health", "/metrics", "/version", "/v1/models"), "GET"),
@@ -43,11 +44,12 @@ def invalid(field: str, text: str) -> Refusal:
     return Refusal(f"1 validation error:\n  {field}: {text}", f"body.{field}" if field else "body", kind="Bad Request")
 
 
-def check_route(method: str, path: str) -> None:
+def check_route(method: str, path: str, *, has_adapters: bool = False) -> None:
     """Raise Refusal for a path that is no route, or a method that the route does not have."""
-    if path not in METHODS:
+    methods = {**METHODS, **dict.fromkeys((LOAD_ADAPTER, UNLOAD_ADAPTER), "POST")} if has_adapters else METHODS
+    if path not in methods:
         raise no_route(404, "Not Found")
-    if method != METHODS[path]:
+    if method != methods[path]:
         raise no_route(405, "Method Not Allowed")
 
 
@@ -87,6 +89,34 @@ def check_request(path: str, asked: dict[str, Any], *, names: list[str], most_to
     asked["model"] = asked.get("model") or names[0]
     if path in (CHAT, COMPLETIONS):
         _check_sampling(path, asked, most_tokens)
+
+
+def change_adapters(
+    adapters: dict[str, str], path: str, asked: Mapping[str, Any], *, names: list[str], rank: int
+) -> str:
+    """Load or unload an adapter, as vLLM does; returns what it says. Raise Refusal."""
+    name, folder = asked.get("lora_name"), asked.get("lora_path")
+    if path == UNLOAD_ADAPTER:
+        if name not in adapters:
+            raise Refusal(f"The lora adapter '{name}' cannot be found.", status=404, kind="NotFoundError")
+        del adapters[name]
+        return f"Success: LoRA adapter '{name}' removed successfully."
+    if not name or not folder:
+        raise Refusal("Both 'lora_name' and 'lora_path' must be provided.", kind="InvalidUserInput")
+    if name in names:
+        raise Refusal(f"The lora adapter '{name}' conflicts with a served base model.", kind="InvalidUserInput")
+    if name in adapters and not asked.get("load_inplace"):
+        raise Refusal(f"The lora adapter '{name}' has already been loaded.", kind="InvalidUserInput")
+    try:
+        with open(f"{folder}/adapter_config.json") as file:
+            config = json.load(file)
+    except OSError:
+        raise Refusal(f"No adapter found for {folder}", status=404, kind="NotFoundError") from None
+    if config["r"] > rank:
+        text = f"LoRA rank {config['r']} is greater than max_lora_rank {rank}."
+        raise Refusal(text, status=500, kind="InternalServerError")
+    adapters[name] = folder
+    return f"Success: LoRA adapter '{name}' added successfully."
 
 
 def check_length(tokens: int, most_tokens: int) -> None:

@@ -64,17 +64,33 @@ def render_command(output: Path | None, **options: Any) -> None:
 @click.option(
     "--share", metavar="GROUP", help="Let a Unix group of yours use this service: see its records, and ask it."
 )
+@click.option(
+    "--lora",
+    multiple=True,
+    metavar="NAME=FOLDER",
+    help="A LoRA adapter that each replica loads; may be repeated. `hpc-serve adapter` adds more later.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the submission as JSON.")
 def submit_command(
-    wait: bool, timeout: float | None, check_hub: bool, share: str | None, as_json: bool, **options: Any
+    wait: bool,
+    timeout: float | None,
+    check_hub: bool,
+    share: str | None,
+    lora: tuple[str, ...],
+    as_json: bool,
+    **options: Any,
 ) -> None:
     from hpc_serve.cli import show
     from hpc_serve.cli.services.stages import follow_until_ready
     from hpc_serve.cli.submit.submission import submission_json, submission_text
     from hpc_serve.submit.services import services
+    from hpc_serve.submit.services.adapters import read_adapters, room_for
 
+    adapters = read_adapters(lora)
+    context = click.get_current_context()
+    context.meta["engine_args"] = (*room_for(adapters), *context.meta["engine_args"])
     request = make_request(options)
-    submission = services.submit(request, ask_hub=check_hub, share=share)
+    submission = services.submit(request, ask_hub=check_hub, share=share, adapters=adapters)
     if as_json:
         show.print_json(submission_json(submission))
     else:

@@ -295,4 +295,11 @@ def _ready_ones(records: Sequence[EndpointRecord]) -> list[EndpointRecord]:
 def _address(record: EndpointRecord, result: ProbeResult, api_key: str) -> ReplicaAddress:
     assert result.host is not None
     identity = Identity.of(record, api_key)
-    return ReplicaAddress(name=record.name, host=result.host, port=record.port, identity=identity, signs=record.signs)
+    return ReplicaAddress(
+        name=record.name,
+        host=result.host,
+        port=record.port,
+        identity=identity,
+        signs=record.signs,
+        adapters=frozenset(record.adapter_names),
+    )

@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hpc_serve.client.replicas.beginnings import Beginnings
 from hpc_serve.client.replicas.speeds import Kind, Speeds
@@ -31,7 +31,7 @@ MOST_LOST_FOR_S = 60.0
 class ReplicaAddress:
     """Where a replica answers, and how it shows that it is this replica; `name` is its record's.
 
-    `signs`: within its answers it sends signs that it lives.
+    `signs`: within its answers it sends signs that it lives. `adapters` are those that its engine has loaded.
     """
 
     name: str
@@ -39,6 +39,7 @@ class ReplicaAddress:
     port: int
     identity: Identity
     signs: bool = False
+    adapters: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,16 @@ class ReplicaPool:
     def others(self, names: Set[str]) -> list[ReplicaAddress]:
         """The replicas that are offered and not named."""
         return [replica for name, replica in self._replicas.items() if name not in names]
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether some replicas have adapters that others lack."""
+        return len({replica.adapters for replica in self._replicas.values()}) > 1
+
+    def lacking(self, adapter: str) -> Set[str]:
+        """The replicas without an adapter, if others have it."""
+        lacking = {name for name, replica in self._replicas.items() if adapter not in replica.adapters}
+        return lacking if len(lacking) < len(self._replicas) else frozenset()
 
     def drop(self, name: str) -> None:
         """Offer a replica no more."""

@@ -7,6 +7,8 @@ stopped: the next replica gets the request at once. What may be sent again after
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 
 from hpc_serve.client.connections.connections import Connections
@@ -155,10 +157,20 @@ class Exchange:
         return attempt
 
     def _take(self, tried: set[str] | frozenset[str]) -> Attempt | None:
-        replica = self._watch.pick(tried, self._begins)
+        pool = self._watch.pool
+        lacking = pool.lacking(self._model) if pool.is_uneven else frozenset()
+        replica = self._watch.pick(tried | lacking, self._begins)
         if replica is None:
             return None
         return Attempt(self._watch, replica, shows_signs=self._request.wants_signs)
+
+    @functools.cached_property
+    def _model(self) -> str:
+        """What the request names as its model."""
+        with contextlib.suppress(ValueError, AttributeError):
+            model = (self._request.fields or json.loads(self._request.content or b"{}")).get("model")
+            return model if isinstance(model, str) else ""
+        return ""
 
     # -- whether again
 

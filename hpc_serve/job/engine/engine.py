@@ -18,6 +18,7 @@ from typing import Any
 
 from hpc_serve.job.cleanup import node_dir, shared_memory
 from hpc_serve.job.cleanup.shared_memory import Segment
+from hpc_serve.job.engine.adapters import Adapters
 from hpc_serve.job.engine.endpoint import EngineEndpoint, move_endpoint
 from hpc_serve.job.engine.engine_process import EngineProcess
 from hpc_serve.job.engine.engine_watch import EngineWatch
@@ -151,12 +152,18 @@ class Engine:
             give_up_s=options.hang_s,
             keeper=self._keeper,
         )
+        adapters = Adapters(self.address, self._keeper, has_room=self._node.command.takes_adapters)
+        await adapters.bring()
         self._restart, self._has_old_cache = None, False
         await asyncio.to_thread(self._write_segments)
         await self._on_ready()
         self._keeper.update(state="ready", stage="ready", progress=None, reason=None, last_log_lines=())
         _log.info("%s is ready at %s", options.service, self._endpoint.url)
-        reason = await self.watch.run()
+        following = asyncio.create_task(adapters.follow())
+        try:
+            reason = await self.watch.run()
+        finally:
+            await _cancel(following)
         return Outcome(
             failed_part="engine", reason=f"engine {reason}", exit_code=1, last_log_lines=tuple(child.last_log_lines)
         )

@@ -85,4 +85,5 @@ class EngineProcess:
     def _environ(self, endpoint: EngineEndpoint, environ: Mapping[str, str]) -> dict[str, str]:
         least_step = {LEAST_STEP_VARIABLE: str(self._node.options.canary_limit_s)}
         mark = mark_environ(self._node.run_mark, variable=ENGINE_MARK)
-        return {**environ, **endpoint.socket.environ, **least_step, **mark}
+        adapters = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self._node.command.takes_adapters else {}
+        return {**environ, **endpoint.socket.environ, **least_step, **adapters, **mark}

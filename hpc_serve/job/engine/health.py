@@ -110,6 +110,19 @@ def ask(
     return _ask(engine, "POST", request.path, timeout_s=timeout_s, body=request.body, tell_port=tell_port).status
 
 
+def told(engine: EngineAddress, path: str, body: Mapping[str, Any], *, timeout_s: float) -> str:
+    """Tell an engine to do something; returns why it did not, or "".
+
+    Raises OSError or HTTPException without an answer.
+    """
+    answer = _ask(engine, "POST", path, timeout_s=timeout_s, body=body)
+    if answer.status == 200:
+        return ""
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        return str(json.loads(answer.content)["error"]["message"])
+    return f"the engine answered {answer.status}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Look:
     """One look at an engine: the status of /health, and the words of its gate; None without an answer.

@@ -9,13 +9,17 @@ import contextlib
 import dataclasses
 import functools
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import HpcServeError
 from hpc_serve.plan import ServePlan
+from hpc_serve.plan.model.adapters import AdapterFiles, check_shapes
 from hpc_serve.rendezvous import shares
+from hpc_serve.rendezvous.adapters import Adapter
 from hpc_serve.rendezvous.files import make_log_dir
 from hpc_serve.rendezvous.names import log_dir_before_job
 from hpc_serve.rendezvous.ownership import user_name
@@ -29,6 +33,7 @@ from hpc_serve.submit.plans.preflight import check_before_plan, check_files
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.script.memory import small_memory_note
 from hpc_serve.submit.script.render import devices_per_node, render_script, replicas_of
+from hpc_serve.submit.services.adapters import check_room, want_adapters
 from hpc_serve.submit.services.carry_out import end_submission
 from hpc_serve.submit.services.hand_over import (
     JobScript,
@@ -85,11 +90,12 @@ def submit(
     environ: Mapping[str, str] = os.environ,
     ask_hub: bool = False,
     share: str | None = None,
+    adapters: Mapping[str, AdapterFiles] = MappingProxyType({}),
 ) -> Submission:
     """Check the request, claim its name, and hand its script to the scheduler.
 
     `ask_hub` asks the hub whether the job may fetch weights that are not here. `share` is a Unix group that may use the
-    service, until it is submitted without one while none of its jobs is there.
+    service, until it is submitted without one while none of its jobs is there. `adapters` are LoRA adapters by name.
 
     Raises HpcServeError of every kind; then nothing is submitted and the name is free.
     """
@@ -98,6 +104,11 @@ def submit(
     store, service = ServiceStore(default_home(environ)), request.service
     group = shares.check_share(store, share) if share is not None else None
     planned = plan_request(request, stand_in=environ.get("HPC_SERVE_MODEL"))
+    for files in adapters.values():
+        check_room(files, planned.plan.vllm_args, f"{service} would be")
+        if not environ.get("HPC_SERVE_MODEL"):
+            check_shapes(files, planned.result.model)
+    wanted_ones = {name: Adapter(path=files.path, added_at=time.time()) for name, files in adapters.items()}
     weights_note = check_files(planned, {**environ, **request.env}, ask_hub=ask_hub)
 
     plan = planned.plan
@@ -114,12 +125,14 @@ def submit(
     with claimed(store, service, plan.model) as scripts, contextlib.ExitStack() as undo:
         script = JobScript(text=text, job=job, folder=scripts, log_dir=log_dir)
         if request.cluster == "local":
-            _share(store, service, group, is_new=all(one.is_final for one in store.read(service).records))
+            is_new = all(one.is_final for one in store.read(service).records)
+            _share(store, service, group, is_new=is_new)
+            want_adapters(store, service, wanted_ones, is_new=is_new)
             job_id, jobs = start_locally(store, script)
             done = made(job_id=job_id, jobs=jobs)
         else:
             before = read_wanted(store, service)
-            wanted, there = want_submission(store, request, replicas, environ)
+            wanted, there = want_submission(store, request, replicas, environ, wanted_ones)
             _share(store, service, group, is_new=not there)
             if wanted.submitting:
                 undo.callback(take_back, store, service, wanted, before)

@@ -9,9 +9,11 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError
+from hpc_serve.rendezvous.adapters import Adapter
 from hpc_serve.rendezvous.files import remove_file
 from hpc_serve.rendezvous.record import SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
@@ -30,11 +32,16 @@ _MOST_TRIES = 10
 
 
 def want_submission(
-    store: ServiceStore, request: ServeRequest, replicas: int, environ: Mapping[str, str]
+    store: ServiceStore,
+    request: ServeRequest,
+    replicas: int,
+    environ: Mapping[str, str],
+    adapters: Mapping[str, Adapter] = MappingProxyType({}),
 ) -> tuple[Wanted, list[str]]:
     """Write down what a submission of so many `replicas` asks for, and claim that this program submits what is missing.
 
-    MIN:MAX are the bounds of the whole service; one number is so many more. Returns what is written, and the jobs that
+    MIN:MAX are the bounds of the whole service; one number is so many more. `adapters` come beside those that the
+    service has. Returns what is written, and the jobs that
     are there already. Raises HpcServeError.
     """
 
@@ -56,6 +63,10 @@ def want_submission(
             variables={name: environ[name] for name in KEPT if environ.get(name)},
             submitting=max(0, count - have),
             submitting_at=now,
+            adapters={
+                **(found.adapters if found is not None and (here or found.state == "asleep") else {}),
+                **adapters,
+            },
         )
         if before is not None:
             kept = {name: getattr(before, name) for name in ("decider", "coming", "ending", "most_running", "decided")}
@@ -242,9 +253,10 @@ def _sleep_again(store: ServiceStore, service: str, before: Wanted | None) -> No
 def want_stop_of(store: ServiceStore, found: Sequence[ReplicaStatus]) -> None:
     """A person ends these replicas: no job shall bring them back. Raises StoreError.
 
-    Where they are all of a service, it is stopped. A job of which others go on still counts.
+    Where they are all of a service, it is stopped. A job of which others go on still counts. On this machine alone
+    nothing brings them back.
     """
-    for service in dict.fromkeys(status.service for status in found):
+    for service in dict.fromkeys(status.service for status in found if status.job.cluster != "local"):
         named = {status.name for status in found if status.service == service}
         live = [one for one in read_status(store, service).replicas if not one.is_over]
         staying = {one.job_id for one in live if one.name not in named}

@@ -13,6 +13,7 @@ import pytest
 from hpc_serve.client.connections.engine_pool import LIMITS, EnginePool
 from hpc_serve.client.discovery import discovery
 from hpc_serve.client.requests import attempt, exchange
+from hpc_serve.rendezvous.adapters import Adapter
 from tests.cluster import wait_for
 from tests.support.stub_engine import greedy_answer
 from tests.support.stubs import StubService, make_submitted
@@ -55,6 +56,18 @@ def test_a_request_goes_to_the_service_that_it_names(service, gateway):
         assert answer.json["choices"][0]["text"] == ANSWER
     assert answer.headers["x-hpc-serve-service"] == "tiny"
     assert answer.headers["x-hpc-serve-replica"] == "300-r0-0"
+
+
+def test_an_adapter_has_a_name_of_its_own_as_soon_as_a_record_has_it(service, gateway):
+    engine = service.start(*GREEDY)
+    front = gateway()
+    assert front.complete("sql").code == "model_not_found"
+    service.publish(engine, counter=2, adapters={"sql": Adapter(path="/a", added_at=1.0)})
+    answer = front.complete("sql")
+    assert answer.json["error"]["message"].startswith("The model `sql` does not exist")  # it has reached the engine
+    refused = front.ask("POST", "/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": "/a"})
+    assert refused.status == 404
+    assert "hpc-serve adapter add" in refused.json["error"]["message"]
 
 
 def test_an_unknown_model_is_refused_with_what_there_is(service, gateway):

@@ -15,7 +15,7 @@ import pytest
 from hpc_serve.client.replicas.probe import probe
 from hpc_serve.gate import gate
 from hpc_serve.gate.gate import Gate
-from hpc_serve.rendezvous.gate_headers import DRAINING_HEADER, read_request_count
+from hpc_serve.rendezvous.gate_headers import CANARY_HEADER, DRAINING_HEADER, read_request_count
 from hpc_serve.trust.authority import make_run_certificate
 from hpc_serve.trust.connection import Identity
 from tests.support.asgi_server import served
@@ -54,6 +54,15 @@ def ask(app, path="/v1/models", headers=(), **scope):
 
 def test_the_right_key_is_let_in(key_file):
     assert ask(Gate(_engine), headers=[BEARER])[1]["body"] == b"let in"
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/adapters/sql"])
+def test_adapters_are_the_launchers_to_load(key_file, path):
+    refused = ask(Gate(_engine), path, headers=[BEARER], method="POST")
+    assert refused[0]["status"] == 403
+    assert b"hpc-serve adapter add" in refused[1]["body"]
+    assert ask(Gate(_engine), path, headers=[BEARER, CANARY_HEADER], method="POST")[0]["status"] == 200
+    assert ask(Gate(_engine), path, headers=[CANARY_HEADER], method="POST")[0]["status"] == 401
 
 
 def test_the_scheme_may_be_written_in_any_case(key_file):

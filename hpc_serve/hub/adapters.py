@@ -1,0 +1,42 @@
+"""Finds the folder of a LoRA adapter, here or in the Hugging Face cache, and reads what its files say of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.given_files import read_json
+from hpc_serve.hub.hub_settings import read_hub_settings
+from hpc_serve.hub.local_weights import read_header, snapshot_folder
+from hpc_serve.plan.model.adapters import AdapterFiles, read_adapter
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def find_adapter(named: str, environ: Mapping[str, str] = os.environ) -> AdapterFiles:
+    """Return the adapter in a folder, or of a repository in the cache. Raises InvalidRequestError."""
+    folder = Path(named).expanduser().absolute()
+    if not folder.is_dir():
+        cached = snapshot_folder(read_hub_settings(environ).cache, named, "main", holds=_CONFIG)
+        if cached is None:
+            raise InvalidRequestError(
+                f"{named} is neither a folder nor an adapter in the Hugging Face cache. Fetch it first: "
+                f"hpc-serve fetch {named}"
+            )
+        folder = cached
+    lacking = [name for name in (_CONFIG, _WEIGHTS) if not (folder / name).is_file()]
+    if lacking:
+        raise InvalidRequestError(f"{folder} is no adapter: it has no {' and no '.join(lacking)}.")
+    file = folder / _CONFIG
+    try:
+        config = read_json(file)
+        if not isinstance(config, dict):
+            raise ValueError("it holds no JSON object")
+        file = folder / _WEIGHTS
+        header, _ = read_header(file)
+        shapes = {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InvalidRequestError(f"{file} cannot be read: {error}.") from error
+    return read_adapter(str(folder), config, shapes)

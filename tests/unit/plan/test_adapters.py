@@ -1,0 +1,87 @@
+"""Whether a model takes an adapter is told by the files of the adapter, before an engine sees it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.catalog import find
+from hpc_serve.plan.model.adapters import RANKS, check_shapes, least_rank, read_adapter
+from hpc_serve.plan.model.architectures import model_from_config
+from hpc_serve.vllm.options import options
+
+CONFIG = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "org/base"}
+
+
+def shapes(module: str, layer: int, inputs: int, outputs: int, rank: int = 8) -> dict[str, tuple[int, int]]:
+    name = f"base_model.model.model.layers.{layer}.{module}"
+    return {f"{name}.lora_A.weight": (rank, inputs), f"{name}.lora_B.weight": (outputs, rank)}
+
+
+def model(name: str):
+    entry = find(name)
+    return model_from_config(entry.config, name=entry.name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"use_dora": True}, "it is a DoRA"),
+        ({"bias": "all"}, "it has a bias"),
+        ({"lora_bias": True}, "it has a bias"),
+        ({"peft_type": "IA3"}, "of the kind IA3"),
+        ({"modules_to_save": ["lm_head", "score"]}, "whole modules (lm_head)"),
+        ({"init_lora_weights": "pissa"}, "pissa has changed the weights"),
+        ({"r": 0}, "must be 1 or more"),
+        ({"r": "8"}, "must be 1 or more"),
+        ({"rank_pattern": {"q_proj": -1}}, "must be 1 or more"),
+    ],
+)
+def test_what_vllm_refuses_is_refused_before(changes, said):
+    with pytest.raises(InvalidRequestError, match=re.escape(said)):
+        read_adapter("/a", {**CONFIG, **changes}, {})
+
+
+def test_the_largest_rank_counts():
+    adapter = read_adapter("/a", {**CONFIG, "rank_pattern": {"q_proj": 64}, "init_lora_weights": "gaussian"}, {})
+    assert (adapter.rank, adapter.base) == (64, "org/base")
+
+
+def test_ranks_are_those_that_the_option_takes():
+    assert options()["--max-lora-rank"].choices == RANKS
+    with pytest.raises(InvalidRequestError, match="512 at most"):
+        least_rank(513)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "inputs", "outputs"),
+    [
+        ("8b", "self_attn.q_proj", 4096, 4096),
+        ("8b", "self_attn.k_proj", 4096, 1024),
+        ("8b", "self_attn.o_proj", 4096, 4096),
+        ("8b", "mlp.gate_proj", 4096, 14336),
+        ("8b", "mlp.down_proj", 14336, 4096),
+        ("Qwen/Qwen3-30B-A3B", "mlp.experts.7.up_proj", 2048, 768),
+        ("r1", "self_attn.kv_a_proj_with_mqa", 7168, 576),
+    ],
+)
+def test_a_matrix_of_the_model_fits_alone_or_as_a_part_of_fused_ones(name, module, inputs, outputs):
+    layer = len(model(name).layers) - 1
+    check_shapes(read_adapter("/a", CONFIG, shapes(module, layer, inputs, outputs)), model(name))
+    for wrong in ((inputs + 8, outputs), (inputs, outputs + 8)):
+        with pytest.raises(InvalidRequestError, match=r"has no such matrix\. It was trained on org/base\."):
+            check_shapes(read_adapter("/a", CONFIG, shapes(module, layer, *wrong)), model(name))
+
+
+def test_a_layer_that_the_model_lacks_is_another_models():
+    with pytest.raises(InvalidRequestError, match=r"changes layer 32, and .* has 32 layers"):
+        check_shapes(read_adapter("/a", CONFIG, shapes("self_attn.q_proj", 32, 4096, 4096)), model("8b"))
+
+
+def test_two_matrices_must_fit_each_other():
+    torn = {**shapes("self_attn.q_proj", 0, 64, 64), **shapes("self_attn.v_proj", 0, 64, 64, rank=4)}
+    torn["base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"] = (64, 8)
+    with pytest.raises(InvalidRequestError, match="no two matrices that fit"):
+        read_adapter("/a", CONFIG, torn)

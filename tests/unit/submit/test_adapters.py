@@ -1,0 +1,230 @@
+"""Adapters of a service: all replicas have one, or none. Stub engines, and a launcher's part that loads adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.cli.main import run
+from hpc_serve.client import connect
+from hpc_serve.job.engine.adapters import Adapters
+from hpc_serve.job.engine.health import EngineAddress
+from hpc_serve.job.run.record_keeper import RecordKeeper
+from hpc_serve.rendezvous.wanted import Wanted
+from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
+from hpc_serve.submit.request.request import ServeRequest
+from hpc_serve.submit.services import services
+from hpc_serve.trust.connection import Identity
+from tests.support.adapters import make_adapter
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.patience import wait_until
+from tests.support.stubs import StubService, make_submitted
+
+MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+ROOM = ("--enable-lora", "--max-lora-rank", "8")
+
+
+class Launchers:
+    """Replicas of the service 8b whose launchers look after their adapters, in one thread."""
+
+    def __init__(self, home: Path, slurm: FakeSlurm) -> None:
+        self._slurm = slurm
+        self.stubs = StubService(home, "8b")
+        self.keepers: list[RecordKeeper] = []
+        self._running: list[concurrent.futures.Future[None]] = []
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def start(self, *words: str, has_room: bool = True) -> None:
+        job_id = str(100 + len(self.keepers))
+        self._slurm.job(job_id, "RUNNING")
+        self.stubs.store.write_submitted(
+            make_submitted(service="8b", model=MODEL, job_id=job_id, engine_args=words or ROOM)
+        )
+        engine = self.stubs.start(*(words or ROOM), job_id=job_id, model=MODEL, state="starting")
+        (record,) = (one for one in self.stubs.store.read("8b").records if one.job_id == job_id)
+        identity = Identity.of(record, self.stubs.store.read_api_key("8b"))
+        keeper = RecordKeeper(self.stubs.store, record)
+        self.keepers.append(keeper)
+        address = EngineAddress(host="127.0.0.1", port=engine.port, identity=identity)
+        running = self._run(Adapters(address, keeper, has_room=has_room), keeper)
+        self._running.append(asyncio.run_coroutine_threadsafe(running, self._loop))
+        wait_until(lambda: keeper.record.state == "ready")
+
+    async def _run(self, adapters: Adapters, keeper: RecordKeeper) -> None:
+        await adapters.bring()
+        keeper.update(state="ready")
+        await asyncio.gather(adapters.follow(), keeper.renew())
+
+    def close(self) -> None:
+        for running in self._running:
+            running.cancel()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.stubs.close()
+
+
+@pytest.fixture
+def launchers(store, slurm, monkeypatch) -> Iterator[Launchers]:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    launchers = Launchers(store.home, slurm)
+    yield launchers
+    launchers.close()
+
+
+@pytest.fixture
+def good(tmp_path) -> Path:
+    return make_adapter(tmp_path / "good", hidden=4096, layers=1, rank=1, base_model_name_or_path=f"x/{MODEL}")
+
+
+def answer_of(model: str) -> str:
+    client = connect("8b")
+    return str(client.completions.create(model=model, prompt="Why?").choices[0].text)
+
+
+def test_all_replicas_load_it_and_one_that_comes_later_before_it_is_ready(launchers, good, capsys):
+    launchers.start()
+    launchers.start()
+    assert run(["adapter", "add", "8b", "sql", str(good)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "2 replicas (100, 101) have loaded sql.",
+        "Ask for it as the model 'sql'.",
+    ]
+    launchers.start()
+    assert launchers.keepers[2].record.adapter_names == ("sql",)
+    assert {answer_of("sql").split()[0] for _ in range(6)} == {f"adapter-{good}"}
+    assert run(["adapter", "list", "8b", "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert (listed["loaded"], listed["faults"], listed["path"]) == (["100", "101", "102"], {}, str(good))
+
+    assert run(["adapter", "remove", "8b", "sql"]) == 0
+    assert all(not keeper.record.adapters for keeper in launchers.keepers)
+    with pytest.raises(Exception, match="`sql` does not exist"):
+        answer_of("sql")
+
+
+def test_what_one_replica_does_not_take_no_replica_keeps(launchers, good, capsys, tmp_path):
+    launchers.start()
+    launchers.start()
+    assert run(["adapter", "add", "8b", "sql", str(good)]) == 0
+    launchers.stubs.engines[1].kill()
+    newer = make_adapter(tmp_path / "newer", hidden=4096, layers=1, rank=1)
+    assert run(["adapter", "add", "8b", "sql", str(newer)]) == 2
+    said = capsys.readouterr().err
+    assert f"8b did not take the adapter sql, and {good} is loaded again. 101: the engine did not answer" in said
+    assert read_wanted(launchers.stubs.store, "8b").adapters["sql"].path == str(good)
+    first = launchers.keepers[0]
+    wait_until(lambda: first.record.adapters["sql"].path == str(good) and not first.record.adapters["sql"].fault)
+
+    other = make_adapter(tmp_path / "third", hidden=4096, layers=1, rank=1)
+    assert run(["adapter", "add", "8b", "poem", str(other)]) == 2
+    assert "it is unloaded where it was loaded" in capsys.readouterr().err
+    wait_until(lambda: set(first.record.adapters) == {"sql"})
+
+
+def test_it_is_checked_before_an_engine_sees_it(launchers, good, capsys, tmp_path):
+    launchers.start()
+    wide = make_adapter(tmp_path / "wide", hidden=4096, layers=1, rank=16)
+    other = make_adapter(tmp_path / "other", hidden=4160, layers=1, rank=1)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    torn = make_adapter(tmp_path / "torn", hidden=4096, layers=1, rank=1)
+    (torn / "adapter_model.safetensors").write_bytes(b"no")
+    for name, source, said in (
+        ("sql", wide, "was started for ranks of 8 at most, and"),
+        ("sql", other, "has no such matrix"),
+        ("sql", empty, "it has no adapter_config.json and no adapter_model.safetensors"),
+        ("sql", torn, "cannot be read: it ends within its header"),
+        ("sql", "org/none", "Fetch it first: hpc-serve fetch org/none"),
+        ("a/b", good, "cannot name an adapter"),
+        ("8b", good, "is a name of 8b itself"),
+        ("405b", good, "is a name of 8b itself"),
+    ):
+        assert run(["adapter", "add", "8b", name, str(source)]) == 2
+        assert said in capsys.readouterr().err
+    assert read_wanted(launchers.stubs.store, "8b") is None
+    assert run(["adapter", "remove", "8b", "sql"]) == 2
+    assert "8b has no adapter sql; it has none." in capsys.readouterr().err
+
+
+def test_a_service_without_room_says_how_to_start_it(launchers, good, capsys):
+    launchers.start("--max-model-len", "2048", has_room=False)
+    assert run(["adapter", "add", "8b", "sql", str(good)]) == 2
+    assert "without room for adapters: submit it with -- --enable-lora --max-lora-rank 1" in capsys.readouterr().err
+
+
+def test_a_replica_of_other_options_says_that_it_has_no_room(launchers, good, store):
+    launchers.start()
+    assert run(["adapter", "add", "8b", "sql", str(good)]) == 0
+    launchers.start(*ROOM, "--api-server-count", "2", has_room=False)
+    assert "no room for adapters" in launchers.keepers[1].record.adapters["sql"].fault
+    # Clients ask the one that has it.
+    assert {answer_of("sql").split()[0] for _ in range(6)} == {f"adapter-{good}"}
+
+
+def test_changed_files_in_the_same_folder_are_no_other_adapter(launchers, good, capsys):
+    launchers.start()
+    for note in ("", "Changed files need another folder"):
+        assert run(["adapter", "add", "8b", "sql", str(good)]) == 0
+        assert note in capsys.readouterr().out
+    added = read_wanted(launchers.stubs.store, "8b").adapters["sql"].added_at
+    assert launchers.keepers[0].record.adapters["sql"].added_at == added
+
+
+def test_an_adapter_of_another_model_is_told(launchers, capsys, tmp_path):
+    launchers.start()
+    of_base = make_adapter(tmp_path / "of", hidden=4096, layers=1, rank=1, base_model_name_or_path="m/Llama-3.1-8B")
+    assert run(["adapter", "add", "8b", "sql", str(of_base)]) == 0
+    assert f"note: It was trained on m/Llama-3.1-8B, and the service has {MODEL}." in capsys.readouterr().out
+
+
+def test_a_service_that_sleeps_has_it_when_it_wakes_and_one_that_is_over_has_none(store, slurm, good, capsys):
+    services.submit(ServeRequest(model="8b", service="8b", engine_args=ROOM))
+    change_wanted(
+        store, "8b", lambda found: replace(found or Wanted(least=0, most=1, count=0), state="asleep", count=0)
+    )
+    slurm.job("101", "COMPLETED", nodes="")
+    assert run(["adapter", "add", "8b", "sql", str(good)]) == 0
+    assert "0 replicas have loaded sql." in capsys.readouterr().out
+    services.submit(ServeRequest(model="8b", service="8b", engine_args=ROOM))
+    assert set(read_wanted(store, "8b").adapters) == {"sql"}
+
+
+class TestSubmit:
+    def test_lora_makes_room_and_is_wanted(self, store, slurm, good, capsys):
+        assert run(["submit", "8b", "--lora", f"sql={good}", "--lora", f"poem={good}"]) == 0
+        (script,) = slurm.scripts
+        assert "--enable-lora --max-loras 2 --max-lora-rank 1" in script
+        assert {name: one.path for name, one in read_wanted(store, "8b").adapters.items()} == {
+            "sql": str(good),
+            "poem": str(good),
+        }
+
+    def test_a_submission_of_a_service_that_is_over_begins_without_adapters(self, store, slurm, good):
+        assert run(["submit", "8b", "--lora", f"sql={good}"]) == 0
+        slurm.job("101", "CANCELLED", after_cancel=True, nodes="")
+        assert run(["stop", "8b"]) == 0
+        assert run(["submit", "8b"]) == 0
+        assert read_wanted(store, "8b").adapters == {}
+
+    def test_what_is_no_adapter_submits_nothing(self, store, slurm, good, tmp_path, capsys):
+        other = make_adapter(tmp_path / "other", hidden=4160, layers=1, rank=1)
+        for words, said in (
+            ((f"sql={other}",), "has no such matrix"),
+            (("sql",), "write NAME=FOLDER"),
+            ((f"sql={tmp_path}",), "is no adapter"),
+        ):
+            assert run(["submit", "8b", *(word for one in words for word in ("--lora", one))]) == 2
+            assert said in capsys.readouterr().err
+        assert slurm.scripts == []
+
+    def test_a_rank_of_ones_own_must_be_wide_enough(self, slurm, tmp_path, capsys):
+        wide = make_adapter(tmp_path / "wide", hidden=4096, layers=1, rank=16)
+        assert run(["submit", "8b", "--lora", f"sql={wide}", "--max-lora-rank", "8"]) == 2
+        assert "started for ranks of 8 at most" in capsys.readouterr().err
