@@ -54,6 +54,7 @@ def env_command(service: str | None, wait: float | None, as_json: bool) -> None:
 @click.option("--system", metavar="TEXT", help="A system message to begin with.")
 @click.option("--max-tokens", type=int, metavar="N", help="Longest answer, in tokens.")
 @click.option("--temperature", type=float, metavar="T", help="0 for the likeliest answer.")
+@click.option("--adapter", metavar="NAME", help="Ask this LoRA adapter of the service (`hpc-serve adapter`).")
 @_WAIT
 def chat_command(
     service: str | None,
@@ -62,6 +63,7 @@ def chat_command(
     max_tokens: int | None,
     temperature: float | None,
     wait: float | None,
+    adapter: str | None,
 ) -> None:
     """Ask a service one thing, or talk to it.
 
@@ -85,12 +87,12 @@ def chat_command(
     asked = {"max_tokens": max_tokens, "temperature": temperature}
     options = {name: value for name, value in asked.items() if value is not None}
     if prompt is None and sys.stdin.isatty():
-        _converse(client, messages, options)
+        _converse(client, messages, {"model": adapter or client.model, **options})
         return
     question = prompt if prompt is not None else sys.stdin.read()
     if not question.strip():
         raise click.UsageError("There is no question: give a PROMPT, or pipe one in.")
-    _ask(client, [*messages, {"role": "user", "content": question}], options)
+    _ask(client, [*messages, {"role": "user", "content": question}], {"model": adapter or client.model, **options})
 
 
 def _name_first(word: str) -> str:
@@ -108,7 +110,7 @@ def _name_first(word: str) -> str:
 def _converse(client: ServiceClient, messages: list[dict[str, str]], options: dict[str, Any]) -> None:
     import readline  # noqa: F401  -- line editing and history for input()
 
-    click.echo(f"{client.service}: {client.model}. Ctrl-C ends an answer, Ctrl-D the conversation.", err=True)
+    click.echo(f"{client.service}: {options['model']}. Ctrl-C ends an answer, Ctrl-D the conversation.", err=True)
     while True:
         try:
             question = input("> ")
@@ -138,7 +140,7 @@ def _ask(client: ServiceClient, messages: list[dict[str, str]], options: dict[st
     answer = []
     create: Any = client.chat.completions.create  # the SDK's types want a literal for each role
     try:
-        stream = create(model=client.model, messages=messages, stream=True, **options)
+        stream = create(messages=messages, stream=True, **options)
         for chunk in stream:
             if chunk.choices and (text := chunk.choices[0].delta.content):
                 answer.append(text)
