@@ -208,10 +208,9 @@ class _OwnService:
             click.echo(f"{self.name} is there already{stays}.", err=True)
             return
         options = ["--replicas", self._replicas] if self._replicas else []
-        submit_command.main(
-            [self._model, "--name", self.name, *options], prog_name="hpc-serve submit", standalone_mode=False
-        )
-        self.is_stopped = True
+        words = [self._model, "--name", self.name, "--once", *options]
+        submission = submit_command.main(words, prog_name="hpc-serve submit", standalone_mode=False)
+        self.is_stopped |= not submission.is_there  # another shard may have been quicker
 
     def is_done(self) -> None:
         self.is_stopped |= self._stops

@@ -214,7 +214,8 @@ class Gateway:
             route = asked.route
             if self._people is not None:
                 self._people.begin(request)
-            front = await self._directory.find(asked.model)
+            person = request.person.name if request.person is not None else ""
+            front = await self._directory.find(asked.model, person)
             service = front.service
             status = await forward(front, asked, request, self._for_page(request))
         except BrokenAnswerError:

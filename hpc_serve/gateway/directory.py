@@ -72,10 +72,13 @@ class Directory:
             await self.look(older_than_s=0.0)
             await asyncio.sleep(LOOK_S)
 
-    async def find(self, model: str | None) -> Front:
-        """Return the service of a model's name, or the only one without a name. Raises Refusal."""
+    async def find(self, model: str | None, person: str = "") -> Front:
+        """Return the service of a model's name, or the only one without a name. Raises Refusal.
+
+        `person` is whose request it is, if it has a key of its own.
+        """
         if self._listed is not None and model is not None and model in self._on_demand_names:
-            await self._listed.bring(model)
+            await self._listed.bring(model, person)
         if (service := self._service_of(model)) is None:
             since_s = asyncio.get_running_loop().time() - self._looked_at_s
             await asyncio.sleep(max(0.0, AGAIN_S - since_s))  # it may have come since the last look

@@ -7,6 +7,7 @@ lets requests under way finish. `decide` is pure and says what follows. The call
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -15,11 +16,14 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from hpc_serve.client.own_program import CommandFailedError, run_command
+from hpc_serve.errors import StoreError
 from hpc_serve.gateway.answers import Refusal
 from hpc_serve.gateway.settings import OnDemand
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.rendezvous.wanted import Decision, Wanted
+from hpc_serve.rendezvous.wanted_file import change_wanted
 
 _LOOK_S = 1.0
 _POLL_S = 0.25
@@ -111,6 +115,7 @@ class _Times:
     failed_until_s: float = 0.0
     failures: int = 0
     why: str = ""
+    asked_by: str = ""
 
 
 class Services(Protocol):
@@ -143,8 +148,11 @@ class OnDemandModels:
         self._commands: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
 
-    async def bring(self, service: str) -> None:
-        """Return once a service is there or submitted. Raises Refusal if it is not in the time that a request waits."""
+    async def bring(self, service: str, person: str = "") -> None:
+        """Return once a service is there or submitted. Raises Refusal if it is not in the time that a request waits.
+
+        `person` is whose request it is, if it has a key of its own.
+        """
         clock = asyncio.get_running_loop().time
         times, began_s = self._times[service], clock()
         times.asked_at_s = began_s
@@ -155,7 +163,7 @@ class OnDemandModels:
             now_s = clock()
             has_failed = now_s < times.failed_until_s
             if not has_failed:
-                self._want(times, now_s)
+                self._want(times, now_s, person)
             if has_failed or now_s - began_s >= self._wait_s:
                 retry_s = max(times.failed_until_s - now_s, _LOOK_S)
                 headers = {"retry-after": f"{retry_s:.0f}"}
@@ -168,9 +176,10 @@ class OnDemandModels:
         if service in self._times:
             self._times[service].asked_at_s = asyncio.get_running_loop().time()
 
-    def _want(self, times: _Times, now_s: float) -> None:
+    def _want(self, times: _Times, now_s: float, person: str) -> None:
         if times.wanted_since_s is None:
             times.wanted_since_s = now_s
+            times.asked_by = f"a request{f' of {person}' if person else ''} asked the gateway for it"
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._follow())
 
@@ -245,7 +254,7 @@ class OnDemandModels:
         if step.what == "end":
             times.why = f"{step.service} is ending to make room"
             self._ending.add(step.service)
-            command = self._end(step.service)
+            command = self._end(step.service, step.why)
         else:
             self._starting.add(service)
             command = self._start(service, now_s)
@@ -256,25 +265,37 @@ class OnDemandModels:
     async def _start(self, service: str, now_s: float) -> None:
         """Submit or wake a service. Its room is taken meanwhile; other models need not wait for a slow sbatch."""
         is_asleep = "asleep" in (self._services.states(service) or ())
-        words = ["wake", service] if is_asleep else ["submit", *self._limits.models[service].words]
+        words = ["wake", service] if is_asleep else ["submit", "--once", *self._limits.models[service].words]
         try:
             await asyncio.to_thread(run_command, words, self._store.home)
         except CommandFailedError as error:
             self._note_failure(service, f"`hpc-serve {words[0]}` failed: {error}")
         else:
             self._times[service].begun_at_s = now_s
+            await self._tell(service, "submit", self._times[service].asked_by)
             await self._services.look(older_than_s=0.0)
         finally:
             self._starting.discard(service)
 
-    async def _end(self, service: str) -> None:
+    async def _end(self, service: str, why: str) -> None:
         try:
             await asyncio.to_thread(run_command, ["stop", service], self._store.home)
+            await self._tell(service, "end", why)
         except CommandFailedError as error:
             _log.warning("%s", printable(f"on demand: {service} did not end: {error}"))
         finally:
             await self._services.look(older_than_s=0.0)
             self._ending.discard(service)
+
+    async def _tell(self, service: str, action: Literal["submit", "end"], why: str) -> None:
+        """Write down what was done and why, for `hpc-serve status`."""
+        decision = Decision(action=action, cause="demand", why=why, count=1 if action == "submit" else 0)
+
+        def told(found: Wanted | None) -> Wanted | None:
+            return found.with_decisions(time.time(), decision) if found is not None else None
+
+        with contextlib.suppress(StoreError):
+            await asyncio.to_thread(change_wanted, self._store, service, told)
 
     def _running(self, now_s: float) -> dict[str, Running]:
         running = {}

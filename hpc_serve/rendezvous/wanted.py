@@ -25,8 +25,9 @@ Action = Literal["submit", "drain", "end", "count", "wait"]
 
 # person: somebody changed what is wanted. missing: fewer replicas than wanted. handover: a job nears its time limit.
 # load: requests waited, or the others carry the load. idle: no request. surplus: more replicas than wanted.
-# failed: jobs that were added failed. unknown: not everything could be asked.
-Cause = Literal["person", "missing", "handover", "load", "idle", "surplus", "failed", "unknown"]
+# failed: jobs that were added failed. unknown: not everything could be asked. demand: a gateway started the service for
+# a request, or ended it for another one.
+Cause = Literal["person", "missing", "handover", "load", "idle", "surplus", "failed", "unknown", "demand"]
 
 
 @dataclass(frozen=True, kw_only=True)

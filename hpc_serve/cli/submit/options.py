@@ -110,7 +110,7 @@ REQUEST_GROUPS: Mapping[str, Sequence[str]] = {
     "Layout": _LAYOUT,
     "Requests that the layout is chosen for": _REQUESTS,
     "How long it stays": ("keep_up", "chain", "overlap_s", "idle_stop_s", "engine_restarts"),
-    "The job": ("share", "lora", "tools", "stage", "env", "log_dir", "cluster", "site", "output", *_UNKNOWN),
+    "The job": ("share", "lora", "once", "tools", "stage", "env", "log_dir", "cluster", "site", "output", *_UNKNOWN),
     "Slurm": (*SLURM_OPTIONS, "extra"),
 }
 """Headings of a help, with the names of their parameters."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,9 @@ from hpc_serve.cli.commands import CommandWithVllmOptions
 from hpc_serve.cli.submit.options import REQUEST_GROUPS, request_options
 from hpc_serve.cli.submit.request import assumed_gpu_note, make_request
 from hpc_serve.cli.values import Duration
+
+if TYPE_CHECKING:
+    from hpc_serve.submit.services.services import Submission
 
 _VLLM_OPTIONS = "\n\nOptions of `vllm serve` go to it as they are, here or after --: --enable-prefix-caching"
 
@@ -79,7 +82,7 @@ def submit_command(
     lora: tuple[str, ...],
     as_json: bool,
     **options: Any,
-) -> None:
+) -> Submission:
     from hpc_serve.cli import show
     from hpc_serve.cli.services.stages import follow_until_ready
     from hpc_serve.cli.submit.submission import submission_json, submission_text
@@ -97,3 +100,4 @@ def submit_command(
         click.echo(submission_text(submission, gpu_note=assumed_gpu_note()))
     if wait:
         follow_until_ready(os.environ, request.service, job_id=submission.job_id, timeout_s=timeout)
+    return submission

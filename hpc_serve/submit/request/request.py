@@ -159,6 +159,9 @@ class ServeRequest:
     )
     log_dir: str | None = option("Folder of the logs [default: the service's own folder].", "FOLDER")
     site: str | None = option("Your site file [default: ~/.config/hpc-serve/site.yaml].", "FILE")
+    once: bool = option(
+        "Submit nothing if the service waits, starts or serves already, or another program submits it.", default=False
+    )
     keep_up: bool = option(
         "Go on across time limits: each job submits the next early enough, and ends once the next is ready.",
         default=False,

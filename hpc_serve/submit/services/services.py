@@ -124,7 +124,10 @@ def submit(
     log_dir = make_log_dir(Path(log_dir_before_job(str(request.log_dir))), called="--log-dir")
     with claimed(store, service, plan.model) as scripts, contextlib.ExitStack() as undo:
         script = JobScript(text=text, job=job, folder=scripts, log_dir=log_dir)
-        if request.cluster == "local":
+        live = [one.job for one in read_status(store, service).replicas if not one.is_over] if request.once else []
+        if request.cluster == "local" and live:
+            done = made(job_id=live[0].job_id, jobs=(dataclasses.replace(job, job_id=live[0].job_id),), is_there=True)
+        elif request.cluster == "local":
             is_new = all(one.is_final for one in store.read(service).records)
             _share(store, service, group, is_new=is_new)
             want_adapters(store, service, wanted_ones, is_new=is_new)

@@ -41,14 +41,16 @@ def want_submission(
     """Write down what a submission of so many `replicas` asks for, and claim that this program submits what is missing.
 
     MIN:MAX are the bounds of the whole service; one number is so many more. `adapters` come beside those that the
-    service has. Returns what is written, and the jobs that
+    service has. With `once` nothing is added to jobs that are there. Returns what is written, and the jobs that
     are there already. Raises HpcServeError.
     """
 
     def change(found: Wanted | None, here: Sequence[Job], now: float) -> Wanted:
         have = sum(job.replicas for job in here)
+        if request.once and here and found is not None:
+            return replace(found, submitting=0)
         bounded = request.max_replicas is not None
-        count = max(replicas, have) if bounded else have + replicas
+        count = max(replicas, have) if bounded or request.once else have + replicas
         before = found if found is not None and here else None
         wanted = Wanted(
             least=replicas if bounded else count,

@@ -45,6 +45,9 @@ def wanted_lines(service: str, wanted: Wanted, live: Sequence[ReplicaStatus], no
     live = [status for status in live if status.service == service]
     if wanted.state == "asleep":
         return [asleep_sentence(service, wanted)]
+    told = [f"  {duration(max(0.0, now - one.at))} ago {one.sentence}" for one in wanted.decided]
+    if not wanted.is_kept and any(one.cause == "demand" for one in wanted.decided):
+        return [f"{service}: a gateway starts and ends it", *told]
     if not wanted.is_kept or wanted.state == "stopped" or not (live or wanted.submitting):
         return []
     words = [f"{service}: {sum(one.state != 'draining' for one in live)} of {_bounds(wanted)} replicas"]
@@ -60,5 +63,4 @@ def wanted_lines(service: str, wanted: Wanted, live: Sequence[ReplicaStatus], no
     elif wanted.next_try_at > now:
         again = time.strftime("%H:%M:%S", time.localtime(wanted.next_try_at))
         words.append(f"{wanted.problem}; trying again at {again}")
-    told = [f"  {duration(max(0.0, now - one.at))} ago {one.sentence}" for one in wanted.decided]
     return ["; ".join(words), *told]

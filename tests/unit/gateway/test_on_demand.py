@@ -16,6 +16,9 @@ import pytest
 from hpc_serve.client.own_program import CommandFailedError
 from hpc_serve.errors import SiteFileError
 from hpc_serve.gateway.settings import ListedModel, OnDemand, Settings
+from hpc_serve.rendezvous.wanted import Wanted
+from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
+from hpc_serve.submit.services.wanted_sentence import wanted_lines
 from tests.cluster import wait_for
 from tests.support.stubs import StubService, make_record
 
@@ -95,7 +98,7 @@ class Jobs:
         self._lock = threading.Lock()
 
     def run(self, words: Any, home: Path) -> str:
-        what, name = words[0], words[1]
+        what, name = words[0], words[-1]
         with self._lock:
             self.lines.append(f"{what} {name}")
             self._number += 1
@@ -156,6 +159,26 @@ def test_models_come_and_go_as_they_are_asked_for(jobs, gateway):
     assert {line for line in jobs.lines if line.startswith("submit")} == {f"submit {name}" for name in NAMES}
 
 
+def test_what_was_done_and_why_is_written_down_for_status(jobs, gateway):
+    for one in jobs.services.values():
+        change_wanted(one.store, one.service, lambda found: Wanted(least=1, most=1, count=1))
+    store = jobs.services["a"].store
+    front = gateway(on_demand=listed(most_services=1), wait_s=60.0)
+    assert front.complete("a").status == 200
+    assert front.complete("b").status == 200
+
+    def told() -> dict[str, list[str]]:
+        return {name: [one.sentence for one in read_wanted(store, name).decided] for name in ("a", "b")}
+
+    wait_for(lambda: len(told()["a"]) == 2 and told()["b"], 60, what="the decisions")
+    started, ended = told()["a"]
+    assert started == "submitted 1: a request asked the gateway for it"
+    assert ended.startswith("ended: b is asked for and needs its room; it was last asked ")
+    lines = wanted_lines("a", read_wanted(store, "a"), [], time.time())
+    assert lines[0] == "a: a gateway starts and ends it"
+    assert lines[1].endswith(started)
+
+
 def test_a_model_that_cannot_be_submitted_is_told_and_not_tried_at_once(jobs, gateway):
     jobs.fails = True
     front = gateway(on_demand=listed(), wait_s=60.0)
@@ -204,7 +227,7 @@ def test_what_was_submitted_is_not_submitted_again_before_the_next_look(service,
     lines, looks = [], Looks()
 
     def run(words: Any, home: Path) -> str:
-        lines.append(words[:2])
+        lines.append(words)
         looks.there[words[-1]] = ("starting",)
         return ""
 
@@ -217,14 +240,14 @@ def test_what_was_submitted_is_not_submitted_again_before_the_next_look(service,
     monkeypatch.setattr(on_demand, "run_command", run)
     monkeypatch.setattr(on_demand, "_LOOK_S", 0.01)
     asyncio.run(bring())
-    assert lines == [["submit", "a"]]
+    assert lines == [["submit", "--once", "a"]]
 
 
 def test_a_slow_submission_holds_no_other_model_and_has_its_room(jobs, gateway, monkeypatch):
     goes_on = threading.Event()
 
     def run(words: Any, home: Path) -> str:
-        if words[1] == "a":
+        if words[-1] == "a":
             assert goes_on.wait(120)
         return jobs.run(words, home)
 

@@ -451,6 +451,16 @@ class TestPeople:
         assert sorted(one.is_there for one in done) == [False, True]
         assert len(slurm.scripts) == 1
 
+    def test_two_submits_with_once_give_one_job_and_a_third_none(self, store, slurm, capsys):
+        slow_sbatch(slurm, 0.5)
+        request = ServeRequest(model="8b", service=SERVICE, once=True, replicas=2)
+        done = in_threads(lambda: services.submit(request), lambda: services.submit(request))
+        assert sorted(one.is_there for one in done) == [False, True]
+        assert run_command(["submit", "8b", "--once"]) == 0
+        assert "8b: is there already, as job 101_0" in capsys.readouterr().out
+        assert len(slurm.scripts) == 1
+        assert wanted(store).count == 2
+
     def test_a_service_that_is_stopped_stays_stopped(self, job, store, slurm, stubs):
         job.step()
         want_stop_of(store, read_status(store, SERVICE).replicas)
