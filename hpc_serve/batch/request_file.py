@@ -17,7 +17,10 @@ from typing import Any
 
 from hpc_serve.errors import InvalidRequestError, StoreError
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+URLS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
+    *("/v1/embeddings", "/v1/score", "/v1/rerank"),
+)
 _EXAMPLE = (
     '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", '
     '"body": {"messages": [{"role": "user", "content": "Hello"}]}}'
