@@ -17,6 +17,7 @@
         StoreError                   5   the folder cannot be made, read or written (also an OSError)
       ServiceFailedError             6   a job ended, or ended before its service was ready
       WaitTimeoutError               7   nothing failed, but it was not ready in the time given
+      NotAllReplicasError            1   some replicas did not do what all were told; it holds their answers
       StreamBrokenError              1   an answer broke off half-way and cannot go on; it holds what had come
 
 The number is the exit code of every `hpc-serve` command that ends with the error.
@@ -108,6 +109,17 @@ class WaitTimeoutError(HpcServeError, TimeoutError):
     """The service did not become ready within the time given; it may still do so."""
 
     exit_code = 7
+
+
+class NotAllReplicasError(HpcServeError):
+    """Some replicas of a service did not do what all were told.
+
+    `answers` has what each one said (hpc_serve.client.ReplicaAnswer), by its name.
+    """
+
+    def __init__(self, message: str, *, answers: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.answers = answers
 
 
 class StreamBrokenError(HpcServeError):

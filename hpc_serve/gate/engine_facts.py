@@ -28,9 +28,13 @@ _API_SERVER = "VLLM::APIServ"
 
 
 class EngineState:
-    """The engine of this process: what it does now, and whether it works. `app` is the application of vLLM."""
+    """The engine of this process: what it does now, and whether it works. `app` is the application of vLLM.
+
+    While it `is_paused` nothing is due.
+    """
 
     def __init__(self) -> None:
+        self.is_paused = False
         least_s = _seconds(LEAST_STEP_VARIABLE, Limits.least_s)
         self._judge = Judge(Limits(least_s=least_s, most_s=max(least_s, _seconds(MOST_STEP_VARIABLE, Limits.most_s))))
         self._is_judged = least_s > 0
@@ -41,7 +45,7 @@ class EngineState:
         now_s = time.monotonic()
         if self._is_judged and self._judge.is_due(now_s):
             try:
-                seen = see(app)
+                seen = see(app) if not self.is_paused else EngineLook()
             except Exception as error:
                 _log.warning(
                     "hpc-serve cannot see the requests of this vLLM (%s: %s): a hung engine is not noticed.",
@@ -54,8 +58,10 @@ class EngineState:
         return self._judge.fault if self._is_judged else ""
 
     def words(self, app: Any) -> str:
-        """Return why the engine does not work, or whether it is `busy` or `idle`."""
-        return self.fault(app) or ("busy" if self._due or not self._is_judged else "idle")
+        """Return why the engine does not work, or whether it is `paused`, `busy` or `idle`."""
+        return self.fault(app) or (
+            "paused" if self.is_paused else "busy" if self._due or not self._is_judged else "idle"
+        )
 
 
 def see(app: Any) -> EngineLook:

@@ -49,6 +49,8 @@ _NO_KEY = (
     "This engine asks for the API key of its service: send `Authorization: Bearer KEY`. "
     "`hpc-serve env SERVICE` prints the key to the owner of the service; hpc_serve.client.connect() reads it by itself."
 )
+_PAUSES = {"/pause": True, "/sleep": True, "/resume": False, "/wake_up": False}
+"""Whether an engine makes no step after an answer of vLLM to a request with this path, until a later one."""
 _DRAINING = (
     "This engine is draining: it finishes the requests it has and accepts no new ones. Ask another replica, or try "
     "again later: `hpc-serve status` lists the replicas."
@@ -114,9 +116,21 @@ class Gate:
         self._count += 1
         self._under_way += 1
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, self._noting_pause(scope["path"], send))
         finally:
             self._under_way -= 1
+
+    def _noting_pause(self, path: str, send: Send) -> Send:
+        """Have the engine count as paused, or not any more, once vLLM has answered a request that asks for it."""
+        if path not in _PAUSES:
+            return send
+
+        async def send_and_note(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                self._engine.is_paused = _PAUSES[path]
+            await send(message)
+
+        return send_and_note
 
     def _requests_header(self) -> Header:
         count = RequestCount(gate=self._id, count=self._count, under_way=self._under_way)

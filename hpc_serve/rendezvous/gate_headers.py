@@ -16,7 +16,7 @@ CANARY_HEADER = (b"x-hpc-serve", b"canary")
 SIGNS = (b"x-hpc-serve-signs", b"1")
 """In requests that ask for signs that the engine lives, until and within the answer; see `gate/signs.py`."""
 ENGINE_HEADER = b"x-hpc-serve-engine"
-"""In answers of /health to who shows the key: `idle`, `busy`, or why the engine counts as hung."""
+"""In answers of /health to who shows the key: `idle`, `busy`, `paused`, or why the engine counts as hung."""
 PROCESSING = b"HTTP/1.1 102 Processing\r\n\r\n"
 """The sign until an answer begins."""
 COMMENT = b":\n\n"
@@ -27,8 +27,8 @@ REQUESTS_HEADER = b"x-hpc-serve-requests"
 """In answers of /metrics: the RequestCount of the gate that passed the question on."""
 
 
-ENGINE_WORDS = ("idle", "busy")
-"""What ENGINE_HEADER says of an engine that works."""
+ENGINE_WORDS = ("idle", "busy", "paused")
+"""What ENGINE_HEADER says of an engine that works. `paused`: it was told to make no step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,15 +6,19 @@ The model and the adapters are tiny and random; that a greedy answer of each dif
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
 import pytest
 
 import hpc_serve.client
+from hpc_serve.client import tell_all
 from hpc_serve.demo_model import make_demo_model
 from tests.e2e.test_real_kinds import SWITCH
 from tests.support.adapters import make_adapter
@@ -23,6 +27,7 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(os.environ.get(SWITCH) != "1", reason=f"minutes of two cores ({SWITCH} is not 1): `make kinds`"),
 ]
+PAUSE_S = 12.0  # longer than a step may take
 OPTIONS = (
     *("--cluster", "local", "--gpu", "cpu", "--gpu-memory", "4GiB", "--wait"),
     *("--", "--dtype", "float32", "--max-num-seqs", "8", "--max-model-len", "2048", "--enforce-eager"),
@@ -32,6 +37,7 @@ OPTIONS = (
 def test_adapters_come_change_and_go_while_the_engine_serves(tmp_path, monkeypatch):
     monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HPC_SERVE_ENV", sys.prefix)
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")  # vLLM's routes to pause an engine and to load weights
     command = str(Path(sys.executable).with_name("hpc-serve"))
 
     def said(*words: str, code: int = 0) -> str:
@@ -63,6 +69,23 @@ def test_adapters_come_change_and_go_while_the_engine_serves(tmp_path, monkeypat
         said("adapter", "remove", "tuned", "poem")
         with pytest.raises(openai.NotFoundError, match="`poem` does not exist"):
             answer("poem")
+
+        tell_all("tuned", "/pause?mode=keep")
+        with ThreadPoolExecutor() as threads:
+            asked = threads.submit(answer, "sql")
+            time.sleep(PAUSE_S)
+            assert json.loads(said("status", "tuned", "--json"))["services"][0]["state"] == "ready"
+            assert not asked.done()
+            tell_all("tuned", "/resume")
+            assert asked.result() not in answers.values()
+        before = answer(client.model)
+        reload = {
+            "method": "reload_weights",
+            "kwargs": {"weights_path": str(make_demo_model(tmp_path / "new", seed=1))},
+        }
+        tell_all("tuned", "/collective_rpc", reload)
+        tell_all("tuned", "/reset_prefix_cache")
+        assert answer(client.model) != before
         with pytest.raises(openai.PermissionDeniedError, match="hpc-serve adapter add"):
             client.post("/load_lora_adapter", body={"lora_name": "x", "lora_path": str(first)}, cast_to=object)
     finally:

@@ -50,6 +50,7 @@ from typing import Any
 try:
     from tests.support.stub_refusals import (
         LOAD_ADAPTER,
+        PAUSES,
         UNLOAD_ADAPTER,
         Refusal,
         change_adapters,
@@ -62,6 +63,7 @@ except ImportError:  # run as a program, alone or in the launcher's process
     sys.path.append(os.path.dirname(os.path.abspath(__file__)))
     from stub_refusals import (  # type: ignore[import-not-found, no-redef]
         LOAD_ADAPTER,
+        PAUSES,
         UNLOAD_ADAPTER,
         Refusal,
         change_adapters,
@@ -434,6 +436,7 @@ class Engine(ThreadingHTTPServer):
         self.adapters: dict[str, str] = {}
         """The folders of those loaded, by name."""
         self.takes_adapters = options.enable_lora and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
+        self.is_paused = False
         self.completions = 0
         self.work = Work(options)
         self.is_leaving = False
@@ -501,6 +504,8 @@ class Engine(ThreadingHTTPServer):
         """What the gate says of the engine to its launcher."""
         if self.is_hung:
             return "its engine has made no step, and the stub hangs"
+        if self.is_paused:
+            return "paused"
         return "busy" if self.work.running + self.work.waiting else "idle"
 
     def finish(self) -> None:
@@ -599,6 +604,10 @@ class Handler(BaseHTTPRequestHandler):
     def post(self, body: bytes) -> None:
         options = self.server.options
         path = self.path = self.path.partition("?")[0]
+        if path in PAUSES:
+            self.server.is_paused = path == PAUSES[0]
+            self.answer_json(200, {"status": "paused" if self.server.is_paused else "resumed"})
+            return
         request = read_body(self.headers.get("Content-Type", ""), body)
         names = self.server.names
         if path in (LOAD_ADAPTER, UNLOAD_ADAPTER):
@@ -771,7 +780,7 @@ class Handler(BaseHTTPRequestHandler):
                 raise EngineDeadError
             hangs = bool(hang_file) and os.path.exists(hang_file)
             (self.server.hung.add if hangs else self.server.hung.discard)(self)
-            if not hangs and not (step_file and os.path.exists(step_file)):
+            if not hangs and not self.server.is_paused and not (step_file and os.path.exists(step_file)):
                 return
             time.sleep(STEP_S)
             self.due_s = time.monotonic()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PAUSES = "/pause", "/resume"
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 METHODS: Mapping[str, str] = {
     **dict.fromkeys((COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/v1/embeddings"), "POST"),
@@ -46,7 +48,10 @@ def invalid(field: str, text: str) -> Refusal:
 
 def check_route(method: str, path: str, *, has_adapters: bool = False) -> None:
     """Raise Refusal for a path that is no route, or a method that the route does not have."""
-    methods = {**METHODS, **dict.fromkeys((LOAD_ADAPTER, UNLOAD_ADAPTER), "POST")} if has_adapters else METHODS
+    further = (LOAD_ADAPTER, UNLOAD_ADAPTER) if has_adapters else ()
+    if os.environ.get("VLLM_SERVER_DEV_MODE") == "1":
+        further = (*further, *PAUSES)
+    methods = {**METHODS, **dict.fromkeys(further, "POST")}
     if path not in methods:
         raise no_route(404, "Not Found")
     if method != methods[path]:

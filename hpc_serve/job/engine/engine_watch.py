@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from hpc_serve.job.engine.health import EngineAddress, Look, SmallRequest, ask, look
 from hpc_serve.job.run.record_keeper import RecordKeeper
+from hpc_serve.rendezvous.gate_headers import ENGINE_WORDS
 from hpc_serve.vllm.log import is_idle_report
 
 _log = logging.getLogger(__name__)
@@ -67,8 +68,8 @@ class HealthAnswers:
         if seen.status is not None:
             self._answered_at_s, self._status = now_s, seen.status
             self._errors = 0 if seen.status == 200 else self._errors + 1
-            self._fault = "" if seen.words in ("busy", "idle", None) else seen.words
-            self._idle_looks = 0 if seen.words in ("busy", None) else self._idle_looks + 1
+            self._fault = "" if seen.words is None or seen.words in ENGINE_WORDS else seen.words
+            self._idle_looks = 0 if seen.words in ("busy", "paused", None) else self._idle_looks + 1
         complaint = self._find()
         if complaint and not self.complaint:
             self._found_at_s = now_s

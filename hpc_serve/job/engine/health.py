@@ -127,7 +127,7 @@ def told(engine: EngineAddress, path: str, body: Mapping[str, Any], *, timeout_s
 class Look:
     """One look at an engine: the status of /health, and the words of its gate; None without an answer.
 
-    The words are `busy`, `idle`, or why the engine makes no step.
+    The words are `busy`, `idle`, `paused`, or why the engine makes no step.
     """
 
     status: int | None

@@ -15,7 +15,7 @@ import pytest
 from hpc_serve.client.replicas.probe import probe
 from hpc_serve.gate import gate
 from hpc_serve.gate.gate import Gate
-from hpc_serve.rendezvous.gate_headers import CANARY_HEADER, DRAINING_HEADER, read_request_count
+from hpc_serve.rendezvous.gate_headers import CANARY_HEADER, DRAINING_HEADER, ENGINE_HEADER, read_request_count
 from hpc_serve.trust.authority import make_run_certificate
 from hpc_serve.trust.connection import Identity
 from tests.support.asgi_server import served
@@ -63,6 +63,30 @@ def test_adapters_are_the_launchers_to_load(key_file, path):
     assert b"hpc-serve adapter add" in refused[1]["body"]
     assert ask(Gate(_engine), path, headers=[BEARER, CANARY_HEADER], method="POST")[0]["status"] == 200
     assert ask(Gate(_engine), path, headers=[CANARY_HEADER], method="POST")[0]["status"] == 401
+
+
+def test_an_engine_that_was_paused_counts_as_paused_until_it_goes_on(key_file):
+    statuses = {"/pause": 200, "/resume": 200}
+
+    async def engine(scope, receive, send):
+        await send({"type": "http.response.start", "status": statuses.get(scope["path"], 200), "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    app = Gate(engine)
+
+    def words() -> bytes:
+        return dict(ask(app, "/health", headers=[BEARER])[0]["headers"])[ENGINE_HEADER]
+
+    ask(app, "/pause", headers=[BEARER], method="POST")
+    assert words() == b"paused"
+    statuses["/resume"] = 500
+    ask(app, "/resume", headers=[BEARER], method="POST")
+    assert words() == b"paused"
+    statuses["/resume"] = 200
+    ask(app, "/resume", headers=[BEARER], method="POST")
+    assert words() != b"paused"
+    ask(app, "/pause", method="POST")  # without the key
+    assert words() != b"paused"
 
 
 def test_the_scheme_may_be_written_in_any_case(key_file):

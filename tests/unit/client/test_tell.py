@@ -1,0 +1,56 @@
+"""All ready replicas are told the same, or those that did it are told to take it back; stub engines."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hpc_serve.client import connect, tell_all
+from hpc_serve.errors import NotAllReplicasError, ServiceNotFoundError
+from tests.support.patience import wait_until
+
+
+@pytest.fixture(autouse=True)
+def dev_mode(monkeypatch):
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+
+
+def test_all_are_told(service):
+    for _ in range(3):
+        service.start()
+    answers = tell_all("405b", "/pause")
+    assert sorted(answers) == ["100-r0-0", "101-r0-0", "102-r0-0"]
+    assert {(answer.status, answer.text) for answer in answers.values()} == {(200, '{"status": "paused"}')}
+
+    texts: list[str] = []
+
+    def ask() -> None:
+        client = connect("405b")
+        texts.append(client.completions.create(model=client.model, prompt="Why?").choices[0].text)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(0.5)
+    assert not texts
+    tell_all("405b", "/resume")
+    wait_until(lambda: texts)
+
+
+def test_what_one_does_not_do_the_others_take_back(service, monkeypatch):
+    service.start()
+    monkeypatch.delenv("VLLM_SERVER_DEV_MODE")
+    service.start()  # it has no such route
+    with pytest.raises(
+        NotAllReplicasError, match="1 of 2 replicas of 405b did not do POST /pause: 101-r0-0: 404"
+    ) as caught:
+        tell_all("405b", "/pause", undo="/resume")
+    assert "/resume was sent to the others." in str(caught.value)
+    assert {name: answer.status for name, answer in caught.value.answers.items()} == {"100-r0-0": 200, "101-r0-0": 404}
+    client = connect("405b")
+    assert len([client.completions.create(model=client.model, prompt="Why?") for _ in range(6)]) == 6
+
+
+def test_nobody_is_there_to_be_told(service):
+    with pytest.raises(ServiceNotFoundError, match="no ready replica to tell"):
+        tell_all("405b", "/pause")
