@@ -212,7 +212,7 @@ class Gateway:
             asked = self._read(request)
             route = asked.route
             if self._people is not None:
-                self._people.begin(request)
+                self._people.begin(request, asked)
             front = await self._directory.find(asked.model)
             service = front.service
             status = await forward(front, asked, request, self._for_page(request))

@@ -68,7 +68,9 @@ class People:
 
     home: Path
 
-    def run(self, user: int, code: str, *words: str, groups: tuple[str | int, ...] = ()) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, user: int, code: str, *words: str, groups: tuple[str | int, ...] = ()
+    ) -> subprocess.CompletedProcess[str]:
         head = f"import json, os, sys\nfrom pathlib import Path\nhome = {str(self.home)!r}\n"
         return run_as(user, self.home.parent, "-c", head + code, *words, groups=groups)
 
