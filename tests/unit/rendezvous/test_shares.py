@@ -129,6 +129,20 @@ def test_with_a_share_the_group_reads_the_records_and_the_key_of_that_service_al
     assert shared.read(OWNER, "70b") == WHOLE
 
 
+def test_the_names_that_the_group_sees_are_of_that_service_alone(shared):
+    named = "print(json.dumps(sorted(os.listdir(f'{home}/services/70b'))))"
+    listed = json.loads(shared.run(MEMBER, named, groups=(GROUP,)).stdout)
+    assert listed == ["123-r0-0.json", "api_key", "logs", "submitted", "wanted.json"]
+    for folder in ("", "/services", "/services/8b", "/services/70b/logs", "/services/70b/submitted"):
+        done = shared.run(MEMBER, f"os.listdir(home + {folder!r})", groups=(GROUP,))
+        assert "Permission denied" in done.stderr, folder
+    guess = "print(os.path.isdir(f'{home}/services/8b'), os.path.exists(f'{home}/services/9b'))"
+    assert shared.run(MEMBER, guess, groups=(GROUP,)).stdout == "True False\n"
+    assert shared.run(STRANGER, guess).stdout == "False False\n"
+    text = (shared.home / "services" / "70b" / "123-r0-0.json").read_text()
+    assert "8b" not in text
+
+
 def test_the_group_changes_nothing(shared):
     for code in (
         "Path(home, 'services/70b/123-r0-0.drain').write_text('{}')",
