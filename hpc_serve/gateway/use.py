@@ -19,7 +19,7 @@ from hpc_serve.rendezvous.files import list_folder, read_json, remove_file, writ
 
 _TOKENS = re.compile(rb'"(?:(prompt|input)|completion|output)_tokens"\s*:\s*(\d{1,9})')
 _TEXT = re.compile(rb'"(?:content|text|reasoning|reasoning_content|thinking|arguments|partial_json|delta)"\s*:\s*"[^"]')
-_TOKEN_IDS = re.compile(rb'"(prompt_)?token_ids"\s*:\s*\[([\d,\s]*\d)')
+_TOKEN_IDS = re.compile(rb'token_ids"\s*:\s*\[([\d,\s]*\d)')
 _EVENT_END = b"\n\n"
 _LONGEST_MATCH, _LONGEST_EVENT = 64, 1 << 20
 
@@ -146,12 +146,12 @@ class AnswerCount:
 
     def _count_events(self, data: bytes) -> None:
         if b'token_ids"' in data:
-            for is_prompt, ids in _TOKEN_IDS.findall(data):
-                number = ids.count(b",") + 1
-                if is_prompt:
-                    self._prompt_ids += number
-                else:
+            for found in _TOKEN_IDS.finditer(data):
+                number, begin = found[1].count(b",") + 1, found.start()
+                if data.endswith(b'"', 0, begin):
                     self._ids += number
+                elif data.endswith(b'"prompt_', 0, begin):
+                    self._prompt_ids += number
         if not self._ids:
             self._texts += len(_TEXT.findall(data))
 
