@@ -61,8 +61,9 @@ def read_people(folder: Path) -> tuple[Person, ...]:
     except RecordError as error:
         if fault(path, "own") is not None:
             raise
+        said = str(error).removesuffix("; remove it.").removesuffix(" Remove it.").removesuffix(".")
         raise DamagedKeysError(
-            f"The personal keys are damaged: {error} Gateways that run keep to the keys that they read last; a gateway "
+            f"The personal keys are damaged: {said}. Gateways that run keep to the keys that they read last; a gateway "
             "that starts takes its owner's key alone. Put a whole copy back (a key that was revoked since is in it "
             f"again: revoke it), or end all personal keys (rm {shlex.quote(str(path))}) and make new ones: hpc-serve "
             "key add NAME."

@@ -199,6 +199,7 @@ def test_over_a_damaged_file_the_last_keys_hold_and_it_is_said_what_to_do(make, 
         assert says in words
         assert "Gateways that run keep to the keys that they read last" in words
         assert "hpc-serve key add" in words
+        assert "emove it" not in words  # that would end all keys: it is said as what it is
     assert len(caplog.records) == 2
     (folder / "keys.json").unlink()
     running.look()
