@@ -20,6 +20,7 @@ from hpc_serve.bench.run import Run
 from hpc_serve.errors import HpcServeError
 from hpc_serve.plan.choice.vllm_flags import read_fields
 from hpc_serve.plan.engine import Arrivals, EngineConfig, Workload
+from hpc_serve.plan.hardware.cluster import cluster_named
 from hpc_serve.plan.make import PlanRequest
 from hpc_serve.plan.speed.classes import case_of
 from hpc_serve.plan.speed.estimate import SpeedEstimate, estimate_speed
@@ -126,8 +127,13 @@ def _check(run: Run, replicas: Sequence[_Replica], gpu: str | None) -> None:
             raise NotKeptError("other weights stand in for its model.")
         if not (gpu or one.gpu):
             raise NotKeptError("its accelerator is not known: --gpu names it.")
-        if gpu and one.gpu not in ("", gpu):
+        if gpu and one.gpu and _accelerator(one.gpu) != _accelerator(gpu):
             raise NotKeptError(f"it was submitted for {one.gpu}, not for {gpu}.")
+
+
+def _accelerator(name: str) -> str:
+    """Return the accelerator that a name or its alias stands for."""
+    return cluster_named(name, total_bytes=1).accelerator.name
 
 
 def _replicas(store: ServiceStore, run: Run) -> list[_Replica]:

@@ -213,7 +213,7 @@ class Gateway:
             asked = self._read(request)
             route = asked.route
             if self._people is not None:
-                self._people.begin(request)
+                self._people.begin(request, asked)
             person = request.person.name if request.person is not None else ""
             front = await self._directory.find(asked.model, person)
             service = front.service

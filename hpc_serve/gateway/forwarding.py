@@ -107,4 +107,7 @@ async def _pass_on(front: Front, response: Any, request: Request, further: Itera
         if not is_stream:
             raise BrokenAnswerError(str(error)) from error
         request.write(broken_event(error))
+    else:
+        if count is not None:
+            count.note_whole()
     request.end()

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -90,8 +91,10 @@ def decide(
     return Step(what="end", service=name, why=f"{service} is asked for and needs its room; it {since}")
 
 
-def gpu_hours(records: Iterable[EndpointRecord], now_s: float) -> float:
+def gpu_hours(records: Iterable[EndpointRecord], now_s: float, *, forgotten_s: float = 0.0) -> float:
     """Return the GPU-hours of these jobs in the day before `now_s`, in seconds since the epoch.
+
+    `forgotten_s` at the beginning of that day do not count.
 
     >>> gpu_hours([], 0.0)
     0.0
@@ -99,9 +102,21 @@ def gpu_hours(records: Iterable[EndpointRecord], now_s: float) -> float:
     seconds = 0.0
     for one in records:
         until_s = one.updated_at if one.is_final or one.is_overdue(now_s) else now_s
-        held_s = until_s - max(one.started_at, now_s - _DAY_S)
+        held_s = until_s - max(one.started_at, now_s - _DAY_S + forgotten_s)
         seconds += max(held_s, 0.0) * one.num_gpus
     return seconds / 3600
+
+
+def hours_free_in_s(records: Sequence[EndpointRecord], now_s: float, most_gpu_hours: float) -> int:
+    """Return the seconds until less than `most_gpu_hours` of a day are used, if no job runs from now on.
+
+    >>> hours_free_in_s([], 0.0, 10.0)
+    0
+    """
+    seconds = range(int(_DAY_S))
+    return bisect_left(
+        seconds, True, key=lambda passed_s: gpu_hours(records, now_s, forgotten_s=passed_s) < most_gpu_hours
+    )
 
 
 @dataclass
@@ -113,6 +128,7 @@ class _Times:
     begun_at_s: float | None = None
     ready_at_s: float | None = None
     failed_until_s: float = 0.0
+    may_start_at_s: float = 0.0
     failures: int = 0
     why: str = ""
     asked_by: str = ""
@@ -165,8 +181,8 @@ class OnDemandModels:
             if not has_failed:
                 self._want(times, now_s, person)
             if has_failed or now_s - began_s >= self._wait_s:
-                retry_s = max(times.failed_until_s - now_s, _LOOK_S)
-                headers = {"retry-after": f"{retry_s:.0f}"}
+                retry_s = max(times.failed_until_s - now_s, times.may_start_at_s - now_s, _LOOK_S)
+                headers = {"retry-after": str(math.ceil(retry_s))}
                 text = f"{service} is started on demand, and is not there yet: {times.why or 'it was asked for now'}."
                 raise Refusal(status=503, code="on_demand", kind="service_unavailable", message=text, headers=headers)
             await asyncio.sleep(_POLL_S)
@@ -201,9 +217,10 @@ class OnDemandModels:
             wanted = [name for name, times in self._times.items() if times.wanted_since_s is not None]
             if not wanted:
                 return
-            used = await self._used_gpu_hours()
+            used, free_in_s = await self._used_gpu_hours()
             for service in sorted(wanted, key=lambda name: self._times[name].wanted_since_s or 0.0):
                 if service not in self._starting:
+                    self._times[service].may_start_at_s = clock() + free_in_s
                     self._step(service, clock(), used)
             await asyncio.sleep(_LOOK_S)
 
@@ -233,13 +250,16 @@ class OnDemandModels:
         times.why = why
         _log.warning("%s", printable(f"on demand: {service}: {why}"))
 
-    async def _used_gpu_hours(self) -> float:
-        if math.isinf(self._limits.most_gpu_hours):
-            return 0.0
+    async def _used_gpu_hours(self) -> tuple[float, int]:
+        """Return the GPU-hours of a day that are used, and the seconds until some are left."""
+        most = self._limits.most_gpu_hours
+        if math.isinf(most):
+            return 0.0, 0
 
-        def read() -> float:
+        def read() -> tuple[float, int]:
             records = [record for name in self._limits.models for record in self._store.read(name).records]
-            return gpu_hours(records, time.time())
+            now_s = time.time()
+            return gpu_hours(records, now_s), hours_free_in_s(records, now_s, most)
 
         return await asyncio.to_thread(read)
 

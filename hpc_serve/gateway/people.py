@@ -7,19 +7,20 @@ have written is read. Requests of the owner do not come here.
 from __future__ import annotations
 
 import asyncio
-import datetime
 import logging
 import secrets
 import threading
-from collections import Counter
+import time
+from collections import defaultdict
 from pathlib import Path
 
 from hpc_serve.errors import HpcServeError, RecordError, StoreError
 from hpc_serve.gateway import use as uses
 from hpc_serve.gateway.answers import FULL_RETRY_S, Refusal
-from hpc_serve.gateway.personal_keys import Person, hash_key, read_people
+from hpc_serve.gateway.forwarding import Asked
+from hpc_serve.gateway.personal_keys import DamagedKeysError, Person, hash_key, read_people
 from hpc_serve.gateway.request import Request
-from hpc_serve.gateway.use import AnswerCount, Use
+from hpc_serve.gateway.use import AnswerCount, UnderWay, Use
 from hpc_serve.printable import printable
 
 LOOK_S = 2.0
@@ -33,13 +34,17 @@ class People:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._name = secrets.token_hex(6)
-        self._by_hash = {person.key_sha256: person for person in read_people(folder)}
-        self._under_way: Counter[str] = Counter()
+        self._by_hash: dict[str, Person] = {}
+        self._under_way: defaultdict[str, UnderWay] = defaultdict(UnderWay)
         self._own: tuple[str, dict[str, Use]] = (uses.today(), {})
         self._others = uses.read_use(folder, self._own[0])
         self._saving = threading.Lock()
         self._saved: dict[str, Use] = {}
         self._problem = ""
+        try:
+            self._by_hash = _by_hash(folder)
+        except DamagedKeysError:
+            self.look()  # says so; the owner may ask
         uses.remove_earlier(folder, self._own[0])
 
     def with_key(self, key: bytes) -> Person | None:
@@ -48,28 +53,35 @@ class People:
 
     # -- limits
 
-    def begin(self, request: Request) -> None:
-        """Count a person's request until `end`. Raises Refusal over a limit of the person."""
+    def begin(self, request: Request, asked: Asked) -> None:
+        """Count a person's request until `end`, with the tokens that it may use. Raises Refusal over a limit.
+
+        A person with nothing under way and a token left of the day may ask, however much.
+        """
         person = request.person
         if person is None:
             return
         under_way = self._under_way[person.name]
-        if person.max_in_flight is not None and under_way >= person.max_in_flight:
-            text = f"{person.name} has {under_way} requests under way at this gateway, and may have no more."
+        if person.max_in_flight is not None and under_way.requests >= person.max_in_flight:
+            text = f"{person.name} has {under_way.requests} requests under way at this gateway, and may have no more."
             raise _refusal("person_in_flight", f"{text} Try again when one has ended.", FULL_RETRY_S)
-        own, others = (use.get(person.name, Use()) for use in (self._use_today(), self._others))
-        if person.tokens_a_day is not None and (used := own.tokens + others.tokens) >= person.tokens_a_day:
+        if person.tokens_a_day is not None:
+            used = sum(use.get(person.name, Use()).tokens for use in (self._use_today(), self._others))
             text = f"{person.name} has used {used:,} tokens today, and has {person.tokens_a_day:,} a day."
-            raise _refusal("person_tokens", f"{text} The next day begins at midnight.", _seconds_to_midnight())
-        self._under_way[person.name] += 1
-        request.count = AnswerCount()
+            if used >= person.tokens_a_day:
+                raise _refusal("person_tokens", f"{text} The next day begins at midnight.", _seconds_to_midnight())
+            if used + under_way.tokens >= person.tokens_a_day:
+                text = f"{text} Requests under way may use the rest ({under_way.tokens:,} tokens)."
+                raise _refusal("person_tokens", f"{text} Try again when one has ended.", FULL_RETRY_S)
+        expected = uses.expected_use(asked.route, asked.content_type, asked.body, asked.fields)
+        request.count = AnswerCount(under_way, expected)
 
     def end(self, request: Request) -> None:
         """Add what the answer has used."""
         if request.person is None or request.count is None:
             return
         name, use = request.person.name, request.count.use
-        self._under_way[name] -= 1
+        request.count.end()
         if use.requests:
             own = self._use_today()
             own[name] = own.get(name, Use()) + use
@@ -85,14 +97,16 @@ class People:
         """Read and write files again and again."""
         while True:
             await asyncio.sleep(LOOK_S)
-            await asyncio.to_thread(self._look)
+            await asyncio.to_thread(self.look)
             await asyncio.to_thread(self.save)
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Read the file of keys. While it cannot be read, the last keys hold; if others can change it, none does."""
         problem = ""
         try:
-            self._by_hash = {person.key_sha256: person for person in read_people(self._folder)}
+            self._by_hash = _by_hash(self._folder)
+        except DamagedKeysError as error:
+            problem = str(error)
         except StoreError as error:
             problem = f"The personal keys cannot be read, and the last ones hold: {error}"
         except RecordError as error:
@@ -117,12 +131,15 @@ class People:
                 self._others = others if day == self._own[0] else {}
 
 
+def _by_hash(folder: Path) -> dict[str, Person]:
+    return {person.key_sha256: person for person in read_people(folder)}
+
+
 def _refusal(code: str, message: str, retry_s: int) -> Refusal:
     headers = {"retry-after": str(retry_s)}
     return Refusal(status=429, code=code, kind="rate_limit_error", message=message, headers=headers)
 
 
 def _seconds_to_midnight() -> int:
-    now = datetime.datetime.now()
-    midnight = datetime.datetime.combine(now.date() + datetime.timedelta(days=1), datetime.time())
-    return int((midnight - now).total_seconds()) + 1
+    now = time.localtime()
+    return int(time.mktime((now.tm_year, now.tm_mon, now.tm_mday + 1, 0, 0, 0, 0, 0, -1)) - time.time()) + 1

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_serve.errors import InvalidRequestError
+from hpc_serve.errors import InvalidRequestError, RecordError
 from hpc_serve.rendezvous.claims import lock_file
 from hpc_serve.rendezvous.fields import Timestamp
 from hpc_serve.rendezvous.files import make_private_folder, read_json, write_json
 from hpc_serve.rendezvous.names import is_service_name
+from hpc_serve.rendezvous.ownership import fault
 
 _FILE = "keys.json"
 
@@ -35,19 +37,37 @@ class Person:
 
 @dataclass(frozen=True, kw_only=True)
 class _File:
-    people: tuple[Person, ...] = ()
+    people: tuple[Person, ...]
 
 
 def hash_key(key: bytes) -> str:
     return hashlib.sha256(key).hexdigest()
 
 
+class DamagedKeysError(RecordError):
+    """The file of keys holds something else, though nobody else can change it; the text says what to do."""
+
+
 def read_people(folder: Path) -> tuple[Person, ...]:
-    """Return the persons with a key; none without a file. Raises StoreError, RecordError (others can change it)."""
+    """Return the persons with a key; none without a file.
+
+    Raises StoreError, DamagedKeysError, and RecordError if others can change the file.
+    """
+    path = folder / _FILE
     try:
-        return read_json(_File, folder / _FILE).people
+        return read_json(_File, path).people
     except FileNotFoundError:
         return ()
+    except RecordError as error:
+        if fault(path, "own") is not None:
+            raise
+        said = str(error).removesuffix("; remove it.").removesuffix(" Remove it.").removesuffix(".")
+        raise DamagedKeysError(
+            f"The personal keys are damaged: {said}. Gateways that run keep to the keys that they read last; a gateway "
+            "that starts takes its owner's key alone. Put a whole copy back (a key that was revoked since is in it "
+            f"again: revoke it), or end all personal keys (rm {shlex.quote(str(path))}) and make new ones: hpc-serve "
+            "key add NAME."
+        ) from error
 
 
 def add_person(folder: Path, name: str, *, max_in_flight: int | None, tokens_a_day: int | None) -> str:

@@ -20,6 +20,8 @@ from hpc_serve.rendezvous.names import is_record_file_name
 from hpc_serve.rendezvous.ownership import group_name
 from hpc_serve.rendezvous.store import ServiceStore
 
+_LETS_THROUGH = 0o710
+
 
 def check_share(store: ServiceStore, group: str) -> int:
     """Return the number of a group that a service of the store can be shared with. Raises InvalidRequestError."""
@@ -50,17 +52,24 @@ def share(store: ServiceStore, service: str, group: int) -> None:
             "once without --share, which gives it a new key."
         )
     for above in (store.home, folder.parent):
-        _let_through(above, group)
+        _let_through(store, above, group)
     records = filter(is_record_file_name, list_folder(folder))
     share_folder(folder, group, [store.api_key_path(service).name, *records])
 
 
 def unshare(store: ServiceStore, service: str) -> None:
-    """Make a service its owner's alone, with a new key: the group knows the old one. Raises StoreError."""
+    """Make a service its owner's alone, with a new key: the group knows the old one. Raises StoreError.
+
+    The folder counts as shared until all else is closed, so a call that was killed is completed by the next one.
+    """
     folder = store.service_dir(service)
     if is_shared_folder(folder):
-        folder.chmod(0o700)
+        group = folder.stat().st_gid
+        if _services_shared_with(store, group) == [service]:
+            for above in (store.home, folder.parent):
+                _shut_out(above, group)
         remove_file(store.api_key_path(service))
+        folder.chmod(0o700)
         store.ensure_api_key(service)
 
 
@@ -112,18 +121,31 @@ def _name(grant: acl.Grant) -> str:
     return str(grant.who).partition("@")[0]
 
 
-def _let_through(folder: Path, group: int) -> None:
+def _let_through(store: ServiceStore, folder: Path, group: int) -> None:
     """Let a group use what it may read in a folder of ours, without seeing which names there are."""
     if _lets_through(folder, group):
         return
-    found = folder.stat()
-    if found.st_mode & stat.S_IXGRP and found.st_gid != os.getegid():
+    present = folder.stat().st_gid
+    if present != group and (shared := _services_shared_with(store, present)):
         raise InvalidRequestError(
-            f"{folder} is open to group {group_name(found.st_gid)}, as for another share, and can be open to one. Set "
-            "HPC_SERVE_HOME to another folder for services of this group."
+            f"{folder} is open to group {group_name(present)}, which {', '.join(shared)} is shared with, and can be "
+            "open to one group. Set HPC_SERVE_HOME to another folder for services of this group."
         )
     try:
         os.chown(folder, -1, group)
-        os.chmod(folder, 0o710)
+        os.chmod(folder, _LETS_THROUGH)
     except OSError as error:
         raise StoreError(f"{folder} cannot be given to group {group_name(group)}: {error.strerror}.") from error
+
+
+def _shut_out(folder: Path, group: int) -> None:
+    """Undo `_let_through`."""
+    found = folder.stat()
+    if found.st_gid == group and stat.S_IMODE(found.st_mode) == _LETS_THROUGH:
+        folder.chmod(0o700)
+
+
+def _services_shared_with(store: ServiceStore, group: int) -> list[str]:
+    """Return the services of ours that are shared with a group. Raises StoreError."""
+    folders = {name: store.service_dir(name) for name in store.services()}
+    return [name for name, path in folders.items() if is_shared_folder(path) and path.stat().st_gid == group]

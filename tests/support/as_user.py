@@ -14,14 +14,17 @@ import pytest
 CHECKOUT = Path(__file__).parents[2]
 
 
-def run_as(user: int, home: Path, *argv: str, groups: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """Run Python with `argv` as a user by number, who need have no account, in these groups alone."""
+def run_as(user: int, home: Path, *argv: str, groups: Sequence[str | int] = ()) -> subprocess.CompletedProcess[str]:
+    """Run Python with `argv` as a user by number, who need have no account, in these groups alone.
+
+    Groups are given by name or number.
+    """
     try:
         return subprocess.run(
             [sys.executable, *argv],
             user=user,
             group=user,
-            extra_groups=[grp.getgrnam(name).gr_gid for name in groups],
+            extra_groups=[one if isinstance(one, int) else grp.getgrnam(one).gr_gid for one in groups],
             env={"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"},
             cwd=CHECKOUT,
             stdin=subprocess.DEVNULL,

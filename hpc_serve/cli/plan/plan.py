@@ -12,11 +12,11 @@ import click
 
 from hpc_serve.cli.commands import CommandWithVllmOptions
 from hpc_serve.cli.submit.options import PLAN_GROUPS, not_empty, plan_options
-from hpc_serve.cli.submit.request import assumed_gpu_note, engine_words, machines_of, model_of
+from hpc_serve.cli.submit.request import assumed_gpu_note, engine_words, machines_of, model_of, request_of_plan
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 
 if TYPE_CHECKING:
-    from hpc_serve.plan.make import PlanRequest
+    from hpc_serve.plan.make import PlanRequest, PlanResult
 
 
 def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
@@ -96,13 +96,22 @@ def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str 
     elif explained:
         from hpc_serve.submit.site.site_files import read_site
 
+        words, _ = engine_words(options, read_site(os.environ))
         plan_view.print_explanation(
-            results[0], engine_words(options, read_site(os.environ))[0], note=assumed_gpu_note()
+            results[0], words, note=assumed_gpu_note(), memory=_memory_of_nodes(options, results[0])
         )
     else:
-        plan_view.print_plan(results[0], note=assumed_gpu_note())
+        plan_view.print_plan(results[0], note=assumed_gpu_note(), memory=_memory_of_nodes(options, results[0]))
     if not any(result.plan for result in results):
         raise click.exceptions.Exit(3)
+
+
+def _memory_of_nodes(options: Mapping[str, Any], result: PlanResult) -> str:
+    """Return what the memory of each node consists of that `submit` asks for; "" if it is for processes alone."""
+    from hpc_serve.submit.script.memory import asked_parts, memory_sum
+
+    plan = result.plan
+    return memory_sum(asked_parts(request_of_plan(options), plan)) if plan is not None else ""
 
 
 def _plan_request(options: Mapping[str, Any]) -> PlanRequest:

@@ -27,7 +27,8 @@ def print_comparison(results: list[PlanResult]) -> None:
     first, unit = results[0], _unit(results)
     each = "; sizes of each replica" if _has_replicas(results) else ""
     length = first.inputs.max_model_len
-    console.print(Text(f"{first.model.name}, requests of {length:,} tokens; GiB per {unit}{each}:"))
+    requests = f"texts of up to {length:,}" if first.model.is_encoder else f"requests of {length:,}"
+    console.print(Text(f"{first.model.name}, {requests} tokens; GiB per {unit}{each}:"))
     console.print(_memory_table(results))
     for result in results:
         if result.error is not None:
@@ -45,7 +46,9 @@ def print_comparison(results: list[PlanResult]) -> None:
 def _memory_table(results: list[PlanResult]) -> Table:
     replicas = ("REPLICAS",) if _has_replicas(results) else ()
     data = ("DP",) if any(one.plan and one.plan.layout.data_parallel_size > 1 for one in results) else ()
-    table = _table(*replicas, "NODES", *data, "TP", "PP", "USABLE", "WEIGHTS", "CACHE", "TOKENS", "AT ONCE")
+    is_encoder = results[0].model.is_encoder
+    rest = ("UNUSED",) if is_encoder else ("CACHE", "TOKENS", "AT ONCE")
+    table = _table(*replicas, "NODES", *data, "TP", "PP", "USABLE", "WEIGHTS", *rest)
     for result in results:
         if result.plan is None:
             table.add_row(Text(result.accelerator.name), Text("no fit", style="red"))
@@ -60,8 +63,7 @@ def _memory_table(results: list[PlanResult]) -> Table:
             str(chosen.layout.tensor_parallel_size),
             str(chosen.layout.pipeline_parallel_size),
             *(f"{size / GIB:.1f}" for size in sizes),
-            f"{memory.kv_cache_tokens:,}",
-            f"{memory.max_concurrency:.1f}",
+            *(() if is_encoder else (f"{memory.kv_cache_tokens:,}", f"{memory.max_concurrency:.1f}")),
         )
     return table
 
@@ -70,7 +72,8 @@ def _speed_heading(results: list[PlanResult], unit: str) -> str:
     traffic = results[0].traffic
     requests = requests_text(traffic)
     together = ", all replicas together" if _has_replicas(results) else ""
-    most = "" if _is_concurrency_asked(results[0]) else ", as many in flight as --max-num-seqs and the cache allow"
+    allowing = "--max-num-seqs allows" if results[0].model.is_encoder else "--max-num-seqs and the cache allow"
+    most = "" if _is_concurrency_asked(results[0]) else f", as many in flight as {allowing}"
     usd = next((result.usd_per_gpu_hour for result in results if result.usd_per_gpu_hour), None)
     price = f", each {unit} at {usd:g} dollars an hour" if usd else ""
     figures = "Ideal speed" if results[0].ideal else "Speed to expect"

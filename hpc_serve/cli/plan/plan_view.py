@@ -48,14 +48,16 @@ def _nearness(result: PlanResult) -> dict[str, Any]:
     return {"range": speed_range(roofline, result.traffic), "measured_classes": measured_classes(roofline)}
 
 
-def print_plan(result: PlanResult, *, note: str | None = None) -> None:
-    """The plan for people: where bytes go, what was chosen and why, what to type; `note` says what was assumed.
+def print_plan(result: PlanResult, *, note: str | None = None, memory: str = "") -> None:
+    """The plan for people: where bytes go, what was chosen and why, what to type.
+
+    `note` says what was assumed, `memory` what of each node's memory is asked for.
 
     Raises NoLayoutError without a plan.
     """
     chosen = result.chosen
     console = Console(highlight=False, emoji=False)
-    _print_choice(console, result, _nearest(chosen.candidates), note)
+    _print_choice(console, result, _nearest(chosen.candidates), note, memory)
     console.print(Text(speed_line(result)))
     console.print(Text("--explain: all layouts, the speed by requests in flight, and the arithmetic.", style="dim"))
     console.print()
@@ -63,11 +65,11 @@ def print_plan(result: PlanResult, *, note: str | None = None) -> None:
     Console(highlight=False, emoji=False, soft_wrap=True).print(Text(words, style="bold"))
 
 
-def print_explanation(result: PlanResult, words: Sequence[str], *, note: str | None = None) -> None:
+def print_explanation(result: PlanResult, words: Sequence[str], *, note: str | None = None, memory: str = "") -> None:
     """The plan with all layouts and speeds, and its arithmetic line by line; `words` are further ones of the engine."""
     chosen = result.chosen
     console = Console(highlight=False, emoji=False)
-    _print_choice(console, result, chosen.candidates, note)
+    _print_choice(console, result, chosen.candidates, note, memory)
     _print_sharing(console, result)
     print_speed(console, result)
     console.print()
@@ -81,7 +83,9 @@ def print_explanation(result: PlanResult, words: Sequence[str], *, note: str | N
     )
 
 
-def _print_choice(console: Console, result: PlanResult, candidates: Sequence[Candidate], note: str | None) -> None:
+def _print_choice(
+    console: Console, result: PlanResult, candidates: Sequence[Candidate], note: str | None, memory: str
+) -> None:
     """The layout with its memory, these candidates beside it, and the notes of the plan."""
     console.print(_headline(result.chosen))
     if note:
@@ -93,6 +97,8 @@ def _print_choice(console: Console, result: PlanResult, candidates: Sequence[Can
     console.print()
     for reason in result.chosen.notes:
         console.print(Text(f"- {reason}"))
+    if memory:
+        console.print(Text(f"- `submit` asks for memory: {memory}."))
     console.print()
 
 

@@ -70,11 +70,11 @@ _PLAN_OPTIONS = (
     ),
     *(_declared(one, _HINTS[one.name]) for one in OPTIONS if one.metadata["of_plan"]),
 )
-_SLURM_FIELDS = tuple(option for option in fields(SlurmOptions) if "help" in option.metadata)
-SLURM_OPTIONS = tuple(option.name for option in _SLURM_FIELDS)
+SLURM_FIELDS = tuple(option for option in fields(SlurmOptions) if "help" in option.metadata)
+SLURM_OPTIONS = tuple(option.name for option in SLURM_FIELDS)
 _SLURM_HINTS = get_type_hints(SlurmOptions)
 _SLURM_OPTIONS = (
-    *(_declared(one, _SLURM_HINTS[one.name]) for one in _SLURM_FIELDS),
+    *(_declared(one, _SLURM_HINTS[one.name]) for one in SLURM_FIELDS),
     click.option("--sbatch", "extra", multiple=True, metavar="--X=Y", help="A further sbatch option; may be repeated."),
 )
 _JOB_OPTIONS = (

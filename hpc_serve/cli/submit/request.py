@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpc_serve.cli.commands import with_plain_sizes
-from hpc_serve.cli.submit.options import SLURM_OPTIONS
+from hpc_serve.cli.submit.options import SLURM_FIELDS, SLURM_OPTIONS
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.submit.request.environment import JobSettings
+from hpc_serve.submit.request.option import unset_value
 from hpc_serve.submit.request.request import OPTIONS, ServeRequest
 
 if TYPE_CHECKING:
@@ -122,6 +123,13 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
         offline_nodes=bool(site.offline_nodes),
         weights_help=site.weights_help,
     )
+
+
+def request_of_plan(options: Mapping[str, Any]) -> ServeRequest:
+    """The request that `submit` makes of the options of `plan`. Raises HpcServeError."""
+    unset = {one.name: unset_value(one) for one in (*OPTIONS, *SLURM_FIELDS)}
+    further = {"site": None, "log_dir": None, "stage": None, "env": (), "extra": ()}
+    return make_request({**unset, **further, **options, "replicas": None})
 
 
 def _job_settings(site: SiteProfile, stage: bool | None, environ: Mapping[str, str]) -> JobSettings:

@@ -42,6 +42,7 @@ def submission_json(submission: Submission) -> dict[str, Any]:
         "weights_note": submission.weights_note,
         "queue": submission.queue,
         "machines_note": submission.machines_note,
+        **({"memory": submission.memory} if submission.memory else {}),
         **({"ahead": ahead} if ahead else {}),
         **(shared if submission.shared_with else {}),
         "other_jobs": [
@@ -83,6 +84,7 @@ def submission_text(submission: Submission, *, gpu_note: str | None = None) -> s
             if submission.shared_with
             else []
         ),
+        *([f"  memory  {submission.memory}"] if submission.memory else []),
         *([f"  queue   {submission.queue}"] if submission.queue else []),
         *(f"  log     {one.log_path}" for one in submission.jobs[:_LOGS_SHOWN]),
         *([f"          … and those of {jobs - _LOGS_SHOWN} more"] if jobs > _LOGS_SHOWN else []),

@@ -35,13 +35,28 @@ _ENGINE, _HALF = "engine processes", "room, since a copy may take half of the fr
 _SLURM_SIZE = re.compile(r"(\d{1,15})([KMGT]?)B?", re.IGNORECASE)
 
 
+def asked_parts(request: ServeRequest, plan: ServePlan) -> dict[str, int]:
+    """Return the parts of what a job asks for; none where a person's own --mem wins, or whole nodes have all of it."""
+    is_given = request.cluster != "slurm" or request.slurm.mem or has_whole_nodes(request, plan)
+    return {} if is_given else memory_parts(request, plan)
+
+
+def has_whole_nodes(request: ServeRequest, plan: ServePlan) -> bool:
+    """Return whether the job has its nodes alone."""
+    if request.slurm.exclusive is not None:
+        return request.slurm.exclusive
+    return plan.layout.num_nodes > 1 or plan.accelerator.kind != "gpu"
+
+
 def memory_parts(request: ServeRequest, plan: ServePlan) -> dict[str, int]:
     """Return the GiB of each node by what they are for. Parts of 0 GiB are left out.
 
     The replicas of one job share the files in memory. Each has its own offloaded weights and cache.
     """
-    settings, folders = request.settings, request.memory_folders
-    engine, node = plan.layout.num_gpus, plan.layout.gpus_per_node * request.replicas_per_job
+    settings, folders, layout = request.settings, request.memory_folders, plan.layout
+    node = layout.gpus_per_node * request.replicas_per_job
+    # Each data-parallel rank is an engine, of so many ranks, with a cache of its own.
+    engine = layout.tensor_parallel_size * layout.pipeline_parallel_size
     files, api_servers = _weights_gib(plan), max(1, request.engine_option("--api-server-count") or 1)
     stage = settings.stage if settings.stage not in (None, "off") else None
     copy = (stage if stage.startswith("/") else settings.tmpdir or _TMP) if stage else None
@@ -130,8 +145,9 @@ def _model_folder(request: ServeRequest) -> str | None:
 def _offloaded_cache_bytes(request: ServeRequest, ranks: int) -> int:
     """Return what all ranks of an engine keep of the cache in the memory of their nodes.
 
-    Sources: `_post_init_kv_transfer_config` in vLLM's config/vllm.py, v1/kv_offload/cpu/spec.py and
-    simple_cpu_offload_connector.py. With the backend lmcache the memory is that of LMCache's own server.
+    Sources, of vLLM 0.32: `_post_init_kv_transfer_config` in config/vllm.py, v1/kv_offload/cpu/spec.py (its
+    `world_size` is without data-parallel ranks) and simple_cpu_offload_connector.py. With the backend lmcache the
+    memory is that of LMCache's own server.
     """
     size = request.engine_options.get("kv_offloading_size")
     if size is not None:

@@ -16,7 +16,7 @@ from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.rendezvous.names import log_dir_before_job
 from hpc_serve.submit.request.option import option_words
 from hpc_serve.submit.request.request import OPTIONS, ServeRequest
-from hpc_serve.submit.script.memory import memory_parts, memory_sum
+from hpc_serve.submit.script.memory import asked_parts, has_whole_nodes, memory_sum
 from hpc_serve.submit.script.template import Checked, comment, render_template
 from hpc_serve.submit.slurm.slurm import array_options, batch_log_option
 from hpc_serve.vllm.arguments import read_arguments
@@ -52,8 +52,7 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         raise InvalidRequestError(
             f"hpc-serve plans for {device.product}, but has no script for it: {device.no_script_reason}."
         )
-    # Whole nodes have all their memory, and a person's own --mem wins.
-    memory = {} if request.slurm.mem or _whole_nodes(request, plan) else memory_parts(request, plan)
+    memory = asked_parts(request, plan)
     return {
         "title": comment(_title(request, plan)),
         "not_run": comment(_not_run(device)),
@@ -143,7 +142,7 @@ def _directives(request: ServeRequest, plan: ServePlan, memory_gib: int) -> list
     slurm, layout = request.slurm, plan.layout
     jobs = 1 if request.chain > 1 else jobs_of(request, plan)  # of a chain each is submitted by itself
     gpus = layout.gpus_per_node * request.replicas_per_job
-    whole_nodes = _whole_nodes(request, plan)
+    whole_nodes = has_whole_nodes(request, plan)
     completed = replace(
         slurm,
         cpus_per_task=slurm.cpus_per_task or (None if whole_nodes else _cpus(plan, gpus)),
@@ -163,13 +162,6 @@ def _directives(request: ServeRequest, plan: ServePlan, memory_gib: int) -> list
         "--open-mode=append",
         *slurm.extra,
     ]
-
-
-def _whole_nodes(request: ServeRequest, plan: ServePlan) -> bool:
-    """Return whether the job has its nodes alone."""
-    if request.slurm.exclusive is not None:
-        return request.slurm.exclusive
-    return plan.layout.num_nodes > 1 or plan.accelerator.kind != "gpu"
 
 
 def _cpus(plan: ServePlan, gpus: int) -> int:

@@ -31,7 +31,7 @@ from hpc_serve.submit.plans.planned_speed import speed_figures
 from hpc_serve.submit.plans.planning import plan_request
 from hpc_serve.submit.plans.preflight import check_before_plan, check_files
 from hpc_serve.submit.request.request import ServeRequest
-from hpc_serve.submit.script.memory import small_memory_note
+from hpc_serve.submit.script.memory import asked_parts, memory_sum, small_memory_note
 from hpc_serve.submit.script.render import devices_per_node, render_script, replicas_of
 from hpc_serve.submit.services.adapters import check_room, want_adapters
 from hpc_serve.submit.services.carry_out import end_submission
@@ -55,9 +55,10 @@ class Submission:
 
     `wanted` is what is written down for the service; `is_there` says that its replicas were there already, so that
     nothing was submitted. `weights_note` says that weights are not here yet, `machines_note` that GPUs stay idle, or
-    that --mem is too small. `queue` is Slurm's reason why it waits, if it gives one. `others` are the other replicas of
-    the service that are not over; `differing` has by job the options in which engines of theirs differ: a client takes
-    any replica, so answers depend on the one that it meets. `shared_with` is a Unix group, and `folder` the service's.
+    that --mem is too small, and `memory` what --mem consists of. `queue` is Slurm's reason why it waits, if it gives
+    one. `others` are the other replicas of the service that are not over; `differing` has by job the options in which
+    engines of theirs differ: a client takes any replica, so answers depend on the one that it meets. `shared_with` is a
+    Unix group, and `folder` the service's.
     """
 
     job_id: str
@@ -67,6 +68,7 @@ class Submission:
     is_there: bool = False
     weights_note: str | None = None
     machines_note: str | None = None
+    memory: str = ""
     queue: str = ""
     others: tuple[ReplicaStatus, ...] = ()
     differing: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -118,7 +120,10 @@ def submit(
     note = " ".join(filter(None, (planned.machines_note, small_memory_note(request, plan)))) or None
     text = render_script(request, plan)
     folder = str(store.service_dir(service))
-    made = functools.partial(Submission, plan=plan, weights_note=weights_note, machines_note=note, folder=folder)
+    memory = memory_sum(asked_parts(request, plan))
+    made = functools.partial(
+        Submission, plan=plan, weights_note=weights_note, machines_note=note, memory=memory, folder=folder
+    )
 
     store.ensure_service(service)
     log_dir = make_log_dir(Path(log_dir_before_job(str(request.log_dir))), called="--log-dir")

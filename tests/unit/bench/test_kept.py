@@ -10,6 +10,7 @@ from hpc_serve.bench.expected import NotKeptError, measured_run, predict
 from hpc_serve.bench.notes import notes_on
 from hpc_serve.bench.run import Pace, Run
 from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.sizes import GIB
 from hpc_serve.submit.plans.measured_runs import FILE
 from tests.support.stubs import make_record, make_submitted
 from tests.unit.bench.conftest import make_outcome, make_run
@@ -32,10 +33,11 @@ def store(tmp_path):
     return store
 
 
-def submit(store, *, gpu="h100-80gb", args=(), **fields):
+def submit(store, *, gpu="h100-80gb", args=(), gpu_memory_bytes=None, **fields):
     sizes = {"tensor_parallel_size": 2, "num_nodes": 1, "gpus_per_node": 2}
     store.write(make_record(job_id="1", model=MODEL, **sizes, **fields))
-    store.write_submitted(make_submitted(job_id="1", model=MODEL, gpu=gpu, engine_args=args))
+    submitted = make_submitted(job_id="1", model=MODEL, gpu=gpu, engine_args=args, gpu_memory_bytes=gpu_memory_bytes)
+    store.write_submitted(submitted)
 
 
 def test_a_run_is_kept_as_what_it_is_of(store):
@@ -106,6 +108,30 @@ def test_others_weights_and_another_accelerator_are_not_kept(store):
     with pytest.raises(NotKeptError, match="its accelerator is not known"):
         measured_run(store, run_of(), gpu=None)
     assert measured_run(store, run_of(), gpu="h200").case.accelerator == "h200-141gb"
+
+
+@pytest.mark.parametrize(
+    ("submitted", "named", "kept"),
+    [
+        ("h100", "h100-80gb", "h100-80gb"),
+        ("h100-80gb", "H100", "h100-80gb"),
+        ("a100,h100", "h100", None),
+        ("cpu-spr-2s", "cpu-spr", "cpu-spr"),
+        ("h100", "h200", None),
+    ],
+)
+def test_a_name_and_its_alias_are_one_accelerator(store, submitted, named, kept):
+    submit(store, gpu=submitted, gpu_memory_bytes=64 * GIB)
+    if kept is None:
+        with pytest.raises(NotKeptError, match=f"submitted for {submitted}, not for {named}"):
+            measured_run(store, run_of(), gpu=named)
+    else:
+        assert measured_run(store, run_of(), gpu=named).case.accelerator == kept
+
+
+def test_an_unknown_accelerator_is_told(store):
+    with pytest.raises(NotKeptError, match="'h1000' is not an accelerator"):
+        measured_run(store, run_of(), gpu="h1000")
 
 
 def test_the_work_of_others_is_told(store):

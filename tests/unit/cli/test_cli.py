@@ -123,6 +123,33 @@ def test_submit_says_what_it_did_and_what_to_type_next(ran, place):
     assert err == ""
 
 
+MEMORY = "48 GiB of each node = 32 for engine processes + 16 for the model in /dev/shm/hf"
+
+
+@pytest.mark.parametrize(
+    ("words", "says_it"),
+    [
+        (("--env", "HF_HOME=/dev/shm/hf"), True),
+        (("--env", "HF_HOME=/dev/shm/hf", "--mem", "64G"), False),
+        (("--env", "HF_HOME=/dev/shm/hf", "--exclusive"), False),
+        ((), False),
+    ],
+)
+def test_submit_says_what_the_memory_of_a_node_is_for(words, says_it, ran, place):
+    out, _ = ran(["submit", "8b", *words])
+    assert (f"\n  memory  {MEMORY}/hub\n" in out) == says_it
+    assert json.loads(ran(["submit", "8b", *words, "--json"]).out).get("memory") == (
+        f"{MEMORY}/hub" if says_it else None
+    )
+
+
+@pytest.mark.parametrize(("words", "says_it"), [(("--", "--download-dir", "/dev/shm/hf"), True), ((), False)])
+def test_plan_says_what_the_memory_of_a_node_is_for(words, says_it, ran, place):
+    for explain in ([], ["--explain"]):
+        out, _ = ran(["plan", "8b", *explain, *words])
+        assert (f"- `submit` asks for memory: {MEMORY}." in " ".join(out.split())) == says_it
+
+
 def test_submit_as_json(capsys, place, store, tmp_path):
     argv = ["submit", "--model", "8b", "--name", "mine", "--json", "--", "--seed", "1"]
     assert run(argv) == 0

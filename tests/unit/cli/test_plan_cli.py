@@ -117,6 +117,15 @@ def test_accelerators_compared(plan: Plan, ran: Ran) -> None:
     assert run(["plan", "--model", "405b", "--compare", "t4,l4", "--nodes", "1"]) == 3
 
 
+def test_encoders_are_compared_without_a_cache(ran: Ran) -> None:
+    text = ran(["plan", "bge-m3", "--compare", "h100-80gb,l4"]).out
+    assert text.startswith("BAAI/bge-m3, texts of up to 8,192 tokens; GiB per GPU:")
+    assert "USABLE WEIGHTS UNUSED\n" in text
+    for word in ("CACHE", "AT ONCE", "the cache allow"):
+        assert word not in text
+    assert "as many in flight as --max-num-seqs allows" in " ".join(text.split())
+
+
 def test_explained(ran: Ran) -> None:
     text = ran(["plan", "--model", "405b", "--explain"]).out
     for word in ("811.7 / 80 = 10.15 -> 11", "16 KV heads", "gpu_memory_utilization", "NCCL", "blocks"):

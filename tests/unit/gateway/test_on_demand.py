@@ -25,7 +25,7 @@ from tests.support.stubs import StubService, make_record
 pytest.importorskip("prometheus_client", reason="the gateway needs it")
 from hpc_serve.gateway import directory, on_demand
 from hpc_serve.gateway.answers import Refusal
-from hpc_serve.gateway.on_demand import Running, decide, gpu_hours
+from hpc_serve.gateway.on_demand import Running, decide, gpu_hours, hours_free_in_s
 
 LIMITS = OnDemand(
     models={name: ListedModel(words=(name,), gpus=gpus) for name, gpus in (("a", 1), ("b", 1), ("c", 4))},
@@ -81,6 +81,17 @@ def test_gpu_hours_are_those_of_the_last_day():
     assert gpu_hours([record(2, None, state="ready")], now_s) == 16
     assert gpu_hours([record(2, 1, state="ready")], now_s) == 8  # it was heard of an hour ago
     assert gpu_hours([record(30, 25), record(3, 1, gpus=0)], now_s) == 0
+
+    def free_in_h(most: float, *records: Any) -> float:
+        return round(hours_free_in_s(records, now_s, most) / hour_s, 2)
+
+    day = (record(23, 21), record(3, 1))  # 16 GPU-hours each
+    assert free_in_h(33, *day) == 0
+    assert free_in_h(32, *day) == 1  # the first hours begin to be older than a day
+    assert free_in_h(24, *day) == 2
+    assert free_in_h(16, *day) == 21
+    assert free_in_h(8, *day) == 22
+    assert free_in_h(16, record(2, None, state="ready")) == 22  # if it ended now
 
 
 class Jobs:
@@ -221,6 +232,18 @@ class Looks:
 
     def under_way(self, service: str) -> int:
         return 0
+
+
+def test_over_the_gpu_hours_of_a_day_retry_after_is_when_some_are_left(jobs, gateway, service):
+    began_s = time.time() - 10 * 3600
+    fields = {"started_at": began_s, "updated_at": began_s + 3600, "num_nodes": 1, "gpus_per_node": 4}
+    service.store.write(make_record(service="a", state="stopped", **fields))
+    models = {name: ListedModel(words=(name,), gpus=1) for name in NAMES}
+    front = gateway(on_demand=OnDemand(models=models, most_gpu_hours=4.0), wait_s=3.0)
+    answer = front.complete("b")
+    assert (answer.status, answer.code) == (503, "on_demand")
+    assert "used 4.0 GPU-hours in a day" in answer.json["error"]["message"]
+    assert 14 * 3600 - 120 < int(answer.headers["retry-after"]) <= 14 * 3600 + 1
 
 
 def test_what_was_submitted_is_not_submitted_again_before_the_next_look(service, monkeypatch):

@@ -16,10 +16,10 @@ from hpc_serve.cli.main import run
 from hpc_serve.errors import RecordError
 from hpc_serve.gateway import people, personal_keys, use
 from hpc_serve.gateway.personal_keys import add_person, revoke_key
-from hpc_serve.gateway.use import AnswerCount, Use
+from hpc_serve.gateway.use import AnswerCount, UnderWay, Use, expected_use
 from tests.cluster import wait_for
-from tests.support.stub_engine import encode, greedy_answer
-from tests.unit.gateway.conftest import Front
+from tests.support.stub_engine import chat_context, encode, greedy_answer
+from tests.unit.gateway.conftest import Answer, Front
 
 OWNERS = "k" * 32
 WORDS = 12
@@ -143,28 +143,78 @@ def _a_link(file: Path) -> None:
     file.symlink_to("elsewhere.json")
 
 
-@pytest.mark.parametrize(
-    ("spoil", "says"),
-    [
-        (_of_a_stranger, "belongs to user 64999"),
-        (_a_link, "is a symbolic link"),
-        (lambda file: file.chmod(0o662), "can be changed by everybody"),
-        (lambda file: file.write_text("{"), "is not JSON"),
-        (lambda file: file.write_bytes(b"\xff" * 9), "is not text"),
-        (lambda file: file.write_text(" " * (1 << 20) + "{}"), "is longer than"),
-        (lambda file: (file.unlink(), os.mkfifo(file, 0o600)), "is not a regular file"),
-    ],
-)
+def _a_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file, 0o600)
+
+
+def _with_a_limit_in_words(file: Path) -> None:
+    file.write_text(file.read_text().replace("null", '"many"', 1))
+
+
+SPOILT_BY_OTHERS = [
+    (_of_a_stranger, "belongs to user 64999"),
+    (lambda file: file.chmod(0o662), "can be changed by everybody"),
+]
+DAMAGED = [
+    (_a_link, "is a symbolic link"),
+    (lambda file: file.write_text("{"), "is not JSON"),
+    (lambda file: file.write_text(""), "is not JSON"),
+    (lambda file: file.write_text("[]"), "holds a list"),
+    (lambda file: file.write_text("{}"), "has no field people"),
+    (lambda file: file.write_bytes(b"\xff" * 9), "is not text"),
+    (lambda file: file.write_text(" " * (1 << 20) + "{}"), "is longer than"),
+    (_with_a_limit_in_words, "max_in_flight is 'many'"),
+    (_a_pipe, "is not a regular file"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "says"), [*SPOILT_BY_OTHERS, *DAMAGED])
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_a_spoilt_file_is_neither_believed_nor_written_over(make, folder, spoil, says):
     make("alice")
     file = folder / "keys.json"
     spoil(file)
     before = os.lstat(file)
-    for use_it in (lambda: make("bob"), lambda: revoke_key(folder, "alice"), lambda: people.People(folder)):
+    for use_it in (lambda: make("bob"), lambda: revoke_key(folder, "alice")):
         with pytest.raises(RecordError, match=says):
             use_it()
     assert os.lstat(file).st_ino == before.st_ino
+
+
+@pytest.mark.parametrize(("spoil", "says"), DAMAGED)
+def test_over_a_damaged_file_the_last_keys_hold_and_it_is_said_what_to_do(make, folder, spoil, says, capsys, caplog):
+    revoked, alice = make("bob"), make("alice")
+    running = people.People(folder)
+    revoke_key(folder, "bob")
+    running.look()
+    spoil(folder / "keys.json")
+    running.look()
+    begun = people.People(folder)  # it knows no last keys
+    taken = [[one.with_key(key.encode()) is not None for key in (alice, revoked)] for one in (running, begun)]
+    assert taken == [[True, False], [False, False]]
+    assert run(["key", "list"]) == 5
+    for told in (capsys.readouterr().err, *(record.message for record in caplog.records)):
+        words = " ".join(told.split())
+        assert says in words
+        assert "Gateways that run keep to the keys that they read last" in words
+        assert "hpc-serve key add" in words
+        assert "emove it" not in words  # that would end all keys: it is said as what it is
+    assert len(caplog.records) == 2
+    (folder / "keys.json").unlink()
+    running.look()
+    assert running.with_key(alice.encode()) is None
+
+
+def test_a_gateway_that_starts_on_a_damaged_file_serves_its_owner(service, gateway, make, folder):
+    service.start(*GREEDY)
+    key = make("alice")
+    text = (folder / "keys.json").read_text()
+    (folder / "keys.json").write_text(text[:20])
+    front = gateway(key=OWNERS)
+    assert (ask(front, OWNERS).status, ask(front, key).status) == (200, 401)
+    (folder / "keys.json").write_text(text)
+    wait_for_status(front, key, 200)
 
 
 def test_a_full_disk_keeps_the_keys_and_tells_of_none(make, folder, monkeypatch, capsys):
@@ -248,6 +298,63 @@ def test_over_the_tokens_of_a_day_a_person_waits_for_the_next(service, gateway, 
     assert ask(front, key).status == 200
 
 
+def test_requests_under_way_count_for_the_tokens_of_a_day(service, gateway, make, tmp_path):
+    hang = tmp_path / "hang"
+    hang.touch()
+    service.start(*GREEDY, "--stub-hang-file", str(hang))
+    key = make("alice", tokens_a_day=200)
+    front = gateway(key=OWNERS)
+    answers: list[Answer] = []
+    threads = [threading.Thread(target=lambda: answers.append(ask(front, key, max_tokens=100))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(answers) == 6, 60, what="the refusals")  # two hold more than 200 with their prompts
+    for answer in answers:
+        assert (answer.status, answer.code, answer.headers["retry-after"]) == (429, "person_tokens", "1")
+        assert "Requests under way may use the rest" in answer.json["error"]["message"]
+    hang.unlink()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(answer.status for answer in answers) == [200, 200, *[429] * 6]
+    assert ask(front, key, max_tokens=5000).status == 200  # much, but nothing is under way
+
+
+def test_what_comes_beyond_the_expected_is_under_way_until_the_end():
+    under_way = UnderWay()
+    count = AnswerCount(under_way, Use(prompt_tokens=4, completion_tokens=2))
+    count.begin(is_stream=True)
+    for number in range(5):
+        count.feed(b'data: {"choices":[{"text":"a"}]}\n\n')
+        assert under_way == UnderWay(requests=1, tokens=max(6, 5 + number))
+    count.end()
+    assert under_way == UnderWay()
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "wanted"),
+    [
+        ("/v1/completions", {}, 16),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 3}, 6 * 16),
+        ("/v1/completions", {"prompt": [1, 2, 3]}, 16),
+        ("/v1/chat/completions", {}, 4096),
+        ("/v1/chat/completions", {"max_tokens": 7, "max_completion_tokens": 5}, 5),
+        ("/v1/responses", {"max_output_tokens": 5}, 5),
+        ("/v1/embeddings", {}, 0),
+        ("/v1/chat/completions", {"max_tokens": "many", "n": None, "prompt": []}, 4096),
+        ("/v1/chat/completions", {"max_tokens": -5, "n": -1}, 5),
+        ("/v1/chat/completions", {"max_tokens": 10**400}, 10**9),
+    ],
+)
+def test_what_a_request_may_use_is_read_from_its_bounds(route, fields, wanted):
+    assert expected_use(route, "application/json", b"x" * 40, fields) == Use(prompt_tokens=10, completion_tokens=wanted)
+
+
+def test_bytes_of_images_and_sound_are_not_counted_as_text():
+    image = b'{"url": "data:image/png;base64,' + b"A" * 100_000
+    for kind, body in (("application/json", image), ("multipart/form-data; boundary=x", b"A" * 100_000)):
+        assert expected_use("/v1/embeddings", kind, body, {}).tokens == 4096
+
+
 def test_the_limit_of_a_day_counts_what_other_gateways_and_earlier_ones_answered(service, gateway, make, folder):
     service.start(*GREEDY)
     key = make("alice", tokens_a_day=10**9)
@@ -273,18 +380,29 @@ def test_whole_answers_and_streams_are_counted_for_persons_alone(service, gatewa
     assert ask(front, carol, max_tokens=-1).status == 400
     wait_for_use(
         folder,
-        {"alice": WHOLE, "bob": WHOLE, "carol": Use(requests=2, prompt_tokens=0, completion_tokens=WORDS)},
+        {"alice": WHOLE, "bob": WHOLE, "carol": Use(requests=2, prompt_tokens=PROMPT, completion_tokens=WORDS)},
     )
     assert not {b"alice", b"bob", b"carol"} & set(front.ask("GET", "/metrics", X_Api_Key=OWNERS).body.split(b'"'))
 
 
-def test_a_chat_counts_the_events_that_carry_text(service, gateway, make, folder):
+def test_a_stream_without_usage_counts_its_token_ids_or_the_events_that_carry_text(service, gateway, make, folder):
     service.start(*GREEDY)
-    key = make("alice")
+    alice, bob = make("alice"), make("bob")
     front = gateway(key=OWNERS)
-    body = {"model": "405b", "messages": [{"role": "user", "content": "Why?"}], "temperature": 0, "stream": True}
-    assert front.ask("POST", "/v1/chat/completions", body, X_Api_Key=key).status == 200
-    wait_for_use(folder, {"alice": Use(requests=1, completion_tokens=WORDS)})
+    messages = [{"role": "user", "content": "Why?"}]
+    body = {"model": "405b", "messages": messages, "temperature": 0, "stream": True}
+    assert front.ask("POST", "/v1/chat/completions", body, X_Api_Key=alice).status == 200
+    body |= {"tools": [{"type": "function", "function": {"name": "look"}}]}  # of such a stream no ids are asked for
+    answer = front.ask("POST", "/v1/chat/completions", body, X_Api_Key=bob)
+    assert (answer.status, b"token_ids" in answer.body) == (200, False)
+    prompt, estimate = len(encode(chat_context(messages))), len(json.dumps(body)) // 4
+    wait_for_use(
+        folder,
+        {
+            "alice": Use(requests=1, prompt_tokens=prompt, completion_tokens=WORDS),
+            "bob": Use(requests=1, prompt_tokens=estimate, completion_tokens=WORDS),
+        },
+    )
 
 
 def test_what_a_stream_has_sent_counts_when_its_reader_leaves(service, gateway, make, folder, tmp_path):
@@ -294,7 +412,8 @@ def test_what_a_stream_has_sent_counts_when_its_reader_leaves(service, gateway, 
     key = make("alice", max_in_flight=1)
     front = gateway(key=OWNERS)
     connection = front.open()
-    body = json.dumps({"model": "405b", "prompt": "Why?", "temperature": 0, "stream": True})
+    asked = {"model": "405b", "prompt": "Why?", "temperature": 0, "stream": True}
+    body = json.dumps({**asked, "stream_options": {"include_usage": True}})
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json", "X-Api-Key": key})
     response = connection.getresponse()
     for _ in range(3):
@@ -302,7 +421,7 @@ def test_what_a_stream_has_sent_counts_when_its_reader_leaves(service, gateway, 
             pass
     response.close()
     connection.close()
-    wait_for_use(folder, {"alice": Use(requests=1, completion_tokens=3)})
+    wait_for_use(folder, {"alice": Use(requests=1, prompt_tokens=PROMPT, completion_tokens=3)})
     hang.unlink()
     wait_for_status(front, key, 200)
 
@@ -341,7 +460,7 @@ def test_files_of_earlier_days_are_removed_and_damaged_ones_count_nothing(servic
 )
 def test_figures_of_a_whole_answer_are_found_wherever_it_is_cut(body, wanted):
     for cut in range(len(body) + 1):
-        count = AnswerCount()
+        count = AnswerCount(UnderWay(), Use())
         count.begin(is_stream=False)
         count.feed(body[:cut])
         count.feed(body[cut:])
@@ -349,13 +468,50 @@ def test_figures_of_a_whole_answer_are_found_wherever_it_is_cut(body, wanted):
 
 
 def test_a_stream_of_anthropics_form_has_its_figures_in_two_events():
-    count = AnswerCount()
+    count = AnswerCount(UnderWay(), Use(prompt_tokens=50, completion_tokens=50))
     count.begin(is_stream=True)
     count.feed(b'data: {"type":"message_start","message":{"usage":{"input_tokens":7,"output_tokens":0}}}\n\n')
     count.feed(b'data: {"type":"content_block_delta","delta":{"type":"text_delta","text":"Hi"}}\n\n')
     assert count.use == Use(requests=1, prompt_tokens=7, completion_tokens=1)
     count.feed(b'data: {"type":"message_delta","usage":{"output_tokens":5}}\n\n')
     assert count.use == Use(requests=1, prompt_tokens=7, completion_tokens=5)
+
+
+IDS = b'data: {"choices":[{"text":"ab","token_ids":[7, 8]}]}\n\n'
+FIRST = b'data: {"choices":[{"text":"a","prompt_token_ids":[1,2,3],"token_ids":[7]}]}\n\n'
+LAST = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":5}}\n\n'
+NO_IDS = b'data: {"choices":[{"text":"a","token_ids":null,"prompt_token_ids":null}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("stream", "wanted"),
+    [
+        (FIRST + IDS, (3, 3)),
+        (FIRST + IDS + IDS[:30], (3, 3)),  # half an event is not passed on
+        (FIRST + IDS + IDS + LAST, (3, 5)),
+        (NO_IDS + NO_IDS, (9, 2)),
+        (b'data: {"choices":[{"text":"\\"token_ids\\": [1,2,3]","token_ids":[5]}]}\n\n', (9, 1)),
+        (FIRST + b'data: {"choices":[{"text":"","token_ids":[]}]}\n\n', (3, 1)),
+    ],
+)
+def test_a_stream_that_broke_counts_what_came_wherever_it_is_cut(stream, wanted):
+    for cut in range(len(stream) + 1):
+        count = AnswerCount(UnderWay(), Use(prompt_tokens=9, completion_tokens=99))
+        count.begin(is_stream=True)
+        count.feed(stream[:cut])
+        count.feed(stream[cut:])
+        assert count.use == Use(requests=1, prompt_tokens=wanted[0], completion_tokens=wanted[1]), cut
+
+
+def test_a_whole_answer_that_broke_counts_a_token_for_four_bytes():
+    count = AnswerCount(UnderWay(), Use(prompt_tokens=9, completion_tokens=99))
+    count.begin(is_stream=False)
+    count.feed(b"x" * 40)
+    assert count.use == Use(requests=1, prompt_tokens=9, completion_tokens=10)
+    count.feed(b"x" * 4000)
+    assert count.use == Use(requests=1, prompt_tokens=9, completion_tokens=99)
+    count.note_whole()  # an error of the engine, as it seems
+    assert count.use == Use(requests=1)
 
 
 # -- the command

@@ -68,7 +68,9 @@ class People:
 
     home: Path
 
-    def run(self, user: int, code: str, *words: str, groups: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, user: int, code: str, *words: str, groups: tuple[str | int, ...] = ()
+    ) -> subprocess.CompletedProcess[str]:
         head = f"import json, os, sys\nfrom pathlib import Path\nhome = {str(self.home)!r}\n"
         return run_as(user, self.home.parent, "-c", head + code, *words, groups=groups)
 
@@ -77,7 +79,7 @@ class People:
         done = self.run(OWNER, AS_OWNER + code, groups=groups or (GROUP,))
         return "" if done.returncode == 0 else done.stderr
 
-    def read(self, user: int, service: str, *groups: str) -> Any:
+    def read(self, user: int, service: str, *groups: str | int) -> Any:
         """Return what a user reads of a service: names of records, length of the key, problems; or the error."""
         done = self.run(user, READ, service, groups=groups)
         return json.loads(done.stdout) if done.returncode == 0 else done.stderr
@@ -125,6 +127,20 @@ def test_with_a_share_the_group_reads_the_records_and_the_key_of_that_service_al
         assert "Permission denied" in shared.read(STRANGER, "70b", *groups)
         assert People(shared.home / "services" / "70b").seen(STRANGER, *groups) == []
     assert shared.read(OWNER, "70b") == WHOLE
+
+
+def test_the_names_that_the_group_sees_are_of_that_service_alone(shared):
+    named = "print(json.dumps(sorted(os.listdir(f'{home}/services/70b'))))"
+    listed = json.loads(shared.run(MEMBER, named, groups=(GROUP,)).stdout)
+    assert listed == ["123-r0-0.json", "api_key", "logs", "submitted", "wanted.json"]
+    for folder in ("", "/services", "/services/8b", "/services/70b/logs", "/services/70b/submitted"):
+        done = shared.run(MEMBER, f"os.listdir(home + {folder!r})", groups=(GROUP,))
+        assert "Permission denied" in done.stderr, folder
+    guess = "print(os.path.isdir(f'{home}/services/8b'), os.path.exists(f'{home}/services/9b'))"
+    assert shared.run(MEMBER, guess, groups=(GROUP,)).stdout == "True False\n"
+    assert shared.run(STRANGER, guess).stdout == "False False\n"
+    text = (shared.home / "services" / "70b" / "123-r0-0.json").read_text()
+    assert "8b" not in text
 
 
 def test_the_group_changes_nothing(shared):
@@ -176,13 +192,79 @@ def test_what_is_not_shared_keeps_its_key(shared):
     assert key.read_text() == before
 
 
+OTHER_GROUP = grp.getgrnam(OTHER).gr_gid
+
+
 def test_a_home_lets_one_group_through(shared):
-    other = grp.getgrnam(OTHER).gr_gid
-    said = shared.owner(f"shares.share(store, '8b', {other})", GROUP, OTHER)
+    said = shared.owner(f"shares.share(store, '8b', {OTHER_GROUP})", GROUP, OTHER)
     assert f"is open to group {GROUP}" in said  # the home has one group
-    said = shared.owner(f"shares.share(store, '70b', {other})", GROUP, OTHER)
+    said = shared.owner(f"shares.share(store, '70b', {OTHER_GROUP})", GROUP, OTHER)
     assert f"is shared with group {GROUP}, which has its key" in said
     assert shared.read(MEMBER, "70b", GROUP) == WHOLE
+
+
+def test_a_share_with_the_owners_primary_group_is_a_share_too(people):
+    """The owner's primary group is OWNER, which the member is in, too."""
+    assert not people.owner(f"begin('70b'); begin('8b'); shares.share(store, '70b', {OWNER})", OTHER)
+    assert people.read(MEMBER, "70b", OWNER) == WHOLE
+    said = people.owner(f"shares.share(store, '8b', {OTHER_GROUP})", OTHER)
+    assert f"is open to group {OWNER}" in said
+    assert people.read(MEMBER, "70b", OWNER) == WHOLE
+
+
+@pytest.mark.parametrize("group", [OWNER, grp.getgrnam(GROUP).gr_gid])
+def test_a_home_that_is_open_to_a_group_without_a_share_may_have_another_group(people, group):
+    assert not people.owner("begin('70b'); begin('8b')")
+    os.chown(people.home, OWNER, group)
+    people.home.chmod(0o750)
+    said = people.owner(f"shares.share(store, '8b', {OTHER_GROUP})", OTHER)
+    assert not said, said
+    assert people.read(MEMBER, "8b", OTHER)[0] == WHOLE[0]
+    assert "Permission denied" in people.read(MEMBER, "8b", GROUP)
+    assert people.seen(MEMBER, GROUP) == []
+
+
+def test_after_the_last_share_the_home_is_its_owners_alone(shared):
+    assert not shared.owner(f"shares.share(store, '8b', {grp.getgrnam(GROUP).gr_gid})")
+    folders = (shared.home, shared.home / "services")
+    for service, mode in (("70b", 0o710), ("8b", 0o700)):
+        assert not shared.owner(f"shares.unshare(store, {service!r})")
+        assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == [mode, mode]
+    assert not shared.owner(f"shares.share(store, '8b', {OTHER_GROUP})", OTHER)
+
+
+STOPPED = """
+left, done = {left}, []
+def stop_before(event, args):
+    named = str(args[0]) if args else ""
+    if event in ("os.chmod", "os.remove", "os.rename", "os.link") and named.startswith(home) and ".lock" not in named:
+        done.append(event)
+        if len(done) > left:
+            os.kill(os.getpid(), 9)
+sys.addaudithook(stop_before)
+shares.unshare(store, "70b")
+print(len(done))
+"""
+
+
+def test_the_end_of_a_share_that_was_killed_at_any_step_is_completed_by_the_next(people):
+    left, ended = 0, False
+    while not ended:
+        shutil.rmtree(people.home, ignore_errors=True)
+        begun = f"begin('70b'); shares.share(store, '70b', {grp.getgrnam(GROUP).gr_gid})"
+        assert not people.owner(begun)
+        key = people.home / "services" / "70b" / "api_key"
+        before = key.read_text()
+        done = people.run(OWNER, AS_OWNER + STOPPED.format(left=left), groups=(GROUP,))
+        ended = done.returncode == 0
+        assert ended or done.returncode == -9, done.stderr
+        assert not people.owner("shares.unshare(store, '70b'); store.ensure_api_key('70b')"), left
+        assert key.read_text() != before, left
+        assert "Permission denied" in people.read(MEMBER, "70b", GROUP)
+        for path in (people.home, people.home / "services", key.parent, key):
+            assert not stat.S_IMODE(path.stat().st_mode) & 0o077, (left, path)
+        left += 1
+    assert left > 3
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hpc_serve.submit.plans.planning import plan_service
 from hpc_serve.submit.request.environment import JobSettings
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
-from hpc_serve.submit.script.memory import small_memory_note
+from hpc_serve.submit.script.memory import memory_parts, small_memory_note
 from hpc_serve.submit.script.render import render_script
 from hpc_serve.vllm.options import options
 
@@ -100,6 +100,19 @@ MODEL = 15 + 1  # the weights, and the files beside them
 )
 def test_all_that_a_job_keeps_in_memory_is_asked_for(asked, engine_args, gib):
     assert mem(replace(REQUEST, **asked, engine_args=engine_args)) == f"{gib}G"
+
+
+def test_each_data_parallel_rank_has_an_offloaded_cache_of_its_own():
+    request = ServeRequest(
+        model="gpt-oss-120b",
+        service="moe",
+        engine_args=(
+            *("--data-parallel-size", "2", "--tensor-parallel-size", "2", "--enable-expert-parallel"),
+            *("--kv-offloading-size", "64"),
+        ),
+    )
+    parts = memory_parts(request, plan_service(request))
+    assert parts == {"engine processes": 16 + 4 * 16, "cache outside the GPUs (KV offload)": 2 * 64}
 
 
 def test_the_pinned_vllm_has_the_options_that_are_counted():
