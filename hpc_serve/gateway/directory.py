@@ -79,6 +79,8 @@ class Directory:
         """
         if self._listed is not None and model is not None and model in self._on_demand_names:
             await self._listed.bring(model, person)
+            self._listed.note_asked(model)
+            return self._front(model)  # if it has ended since, its front brings it again
         if (service := self._service_of(model)) is None:
             since_s = asyncio.get_running_loop().time() - self._looked_at_s
             await asyncio.sleep(max(0.0, AGAIN_S - since_s))  # it may have come since the last look
@@ -156,7 +158,7 @@ class Directory:
             if self._listed is not None and service in self._on_demand_names:
                 front.bring = functools.partial(self._listed.bring, service)
             self._fronts[service] = front
-            front.names = self._found[service].names
+            front.names = self._found[service].names if service in self._found else ()
         return front
 
     async def models(self) -> list[dict[str, Any]]:

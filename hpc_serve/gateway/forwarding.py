@@ -56,7 +56,7 @@ async def forward(front: Front, asked: Asked, request: Request, further: Iterabl
         begun_at_s = time.perf_counter()
         counts.wait_seconds.observe(begun_at_s - arrived_at_s)
         counts.received_bytes += len(request.body)
-        response = await front.send(_for_service(front, asked))
+        response = await front.send(lambda: _for_service(front, asked))
         counts.first_byte_seconds.observe(time.perf_counter() - begun_at_s)
         try:
             await _pass_on(front, response, request, further)
@@ -70,10 +70,11 @@ async def forward(front: Front, asked: Asked, request: Request, further: Iterabl
         front.turns.leave()
 
 
-def _for_service(front: Front, asked: Asked) -> Message:
+async def _for_service(front: Front, asked: Asked) -> Message:
     """Return the request. A service's name in its body is replaced by a model name that the engine knows."""
     body, fields = asked.body, asked.fields
-    if asked.model == front.service and asked.model not in front.names and (model := front.watch.model):
+    if asked.model == front.service and asked.model not in front.names:
+        model = await front.model()
         body, fields = with_model(asked.content_type, body, model), {**fields, "model": model}
     return Message(
         method=asked.method,

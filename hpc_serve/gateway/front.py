@@ -91,13 +91,22 @@ class Front:
             self._search = asyncio.get_running_loop().create_task(wait)
         return self._search
 
-    async def send(self, request: Message) -> Any:
-        """Return the answer to a request, with its body unread. Raises what the client's transport raises."""
+    async def model(self) -> str:
+        """Return the name under which the engines serve. A replica that was just found is not in the last look."""
+        if not self.watch.model:
+            await asyncio.to_thread(self.watch.refresh)
+        return self.watch.model or self.service
+
+    async def send(self, made: Callable[[], Awaitable[Message]]) -> Any:
+        """Return the answer to a request, with its body unread. Raises what the client's transport raises.
+
+        The request is made once a replica is known: the service may have other engines by then.
+        """
         rounds_left = _MOST_ROUNDS
         while True:
             rounds_left -= 1
             try:
-                return await self._transport.ask(request)
+                return await self._transport.ask(await made())
             except NoReplicaError:
                 if not rounds_left:
                     raise
