@@ -10,6 +10,7 @@ from hpc_serve.plan import EngineConfig, Workload, catalog, model_from_config
 from hpc_serve.plan.hardware.cluster import cluster_named
 from hpc_serve.plan.make import FoundParts, PlanRequest, make_plan
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
+from hpc_serve.plan.model.checkpoint import StoredTensor, loaded_bytes
 from hpc_serve.sizes import GIB
 
 PAGE = 2 * 20 * 64 * 2 * 16
@@ -55,6 +56,18 @@ def test_more_requests_run_at_once_than_vllm_says():
     most = plan_of("whisper-large-v3", workload=Workload(concurrency=int(1.2 * said))).chosen
     assert most.layout.num_gpus == 1
     assert not [reason for reason in most.reasons if "the others wait" in reason]
+
+
+def test_the_files_layers_of_the_encoder_are_not_taken_for_those_of_a_decoder():
+    """whisper-large-v3-turbo has 32 layers in its encoder and 4 in its decoder."""
+    model = find_spec("whisper-large-v3-turbo", environ={})[1]
+
+    def loaded(name: str) -> int:
+        return loaded_bytes([StoredTensor(name=name, dtype="F16", elements=10, size_bytes=20)], model)
+
+    assert loaded("model.encoder.layers.31.fc1.weight") == 20
+    assert loaded("model.decoder.layers.3.fc1.weight") == 20
+    assert loaded("proj_out.weight") == 0
 
 
 @pytest.mark.parametrize(
