@@ -40,12 +40,6 @@ class Sweep:
         return len(self.services) * len(self.workloads) * len(self.paces)
 
 
-_INSTEAD = (
-    ". `bench` measures generated text. Of an embedder, a reranker or a speech model `vllm bench serve` measures the "
-    "requests: --backend openai-embeddings, vllm-rerank or openai-audio, with the address of `hpc-serve env`."
-)
-"""What to do with a service that has no completions."""
-
 Progress = Callable[[str, int | None, int], None]
 """Is told the step under way, its number of requests (None: not known yet), and how many of them have ended."""
 
@@ -62,6 +56,7 @@ async def make_runs(
         service = BenchService(store, name, sweep.split)
         try:
             await service.ready(sweep.wait)
+            await service.check_completes()
             for workload in sweep.workloads:
                 for pace in sweep.paces:
                     number += 1
@@ -113,8 +108,7 @@ async def _prepare(service: BenchService, workload: BenchWorkload) -> tuple[Benc
     for place in service.turns():
         outcome = await ask(service, place, first)
         if not outcome.is_answered:
-            instead = _INSTEAD if outcome.error.startswith("HTTP 404") and "exist" not in outcome.error else ""
-            raise BenchError(f"{service.name} does not answer the first request: {outcome.error}{instead}")
+            raise BenchError(f"{service.name} does not answer the first request: {outcome.error}")
     return tuple(requests)
 
 
