@@ -161,7 +161,11 @@ def is_idle_report(line: str) -> bool:
 
 
 def is_decoder_note(line: str) -> bool:
-    """Return whether `line` says that another decoder of audio is tried: vLLM says so at each request with audio."""
+    """Return whether `line` says that another decoder of audio is tried: vLLM says so at each request with audio.
+
+    >>> is_decoder_note("WARNING 11-26 16:52:11 [audio.py:478] torchcodec unavailable (ImportError()); falling back")
+    True
+    """
     return "torchcodec unavailable" in line
 
 

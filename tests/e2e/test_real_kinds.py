@@ -172,7 +172,7 @@ def test_whisper_is_ready_transcribes_and_has_no_chat(tmp_path):
         )
         assert started.returncode == 0, started.stderr
         assert "hear is ready" in started.stderr
-        assert "It transcribes audio." in started.stderr
+        assert "It transcribes audio: `client.audio.transcriptions.create" in started.stderr
         asked = output([sys.executable, "-c", TRANSCRIBE, str(tmp_path / "silence.wav")], environ)
         assert asked.returncode == 0, asked.stderr
         seconds, text, streamed = json.loads(asked.stdout)

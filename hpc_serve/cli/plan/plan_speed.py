@@ -30,7 +30,8 @@ from hpc_serve.plan.speed.estimate import SpeedEstimate
 from hpc_serve.plan.speed.step import Roofline
 
 _UNKNOWN = "Speed: no source confirms this accelerator's FLOP/s and bandwidth."
-_OF_SPEECH = "Speed: not planned for models that attend to an encoder of sound."
+OF_SPEECH = "Speed: not planned for models that attend to an encoder of sound."
+"""Why there is no speed of Whisper."""
 _ARRIVALS = {
     "steady": (
         "so many always in flight",
@@ -74,7 +75,7 @@ def speed_line(result: PlanResult) -> str:
 
 def _why_none(result: PlanResult) -> str:
     """Why there is no speed."""
-    return _OF_SPEECH if result.model.encoder_positions else _UNKNOWN
+    return OF_SPEECH if result.model.encoder_positions else _UNKNOWN
 
 
 def _range(roofline: Roofline, estimate: SpeedEstimate) -> str:

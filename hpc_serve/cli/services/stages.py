@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
 
 
+_TRANSCRIBES = 'audio.transcriptions.create(model=client.model, file=open("….wav", "rb"))'
+"""What a client is asked for a transcription."""
+
+
 def follow_until_ready(
     environ: Mapping[str, str],
     service: str,
@@ -60,7 +64,7 @@ def _first_use(store: ServiceStore, status: ReplicaStatus) -> str:
     if job is not None and value_of(read_arguments(job.engine_args), "--runner") == "pooling":
         return f"It generates no text. {calls_without_chat(status.service)}"
     if job is not None and job.predicted.get(ENCODER_POSITIONS):
-        return f"It transcribes audio. {calls_without_chat(status.service)}"
+        return f'It transcribes audio: `client.{_TRANSCRIBES}` after `client = hpc_serve.connect("{status.service}")`.'
     return f"Try: hpc-serve chat {status.service}"
 
 
@@ -70,8 +74,7 @@ def calls_without_chat(service: str) -> str:
         f'In Python, after `client = hpc_serve.connect("{service}")`: '
         '`client.embeddings.create(model=client.model, input="…")` asks an embedder, '
         '`client.post("/rerank", body={"model": client.model, "query": "…", "documents": ["…"]}, cast_to=object)` '
-        'a reranker, and `client.audio.transcriptions.create(model=client.model, file=open("….wav", "rb"))` a speech '
-        "model."
+        f"a reranker, and `client.{_TRANSCRIBES}` a speech model."
     )
 
 

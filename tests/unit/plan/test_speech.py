@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hpc_serve.cli.plan.plan_compare import print_comparison
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan import EngineConfig, Workload, catalog, model_from_config
@@ -88,6 +89,8 @@ def test_a_step_that_holds_no_audio_is_refused():
     assert "does not hold the 1,500 positions of an audio" in str(plan.error)
 
 
-def test_its_speed_is_not_guessed():
+def test_its_speed_is_not_guessed(capsys):
+    print_comparison([plan_of("whisper-small", gpu) for gpu in ("l40s", "h100-80gb")])
+    assert "Speed: not planned" in capsys.readouterr().out
     assert plan_of("whisper-large-v3").estimates() == []
     assert plan_of("qwen3-asr-1.7b").estimates() != []
