@@ -64,7 +64,7 @@ real-replicas: packages venv ## several real vLLM engines in one job, and data-p
 		tests/e2e/test_real_data_parallel.py $(ARGS)
 
 .PHONY: kinds
-kinds: packages venv ## an embedder, a reranker and adapters with real vLLM, asked and stopped: four minutes, no Slurm
+kinds: packages venv ## an embedder, a reranker, Whisper and adapters with real vLLM, asked and stopped: five minutes, no Slurm
 	@HPC_SERVE_REAL_KINDS=1 $(VENV)/bin/python -m pytest -p no:cacheprovider tests/e2e/test_real_kinds.py tests/e2e/test_real_adapters.py $(ARGS)
 
 .PHONY: faults

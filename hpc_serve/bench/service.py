@@ -85,6 +85,16 @@ class BenchService:
         await wait_for_replica(self.watch, WaitPolicy(wait), InLoop())
         await anyio.to_thread.run_sync(self.watch.refresh)
 
+    async def check_completes(self) -> None:
+        """Raise BenchError if the engine has no completions, as that of an embedder, a reranker or a speech model."""
+        response = await self.send("/v1/completions", b"{}")
+        await response.aclose()
+        if response.status_code == 404:
+            raise BenchError(
+                f"{self.name} generates no text from prompts, which is what `bench` measures. Use `vllm bench serve` "
+                "with the address of `hpc-serve env`, and --backend openai-embeddings, vllm-rerank or openai-audio."
+            )
+
     @property
     def is_here(self) -> bool:
         """Whether one of its engines runs on this node."""

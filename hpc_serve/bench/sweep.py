@@ -56,6 +56,7 @@ async def make_runs(
         service = BenchService(store, name, sweep.split)
         try:
             await service.ready(sweep.wait)
+            await service.check_completes()
             for workload in sweep.workloads:
                 for pace in sweep.paces:
                     number += 1

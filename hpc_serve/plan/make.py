@@ -123,7 +123,9 @@ class PlanResult:
         return Roofline(self.model, self.accelerator, engine, layout, self.measured)
 
     def estimates(self, engine: EngineConfig | None = None) -> list[SpeedEstimate]:
-        """Return the speeds of a replica by requests in flight; none if the accelerator's speed is not known."""
+        """Return the speeds of a replica by requests in flight; none if the speed is not known."""
+        if self.model.encoder_positions:
+            return []
         try:
             roofline = self.roofline(engine)
         except InvalidRequestError:
@@ -153,6 +155,8 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
             f"{found.model.name} is an embedder, a reranker or a classifier, which generates no text: leave out "
             f"--runner {asked.engine.runner}."
         )
+    if found.model.encoder_positions:
+        _check_speech(asked, found.model)
     found = replace(found, model=loaded_model(found.model, asked.engine, found.draft))
     inputs, contexts = _inputs(asked, found)
     traffic = _traffic(asked, inputs.max_model_len)
@@ -269,15 +273,31 @@ def _traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
     )
 
 
-def _pooling_traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
-    """Return the texts that an embedder or a reranker gets. Raises InvalidRequestError for options of generation."""
+def _options_of_generation(asked: PlanRequest) -> list[str]:
+    """Return the options asked for that describe generated text."""
     given = {
         "--output-tokens": asked.output_tokens,
         "--longest-output-tokens": asked.longest_output_tokens,
         "--decode-only": asked.decode_only,
         "--target": asked.target,
     }
-    if named := [option for option, value in given.items() if value]:
+    return [option for option, value in given.items() if value]
+
+
+def _check_speech(asked: PlanRequest, model: ModelSpec) -> None:
+    """Raise InvalidRequestError for options that a model with an encoder of sound cannot have."""
+    named = [*(["--input-tokens"] if asked.input_tokens else []), *_options_of_generation(asked)]
+    if asked.engine.is_pooling:
+        named.append("--runner pooling")
+    if named:
+        raise InvalidRequestError(
+            f"{model.name} transcribes audio, and its speed is not planned: leave out {', '.join(named)}."
+        )
+
+
+def _pooling_traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
+    """Return the texts that an embedder or a reranker gets. Raises InvalidRequestError for options of generation."""
+    if named := _options_of_generation(asked):
         raise InvalidRequestError(f"The model generates no text: leave out {', '.join(named)}.")
     tokens = asked.input_tokens or min(DEFAULT_TEXT_TOKENS, max_model_len)
     if tokens > max_model_len:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.speed.estimate import SpeedEstimate, estimate_speed, held_at_once, requests_held
@@ -69,6 +70,10 @@ def drawn_of(result: PlanResult, layout: Layout, memory: MemoryEstimate) -> Draw
     Raises InvalidRequestError where the speed is not known.
     """
     inputs = result.inputs
+    if result.model.encoder_positions:
+        raise InvalidRequestError(
+            "There is no picture: the speed is not planned for models that attend to an encoder of sound."
+        )
     engine = replace(inputs.engine_for(layout), max_num_seqs=memory.max_num_seqs)
     return Drawn(
         roofline=Roofline(result.model, result.accelerator, engine, layout, result.measured),

@@ -160,6 +160,15 @@ def is_idle_report(line: str) -> bool:
     return report is not None and report.does_next_to_nothing
 
 
+def is_decoder_note(line: str) -> bool:
+    """Return whether `line` says that another decoder of audio is tried: vLLM says so at each request with audio.
+
+    >>> is_decoder_note("WARNING 11-26 16:52:11 [audio.py:478] torchcodec unavailable (ImportError()); falling back")
+    True
+    """
+    return "torchcodec unavailable" in line
+
+
 def is_health_answer(line: str) -> bool:
     """Return whether `line` says that somebody asked `/health` and was told that the engine is well.
 

@@ -1,6 +1,6 @@
-"""An embedder and a reranker with real vLLM on CPUs, started on this machine without Slurm: ready, asked, stopped.
+"""Embedder, reranker and Whisper with real vLLM on CPUs, started on this machine without Slurm: ready, asked, stopped.
 
-The models are tiny and their weights random, so no figure says anything; which requests are answered is real. Two
+The models are tiny and their weights random, so no figure says anything; which requests are answered is real. Three
 engines take some minutes of two cores: `make kinds` runs this, `make test` skips it.
 """
 
@@ -10,7 +10,9 @@ import json
 import os
 import subprocess
 import sys
+import wave
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +38,63 @@ body = {"model": reranker.model, "query": "a", "documents": ["b", "cc"]}
 ranked = reranker.post("/rerank", body=body, cast_to=object)["results"]
 print(json.dumps([[len(one.embedding) for one in vectors], len(ranked)]))
 """
+
+
+WHISPER = {
+    **{"d_model": 128, "num_mel_bins": 80, "begin_suppress_tokens": None},
+    **{f"{half}_layers": 2 for half in ("encoder", "decoder")},
+    **{f"{half}_attention_heads": 4 for half in ("encoder", "decoder")},
+    **{f"{half}_ffn_dim": 256 for half in ("encoder", "decoder")},
+}
+TRANSCRIBE = """
+import json, sys, hpc_serve.client
+client = hpc_serve.client.connect("hear")
+asked = {"model": client.model, "language": "en", "extra_body": {"max_completion_tokens": 3}}
+whole = client.audio.transcriptions.create(file=open(sys.argv[1], "rb"), **asked)
+stream = client.audio.transcriptions.create(file=open(sys.argv[1], "rb"), stream=True, **asked)
+words = [event.choices[0]["delta"]["content"] for event in stream]
+print(json.dumps([whole.usage.seconds, whole.text, "".join(words)]))
+"""
+
+
+def write_whisper(folder: Path) -> None:
+    """Write a tiny Whisper with random weights. Its tokens are bytes, and the special ones that vLLM asks with."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import (
+        WhisperConfig,
+        WhisperFeatureExtractor,
+        WhisperForConditionalGeneration,
+        WhisperProcessor,
+        WhisperTokenizerFast,
+    )
+
+    names = ("endoftext", "startoftranscript", "en", "de", "translate", "transcribe", "startofprev", "notimestamps")
+    special = [f"<|{name}|>" for name in names]
+    vocabulary = {token: index for index, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), *special])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    end = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), special[0])
+    processor: Any = WhisperProcessor
+    processor(
+        WhisperFeatureExtractor(feature_size=80), WhisperTokenizerFast(tokenizer_object=tokenizer, **end)
+    ).save_pretrained(folder)
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), vocabulary[special[0]])
+    start = vocabulary[special[1]]
+    config = WhisperConfig(vocab_size=len(vocabulary), decoder_start_token_id=start, **ends, **WHISPER)
+    model = WhisperForConditionalGeneration(config)
+    unsaid = [index for token, index in vocabulary.items() if not (token.isascii() and token.isalpha())]
+    model.model.decoder.embed_tokens.weight.data[unsaid] = 0
+    model.save_pretrained(folder)
+
+
+def write_silence(file: Path) -> None:
+    with wave.open(str(file), "wb") as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(2)
+        sound.setframerate(16_000)
+        sound.writeframes(bytes(2 * 16_000))
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -100,3 +159,27 @@ def test_an_embedder_and_a_reranker_are_ready_answer_and_have_no_chat(models, tm
     finally:
         for name in started:
             subprocess.run([command, "stop", name], env=environ, check=False)
+
+
+def test_whisper_is_ready_transcribes_and_has_no_chat(tmp_path):
+    write_whisper(tmp_path / "whisper")
+    write_silence(tmp_path / "silence.wav")
+    environ = {**os.environ, "HPC_SERVE_HOME": str(tmp_path / "home"), "HPC_SERVE_ENV": sys.prefix}
+    command = str(Path(sys.executable).with_name("hpc-serve"))
+    try:
+        started = output(
+            [command, "submit", "--model", str(tmp_path / "whisper"), "--service", "hear", *OPTIONS], environ
+        )
+        assert started.returncode == 0, started.stderr
+        assert "hear is ready" in started.stderr
+        assert "It transcribes audio: `client.audio.transcriptions.create" in started.stderr
+        asked = output([sys.executable, "-c", TRANSCRIBE, str(tmp_path / "silence.wav")], environ)
+        assert asked.returncode == 0, asked.stderr
+        seconds, text, streamed = json.loads(asked.stdout)
+        assert seconds == 1
+        assert text == streamed != ""
+        assert "client.audio.transcriptions.create" in output([command, "chat", "hear", "hi"], environ).stderr
+        measured = output([command, "bench", "hear", "--dataset-name", "chat", "--lengths", "8/8"], environ)
+        assert "openai-audio" in measured.stderr
+    finally:
+        subprocess.run([command, "stop", "hear"], env=environ, check=False)

@@ -35,14 +35,15 @@ WAYS: dict[str, dict[str, Any]] = {
 def planned(name: str) -> dict[str, list[Any]]:
     """Return the headline numbers of a model by way of planning, and the digest of all that `plan --json` prints."""
     known = json.loads(NUMBERS.read_text()).get(name, {})
-    possible = [way for way, asked in WAYS.items() if "target" not in asked or not _is_pooling(name)]
+    possible = [way for way, asked in WAYS.items() if "target" not in asked or _has_target(name)]
     way = next((way for way in WAYS if way in known), possible[len(name) % len(possible)])
     return {"h100-80gb": _numbers(PlanRequest(model=name)), way: _numbers(PlanRequest(model=name, **WAYS[way]))}
 
 
-def _is_pooling(name: str) -> bool:
-    """Return whether a model generates no text, so that no target is for it."""
-    return find_spec(name, environ={})[1].engine_options.get("runner") == "pooling"
+def _has_target(name: str) -> bool:
+    """Return whether a target of speed is for a model: it generates text, and its speed is planned."""
+    model = find_spec(name, environ={})[1]
+    return model.engine_options.get("runner") != "pooling" and not model.encoder_positions
 
 
 def _numbers(asked: PlanRequest) -> list[Any]:

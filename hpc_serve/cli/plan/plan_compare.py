@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_serve.cli.console import plain_table
+from hpc_serve.cli.plan.plan_speed import OF_SPEECH
 from hpc_serve.plan.report.speed import arrivals_text, measured_text, requests_text, time_of
 from hpc_serve.sizes import GIB
 
@@ -33,7 +34,9 @@ def print_comparison(results: list[PlanResult]) -> None:
     for result in results:
         if result.error is not None:
             console.print(Text(f"{result.accelerator.name}: {result.error}", style="dim"))
-    if any(result.plan for result in results):
+    if results[0].model.encoder_positions:
+        console.print(Text(OF_SPEECH, style="dim"))
+    elif any(result.plan for result in results):
         console.print()
         console.print(Text(_speed_heading(results, unit)))
         console.print(_speed_table(results, unit))

@@ -30,6 +30,8 @@ from hpc_serve.plan.speed.estimate import SpeedEstimate
 from hpc_serve.plan.speed.step import Roofline
 
 _UNKNOWN = "Speed: no source confirms this accelerator's FLOP/s and bandwidth."
+OF_SPEECH = "Speed: not planned for models that attend to an encoder of sound."
+"""Why there is no speed of Whisper."""
 _ARRIVALS = {
     "steady": (
         "so many always in flight",
@@ -54,7 +56,7 @@ def speed_line(result: PlanResult) -> str:
     """The speed in one sentence: for one request in flight, for as many as were asked for, and for the most."""
     found, traffic = result.estimates(), result.traffic
     if not found:
-        return _UNKNOWN
+        return _why_none(result)
     shown = {one.traffic.concurrency: one for one in (found[0], _asked(found, traffic.concurrency), found[-1])}
     roofline, unit = result.roofline(), "token" if traffic.generates else "text"
     parts = [
@@ -71,6 +73,11 @@ def speed_line(result: PlanResult) -> str:
     return f"{figures}{whose}: {', '.join(parts)}; {requests_text(traffic)}, {arrivals}{measured}.{other}"
 
 
+def _why_none(result: PlanResult) -> str:
+    """Why there is no speed."""
+    return OF_SPEECH if result.model.encoder_positions else _UNKNOWN
+
+
 def _range(roofline: Roofline, estimate: SpeedEstimate) -> str:
     """The tokens/s between which eight of ten measurements would be, to two digits."""
     bounds = None if estimate.is_ideal else range_of(roofline, estimate)
@@ -84,7 +91,7 @@ def print_speed(console: Console, result: PlanResult) -> None:
     """The table: what to expect, and the ideal beside it; or the ideal alone."""
     found, traffic, usd = result.estimates(), result.traffic, result.usd_per_gpu_hour
     if not found:
-        console.print(Text(_UNKNOWN, style="dim"))
+        console.print(Text(_why_none(result), style="dim"))
         return
     unit = result.accelerator.unit.upper()
     has_each = not usd or console.width >= _WIDE

@@ -14,10 +14,15 @@ from rich.text import Text
 
 from hpc_serve.cli.console import PlainConsole, progress_line
 from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.submit.plans.planned_speed import ENCODER_POSITIONS
 from hpc_serve.submit.status.start_words import CoarseChanges, detail_words, stages_words
 
 if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
+
+
+_TRANSCRIBES = 'audio.transcriptions.create(model=client.model, file=open("….wav", "rb"))'
+"""What a client is asked for a transcription."""
 
 
 def follow_until_ready(
@@ -55,19 +60,21 @@ def _first_use(store: ServiceStore, status: ReplicaStatus) -> str:
     from hpc_serve.vllm.arguments import read_arguments, value_of
 
     submitted = store.read_submitted(status.service)
-    words = next((job.engine_args for job in submitted if job.job_id == status.job_id), ())
-    if value_of(read_arguments(words), "--runner") == "pooling":
-        return f"It generates no text. {pooling_calls(status.service)}"
+    job = next((job for job in submitted if job.job_id == status.job_id), None)
+    if job is not None and value_of(read_arguments(job.engine_args), "--runner") == "pooling":
+        return f"It generates no text. {calls_without_chat(status.service)}"
+    if job is not None and job.predicted.get(ENCODER_POSITIONS):
+        return f'It transcribes audio: `client.{_TRANSCRIBES}` after `client = hpc_serve.connect("{status.service}")`.'
     return f"Try: hpc-serve chat {status.service}"
 
 
-def pooling_calls(service: str) -> str:
-    """The words of Python that ask a service for embeddings, or for the scores of a reranker."""
+def calls_without_chat(service: str) -> str:
+    """The words of Python that ask a service for embeddings, for the scores of a reranker, or for a transcription."""
     return (
         f'In Python, after `client = hpc_serve.connect("{service}")`: '
-        '`client.embeddings.create(model=client.model, input="…")` asks an embedder, and '
+        '`client.embeddings.create(model=client.model, input="…")` asks an embedder, '
         '`client.post("/rerank", body={"model": client.model, "query": "…", "documents": ["…"]}, cast_to=object)` '
-        "a reranker."
+        f"a reranker, and `client.{_TRANSCRIBES}` a speech model."
     )
 
 

@@ -147,12 +147,13 @@ def _ask(client: ServiceClient, messages: list[dict[str, str]], options: dict[st
                 click.echo(printable(text), nl=False)
                 sys.stdout.flush()
     except openai.NotFoundError as error:
-        from hpc_serve.cli.services.stages import pooling_calls
+        from hpc_serve.cli.services.stages import calls_without_chat
 
         if "does not exist" in error.message:  # the model, not the route
             raise HpcServeError(f"{client.service} answered {error.status_code}: {error.message}") from error
         raise HpcServeError(
-            f"{client.service} has no chat: its engine generates no text. {pooling_calls(client.service)}"
+            f"{client.service} has no chat: its engine generates no text from prompts. "
+            f"{calls_without_chat(client.service)}"
         ) from error
     except openai.APIStatusError as error:
         raise HpcServeError(f"{client.service} answered {error.status_code}: {error.message}") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,12 @@ from hpc_serve.rendezvous.gate_headers import SIGNS
 Header = tuple[bytes, bytes]
 _ILLEGAL = re.compile(rb"[\r\n\0]")
 _OURS = frozenset((b"host", b"authorization", b"content-length", SIGNS[0]))
+
+
+def _is_form(request: http.Request) -> bool:
+    """Return whether a body is a form of known length, as with an audio file: it is held, to be sent again."""
+    is_form = request.headers.get("content-type", "").startswith("multipart/form-data")
+    return is_form and "content-length" in request.headers and isinstance(request.stream, Iterable)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,7 +53,7 @@ class Message:
         try:
             content: bytes | None = request.content
         except http.RequestNotRead:
-            content = None
+            content = request.read() if _is_form(request) else None
         illegal = next((name for name, value in request.headers.raw if _ILLEGAL.search(name + value)), None)
         if illegal is not None:
             raise http.LocalProtocolError(f"the header {illegal!r} has a character that none may have")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from hpc_serve.job.engine.health import EngineAddress, Look, SmallRequest, ask, look
 from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.rendezvous.gate_headers import ENGINE_WORDS
-from hpc_serve.vllm.log import is_idle_report
+from hpc_serve.vllm.log import is_decoder_note, is_idle_report
 
 _log = logging.getLogger(__name__)
 _INTERVAL_S = 1.5
@@ -139,7 +139,9 @@ class EngineWatch:
     def is_noise(self, line: str) -> bool:
         """Return whether a line of the engine's log tells of nothing but what this watch has asked."""
         found = _ACCESS_LINE.search(line)
-        return (found is not None and int(found[1]) in self._ports) or (self.limit_s > 0 and is_idle_report(line))
+        if found is not None and int(found[1]) in self._ports:
+            return True
+        return self.limit_s > 0 and (is_idle_report(line) or is_decoder_note(line))
 
     def _ask_for_a_token(self) -> None:
         """Give the engine something to do; its gate sees whether it does it."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import json
+import wave
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.message import Message
@@ -24,14 +26,19 @@ _TIMEOUT_S = 10.0
 _METRICS_TIMEOUT_S = 5.0
 _LOWEST_PRIORITY = 1_000_000
 _HEALTH = "/health"
+_JSON = "application/json"
 _FIRST_REQUESTS: Mapping[str, Mapping[str, Any]] = {
     "/v1/completions": {"prompt": "1", "max_tokens": 1},
     "/v1/embeddings": {"input": "1"},
     "/score": {"text_1": "1", "text_2": "1"},
     "/classify": {"input": "1"},
     "/pooling": {"input": "1"},
+    "/v1/audio/transcriptions": {"language": "en", "max_completion_tokens": 1},
 }
-"""A small request of each kind of model: text, embeddings, a reranker's scores, classes, and what else is pooled."""
+"""A small request of each kind: text, embeddings, a reranker's scores, classes, what else is pooled, transcriptions."""
+_FORM_BOUNDARY = "hpc-serve-form"
+_SAMPLES_PER_S = 16_000
+_LONGEST_REASON = 200
 _NOT_OF_THIS_KIND = (400, 404, 405, 501)
 """What vLLM answers to a request that the model is not for."""
 
@@ -51,7 +58,8 @@ class EngineAddress:
 
 @dataclass(frozen=True, kw_only=True)
 class SmallRequest:
-    """A request of the least work that the engine's model can do: one token, an embedding or a score of one."""
+    """A request of the least work that the engine's model can do: one token, an embedding or a score of one token, or
+    the first token of a second of silence."""
 
     path: str
     body: Mapping[str, Any]
@@ -59,6 +67,30 @@ class SmallRequest:
     def after_all_others(self) -> SmallRequest:
         """The same for an engine that was told to go by priorities; any other refuses them."""
         return SmallRequest(path=self.path, body={**self.body, "priority": _LOWEST_PRIORITY})
+
+    def encoded(self) -> tuple[str, bytes]:
+        """Return the content type and the content: JSON, or for speech a form with a second of silence."""
+        if "/audio/" not in self.path:
+            return _JSON, json.dumps(self.body).encode()
+        parts = [(f'name="{name}"', str(value).encode()) for name, value in self.body.items()]
+        parts.append(('name="file"; filename="silence.wav"', _silence()))
+        mark = f"--{_FORM_BOUNDARY}".encode()
+        form = b"".join(
+            mark + f"\r\nContent-Disposition: form-data; {head}\r\n\r\n".encode() + value + b"\r\n"
+            for head, value in parts
+        )
+        return f"multipart/form-data; boundary={_FORM_BOUNDARY}", form + mark + b"--\r\n"
+
+
+def _silence() -> bytes:
+    """Return a second of silence as a WAV file."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(2)
+        sound.setframerate(_SAMPLES_PER_S)
+        sound.writeframes(bytes(2 * _SAMPLES_PER_S))
+    return file.getvalue()
 
 
 def is_healthy(engine: EngineAddress) -> bool:
@@ -85,10 +117,11 @@ def check_ready(engine: EngineAddress, model: str, *, completion_timeout_s: floa
         _require(model in names, f"/v1/models lists {names}, not {model}")
         for path, what in _FIRST_REQUESTS.items():
             first = SmallRequest(path=path, body={"model": model, **what})
-            status = ask(engine, first, timeout_s=completion_timeout_s)
-            if status not in _NOT_OF_THIS_KIND:
+            answer = _ask(engine, "POST", path, timeout_s=completion_timeout_s, encoded=first.encoded())
+            if answer.status not in _NOT_OF_THIS_KIND:
                 break
-        _require(status == 200, f"a first request was answered with {status}")
+        words = "" if answer.status in (200, 404) else f": {' '.join(answer.text.split())[:_LONGEST_REASON]}"
+        _require(answer.status == 200, f"a first request was answered with {answer.status}{words}")
         return first
     except NotOurEngineError:
         raise
@@ -107,7 +140,8 @@ def ask(
 
     Raises OSError or HTTPException without an answer.
     """
-    return _ask(engine, "POST", request.path, timeout_s=timeout_s, body=request.body, tell_port=tell_port).status
+    encoded = request.encoded()
+    return _ask(engine, "POST", request.path, timeout_s=timeout_s, encoded=encoded, tell_port=tell_port).status
 
 
 def told(engine: EngineAddress, path: str, body: Mapping[str, Any], *, timeout_s: float) -> str:
@@ -190,12 +224,13 @@ def _ask(
     path: str,
     *,
     timeout_s: float = _TIMEOUT_S,
-    body: Mapping[str, Any] | None = None,
+    encoded: tuple[str, bytes] | None = None,
     tell_port: Callable[[int], None] = lambda port: None,
 ) -> _Answer:
-    """Ask over a new connection, which may take `_TIMEOUT_S` at most. A request with a body is a canary."""
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {engine.identity.api_key}"}
-    if body is not None:
+    """Ask over a new connection, which may take `_TIMEOUT_S` at most. A request with content is a canary."""
+    content_type, content = encoded or (_JSON, None)
+    headers = {"Content-Type": content_type, "Authorization": f"Bearer {engine.identity.api_key}"}
+    if content is not None:
         headers[CANARY_HEADER[0].decode()] = CANARY_HEADER[1].decode()
     connecting_s = min(timeout_s, _TIMEOUT_S)
     with contextlib.closing(
@@ -204,6 +239,6 @@ def _ask(
         connection.connect()
         tell_port(connection.sock.getsockname()[1])
         connection.sock.settimeout(timeout_s)
-        connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+        connection.request(method, path, content, headers)
         response = connection.getresponse()
         return _Answer(status=response.status, headers=response.headers, content=response.read())

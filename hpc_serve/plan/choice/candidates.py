@@ -97,8 +97,8 @@ class PlanInputs:
 
     def blocks_each(self, layout: Layout, memory: MemoryEstimate) -> int:
         """Return the blocks of the cache that one of the requests asked for takes."""
-        tokens = self.workload.request_tokens
-        if tokens is None or tokens >= self.max_model_len:
+        tokens = min(self.workload.request_tokens or self.max_model_len, self.max_model_len)
+        if tokens == self.max_model_len and not self.model.encoder_positions:
             return memory.blocks_per_request
         kind, ranks = self.cluster.accelerator.kind, layout.tensor_parallel_size
         step = max_num_batched_tokens(self.engine, self.cluster.accelerator, self.max_model_len)

@@ -26,7 +26,10 @@ class LayerPage:
         """Kind and window, or a state's bytes: layers with the same need as many tokens (`is_uniform_type` in vLLM)."""
         if self.cache.kind == "state":
             return "state", self.page_bytes
-        return "full" if self.cache.kind == "mla" else self.cache.kind, self.cache.window
+        return (
+            "full" if self.cache.kind == "mla" else self.cache.kind,
+            self.cache.window or self.cache.encoder_positions,
+        )
 
     def raised_to(self, page_bytes: int) -> LayerPage:
         """Return the page with so many bytes: of more tokens, or padded where the ratio is no whole number.
@@ -47,6 +50,7 @@ class CacheGroup:
     page_bytes: tuple[int, ...]
     block_size: int
     window: int = 0
+    encoder_positions: int = 0
 
     def blocks_per_request(
         self, max_model_len: int, in_flight_tokens: int, state_blocks: int, context_ranks: int = 1
@@ -57,7 +61,7 @@ class CacheGroup:
         """
         if self.kind == "state":
             return state_blocks
-        held = max_model_len
+        held = self.encoder_positions or max_model_len
         if self.kind == "sliding":
             held = min(self.window - 1 + in_flight_tokens, max_model_len)
         elif self.kind == "chunked":
@@ -99,6 +103,14 @@ class CacheLayout:
             group.blocks_per_request(max_model_len, in_flight_tokens, self.state_blocks, self.context_ranks)
             for group in self.groups
         )
+
+    def for_one_to_start(self, step_tokens: int) -> CacheLayout:
+        """Return the layout by which vLLM counts a request when it starts: an encoder's output fills a whole step.
+
+        Source: `CrossAttentionSpec.max_memory_usage_bytes`. A request that runs takes no more than its positions.
+        """
+        groups = (replace(one, encoder_positions=step_tokens) if one.encoder_positions else one for one in self.groups)
+        return replace(self, groups=tuple(groups))
 
 
 def grouped(pages: Sequence[tuple[int, LayerPage]]) -> tuple[CacheGroup, ...]:
@@ -150,6 +162,7 @@ def _group(pages: Mapping[int, LayerPage]) -> CacheGroup:
     return CacheGroup(
         kind=first.cache.kind,
         window=first.cache.window,
+        encoder_positions=first.cache.encoder_positions,
         layers=tuple(pages),
         page_bytes=tuple(page.page_bytes for page in pages.values()),
         block_size=first.block_size,

@@ -62,6 +62,8 @@ def graph_count(run: ProfileRun) -> int:
     (`get_lora_capture_cases` in v1/worker/gpu/lora_utils.py).
     """
     mode = graph_mode(run.engine)
+    if run.model.encoder_positions and mode != "NONE":
+        mode = "FULL_DECODE_ONLY"
     if mode == "NONE" or run.accelerator.kind != "gpu":
         return 0
     sequences = max_num_seqs(run.engine, run.accelerator)

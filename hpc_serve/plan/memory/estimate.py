@@ -108,7 +108,13 @@ def estimate_memory(
     layout = cache_layout(model, engine, tensor_parallel_size, kind=accelerator.kind)
     batched_tokens = max_num_batched_tokens(engine, accelerator, max_model_len)
     batches = batches_in_flight(engine, accelerator.kind, pipeline_parallel_size)
-    per_request = layout.blocks_per_request(max_model_len, batched_tokens * batches)
+    if batched_tokens < model.encoder_positions:
+        raise DoesNotFitError(
+            f"vLLM refuses it: a step of {batched_tokens:,} tokens (--max-num-batched-tokens) does not hold the "
+            f"{model.encoder_positions:,} positions of an audio"
+        )
+    to_start = layout.for_one_to_start(batched_tokens)
+    per_request = to_start.blocks_per_request(max_model_len, batched_tokens * batches)
     estimates = [
         _stage_estimate(run, stage, layout, per_request)
         for stage, run in profile_runs(

@@ -161,7 +161,7 @@ def full_context_bytes(model: ModelSpec, engine: EngineConfig, tokens: int) -> i
                 total += held // tensor.tokens_per_entry * tensor.entry_bytes
         else:
             held = min(tokens, cache.window) if cache.window else tokens
-            total += held * layer_bytes_per_token(cache, 1, dtype)
+            total += (held + cache.encoder_positions) * layer_bytes_per_token(cache, 1, dtype)
     return total
 
 

@@ -16,8 +16,8 @@ from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
 from hpc_serve.plan.model.weights import Block, Linear, Part, Vector, Weight
 
 _STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_READS_MORE = {"Qwen": ("video",), "Gemma3n": ("audio",)}
-"""What towers read beside images, by the beginning of the architecture's name."""
+_READS = {"Qwen3ASR": ("audio",), "Whisper": ("audio",), "Qwen": ("image", "video"), "Gemma3n": ("image", "audio")}
+"""What towers read that do not read images alone, by the beginning of the architecture's name."""
 _PREDICTS_ONE = ("Qwen3Next", "Qwen3_5", "Step3p")
 """Architectures with one prediction layer where the config has no number: vLLM's models/*_mtp.py, speculative.py."""
 _ADAPTS_VOCABULARY = (
@@ -60,8 +60,12 @@ def is_text_only(model: ModelSpec, engine: EngineConfig) -> bool:
 
     It does so where the limit of each kind of input that the tower reads is 0, as with --language-model-only.
     """
-    more = next((kinds for names, kinds in _READS_MORE.items() if model.architecture.startswith(names)), ())
-    return engine.language_model_only or all(is_left_out(kind, engine) for kind in ("image", *more))
+    return engine.language_model_only or all(is_left_out(kind, engine) for kind in kinds_read(model))
+
+
+def kinds_read(model: ModelSpec) -> tuple[str, ...]:
+    """Return the kinds of input that the model's tower reads, in vLLM's words."""
+    return next((kinds for names, kinds in _READS.items() if model.architecture.startswith(names)), ("image",))
 
 
 def is_left_out(kind: str, engine: EngineConfig) -> bool:

@@ -101,7 +101,7 @@ def model_from_config(
     named = _known_architecture(config, name, is_draft=is_draft)
     architecture, is_pooling = _generating(named)
     about = architectures()[architecture]
-    config = CheckedConfig(config)
+    config = CheckedConfig(_flat(config))
     text = _text_config(config)
     if about.get("decoder_by_name"):
         about = {**architectures()[_known_architecture(text, name, is_draft=False)], **about}
@@ -121,12 +121,13 @@ def model_from_config(
         tied = about.get("is_tied", False)
     rows, width = builder.vocab_size, builder.hidden_size
     tower, images, beside = Block(), None, Block()
-    if "tower" in about and config.get("vision_config"):
-        from hpc_serve.plan.model.vision import vision_tower  # for models with images alone
+    where = about.get("tower_config", "vision_config")
+    if "tower" in about and (of_tower := config.get(where) if where else config):
+        from hpc_serve.plan.model.vision import vision_tower  # for models with images or sound alone
 
         for key, default in about.get("tower_fields", {}).items():
-            config["vision_config"].setdefault(key, config.get(key, default))
-        tower, images = vision_tower(about["tower"], config["vision_config"], builder.hidden_size)
+            of_tower.setdefault(key, config.get(key, default))
+        tower, images = vision_tower(about["tower"], of_tower, builder.hidden_size)
     if "beside" in about:
         beside = function_named(about["beside"])(builder)
     if named != architecture and named.endswith(_CLASSIFIER):
@@ -276,6 +277,13 @@ def _layers(builder: LayerBuilder, family: Family) -> tuple[DecoderLayer, ...]:
     known: dict[DecoderLayer, DecoderLayer] = {}
     layers = (family(builder, index) for index in range(builder.num_layers))
     return tuple(known.setdefault(layer, layer) for layer in layers)
+
+
+def _flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config with the fields of its `thinker_config` beside its own, as Qwen3-ASR has them."""
+    inner = config.get("thinker_config")
+    own = {name: value for name, value in config.items() if name != "thinker_config"}
+    return {**own, **inner} if isinstance(inner, Mapping) else config
 
 
 def _text_config(config: CheckedConfig) -> CheckedConfig:

@@ -21,6 +21,8 @@ _GRAIN_BYTES = 40_320
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _NESTED = re.compile(r"\.(?:nested_absmax|nested_quant_map|quant_map|quant_state\.\w+)$")
+_OF_TOWERS = ("vision", "audio_tower.", "model.encoder.")
+"""Parts of names of tensors whose layers are those of a tower."""
 _ABSMAX_BYTES = 4
 """bitsandbytes may quantize its scales too ("double quantisation"). vLLM undoes that when it loads them."""
 _WIDE_FLOATS = ("F64", "F32", "BF16", "F16")
@@ -104,8 +106,8 @@ def _loads_all(names: Iterable[str], model: ModelSpec) -> bool:
 
 def _is_skipped(name: str, model: ModelSpec) -> bool:
     layer = _LAYER.search(name)
-    if layer and int(layer[1]) >= model.num_hidden_layers and "vision" not in name:
+    if layer and int(layer[1]) >= model.num_hidden_layers and not any(part in name for part in _OF_TOWERS):
         return True
     if name.startswith("mtp.") or name.endswith("rotary_emb.inv_freq"):
         return True
-    return model.head is None and name.endswith("lm_head.weight")
+    return model.head is None and name.endswith(("lm_head.weight", "proj_out.weight"))

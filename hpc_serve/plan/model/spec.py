@@ -15,7 +15,7 @@ from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.model.quantization import Quantization
 from hpc_serve.plan.model.weights import Block, Part, Vocabulary, Weight
 
-CacheKind = Literal["full", "sliding", "chunked", "mla", "state", "compressed", "encoder"]
+CacheKind = Literal["full", "sliding", "chunked", "mla", "state", "compressed", "encoder", "cross"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,8 @@ class LayerCache:
     keeps `index_bytes` bytes per token beside them and takes `index_flops` for each token of the context. A token then
     attends to `chosen_tokens` of them (0: to all). "full" may have such an indexer too. "state" keeps `state` alone:
     tensors of fixed size. "full" with a `state` keeps both. "compressed" keeps `tensors` on every rank, and each tensor
-    has its own blocks. "encoder" keeps nothing: its tokens attend in both directions, all at once.
+    has its own blocks. "encoder" keeps nothing: its tokens attend in both directions, all at once. "full" with
+    `encoder_positions` keeps as much of each position of an encoder's output, however many tokens there are: "cross".
     """
 
     kind: CacheKind
@@ -68,10 +69,13 @@ class LayerCache:
     state_groups: Part | None = None
     """Elements of the first state tensor by group: ranks beyond the groups hold copies."""
     tensors: tuple[CacheTensor, ...] = ()
+    encoder_positions: int = 0
 
     @property
     def parts(self) -> tuple[LayerCache, ...]:
         """The caches that vLLM counts one by one: a layer with attention and a state side by side has two."""
+        if self.kind == "full" and self.encoder_positions:
+            return replace(self, encoder_positions=0), replace(self, kind="cross")
         if self.kind == "state" or not self.state:
             return (self,)
         state = LayerCache(kind="state", state=self.state, state_groups=self.state_groups)
@@ -256,6 +260,11 @@ class ModelSpec:
     def is_encoder(self) -> bool:
         """Whether the model reads whole texts at once, in both directions, and caches nothing."""
         return all(layer.cache is not None and layer.cache.kind == "encoder" for layer in self.layers)
+
+    @cached_property
+    def encoder_positions(self) -> int:
+        """Positions of an encoder's output to which the decoder attends, of each request. 0: it has no encoder."""
+        return max((layer.cache.encoder_positions for layer in self.layers if layer.cache is not None), default=0)
 
     @cached_property
     def is_mla(self) -> bool:

@@ -11,6 +11,7 @@ from hpc_serve.plan.engine import gpu_memory_utilization, max_num_seqs
 from hpc_serve.plan.memory import cuda_graphs, overhead
 from hpc_serve.plan.memory.estimate import MemoryEstimate, profile_runs
 from hpc_serve.plan.memory.kv_cache import full_context_bytes, kv_cache_dtype
+from hpc_serve.plan.memory.loaded import kinds_read
 from hpc_serve.plan.memory.overhead import ProfileRun
 from hpc_serve.plan.memory.stages import PipelineStage
 from hpc_serve.sizes import GIB, MIB
@@ -53,7 +54,8 @@ def _model_lines(inputs: PlanInputs) -> Iterator[str]:
         yield f"  output head  {model.vocab_size:>12,} x {model.hidden_size:,} = {model.head.parameters:,}"
     elif not engine.is_pooling:
         yield "  output head  the embedding itself (tied)"
-    for what, part in (("vision tower and projector", model.tower), ("beside the layers", model.beside)):
+    tower = "encoder of sound" if kinds_read(model) == ("audio",) else "vision tower and projector"
+    for what, part in ((tower, model.tower), ("beside the layers", model.beside)):
         if part.parameters:
             yield f"  {what} {part.parameters:,}"
     if model.prediction_layers:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hpc_serve.plan import catalog
 from hpc_serve.plan.engine import EngineConfig
-from hpc_serve.plan.memory.loaded import is_left_out, is_text_only
+from hpc_serve.plan.memory.loaded import is_left_out, is_text_only, kinds_read
 from hpc_serve.plan.model.spec import ModelSpec
 
 _WITHOUT_DRAFT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
@@ -62,6 +62,17 @@ def plan_notes(model: ModelSpec, engine: EngineConfig) -> Iterator[str]:
         yield (
             "The model makes embeddings, scores or classes, and no text: neither an output head nor sampling is "
             "counted. `client.embeddings.create` and the gateway's /v1/embeddings, /v1/score and /v1/rerank ask it."
+        )
+    if model.encoder_positions:
+        yield (
+            f"The model transcribes audio. A request keeps {model.encoder_positions:,} positions of the encoder's "
+            "output in the cache beside its tokens. vLLM counts a whole step of positions for each, so more requests "
+            "run at once than it says. It turns chunked prefill and prefix caching off."
+        )
+    elif model.images and kinds_read(model) == ("audio",):
+        yield (
+            f"The model transcribes audio: 30 seconds are {model.images.image_tokens:,} tokens of a prompt. The speed "
+            "is that of its decoder, without the encoder of sound."
         )
     if model.images and model.images.frame_pairs and not is_left_out("video", engine):
         yield (

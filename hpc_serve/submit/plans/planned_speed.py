@@ -17,6 +17,8 @@ _PREFIX = "output_tokens_per_s_at_"
 _COUNT = re.compile(_PREFIX + r"([1-9][0-9]{0,8})")
 _INPUT, _OUTPUT = "request_input_tokens", "request_output_tokens"
 _RUNS = "measured_runs"
+ENCODER_POSITIONS = "encoder_positions"
+"""Name of the figure that only a model with an encoder of sound has."""
 
 
 def speed_figures(estimates: Sequence[SpeedEstimate]) -> dict[str, float]:

@@ -27,7 +27,7 @@ from hpc_serve.rendezvous.record import SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.rendezvous.wanted_file import read_wanted
-from hpc_serve.submit.plans.planned_speed import speed_figures
+from hpc_serve.submit.plans.planned_speed import ENCODER_POSITIONS, speed_figures
 from hpc_serve.submit.plans.planning import plan_request
 from hpc_serve.submit.plans.preflight import check_before_plan, check_files
 from hpc_serve.submit.request.request import ServeRequest
@@ -115,7 +115,10 @@ def submit(
 
     plan = planned.plan
     request = dataclasses.replace(planned.request, log_dir=request.log_dir or str(store.log_dir(service)))
-    job = _job_of(request, plan, speed_figures(planned.result.estimates()))
+    figures = speed_figures(planned.result.estimates())
+    if positions := planned.result.model.encoder_positions:
+        figures = {ENCODER_POSITIONS: positions}
+    job = _job_of(request, plan, figures)
     replicas = replicas_of(request, plan)
     note = " ".join(filter(None, (planned.machines_note, small_memory_note(request, plan)))) or None
     text = render_script(request, plan)

@@ -10,7 +10,8 @@ import pytest
 from hpc_serve.bench import load
 from hpc_serve.bench.results import result_of
 from hpc_serve.bench.run import Lengths
-from hpc_serve.bench.service import BenchError
+from hpc_serve.bench.service import BenchError, BenchService
+from hpc_serve.client.replicas.sdk import http
 from hpc_serve.errors import InvalidRequestError, ServiceNotFoundError
 
 
@@ -91,6 +92,16 @@ def test_failures_are_counted_and_named(service, measure):
 def test_requests_that_cannot_be_answered_are_told_at_once(service, measure):
     service.start("--stub-error", "400")
     with pytest.raises(BenchError, match="does not answer the first request: HTTP 400: a stubbed error"):
+        measure()
+
+
+def test_a_service_that_completes_nothing_is_told_what_measures_it(service, measure, monkeypatch):
+    async def without_completions(self, path, body, method="POST"):
+        return http.Response(404)
+
+    service.start()
+    monkeypatch.setattr(BenchService, "send", without_completions)
+    with pytest.raises(BenchError, match=r"generates no text from prompts.*vllm bench serve.*openai-audio"):
         measure()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
@@ -116,6 +117,18 @@ def test_an_error_whose_body_breaks_while_a_stream_goes_on_is_a_loss_like_others
         run_blocking(exchange.go_on(relay, "100-r0-0.json", http.ReadError("reset")))
     assert given.count == MOST_ENGINES - 1
     assert watch.pool._under_way == {}
+
+
+def test_a_form_with_a_file_is_sent_again(watch):
+    sound = io.BytesIO(b"RIFF")
+    request = http.Request(
+        "POST", "http://x/v1/audio/transcriptions", data={"model": "m"}, files={"file": ("a.wav", sound)}
+    )
+    given = Given(watch, http.ReadError("reset"), http.Response(200), returns=False)
+    exchange = exchange_of(watch, given, request)
+    assert run_blocking(exchange.answer()).status_code == 200
+    assert given.count == 2
+    assert b"RIFF" in request.content
 
 
 def test_a_request_goes_on_from_a_replica_that_drains(watch):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import io
 import json
 import threading
+import wave
+from email import message_from_bytes
 from typing import Any
 
 import pytest
 
-from hpc_serve.job.engine.health import EngineAddress, NotReadyError, check_ready, is_healthy
+from hpc_serve.job.engine.health import EngineAddress, NotReadyError, SmallRequest, check_ready, is_healthy
 from hpc_serve.trust.authority import make_run_certificate
 from hpc_serve.trust.connection import Identity, NotOurEngineError
 from tests.support.tls_servers import server_context
@@ -101,7 +104,7 @@ def test_any_of_them_alone_may_lie(server, path, answer, why):
         check_ready(engine(server), "m", completion_timeout_s=60)
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/score", "/classify", "/pooling"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/score", "/classify", "/pooling", "/v1/audio/transcriptions"])
 def test_a_model_without_text_is_asked_what_it_is_for(server, path):
     server.answers["/v1/completions"] = (400, {})
     server.answers[path] = (200, {})
@@ -109,6 +112,17 @@ def test_a_model_without_text_is_asked_what_it_is_for(server, path):
     server.answers[path] = (500, {})
     with pytest.raises(NotReadyError, match="a first request was answered with 500"):
         check_ready(engine(server), "m", completion_timeout_s=60)
+
+
+def test_a_speech_model_is_asked_with_a_second_of_silence():
+    asked = SmallRequest(path="/v1/audio/transcriptions", body={"model": "m", "language": "en"}).after_all_others()
+    kind, content = asked.encoded()
+    parts: Any = message_from_bytes(f"Content-Type: {kind}\r\n\r\n".encode() + content).get_payload()
+    named = {part.get_param("name", header="content-disposition"): part.get_payload(decode=True) for part in parts}
+    assert (named["model"], named["language"]) == (b"m", b"en")
+    with wave.open(io.BytesIO(named["file"])) as sound:
+        assert sound.getnframes() / sound.getframerate() == 1
+        assert set(sound.readframes(sound.getnframes())) == {0}
 
 
 def test_nobody_there_is_not_healthy(server):

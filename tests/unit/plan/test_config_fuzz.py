@@ -105,7 +105,8 @@ NO_EFFECT = {
     ),
     # which tokens are special, how text is generated, how weights were first chosen
     *("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id", "video_token_id", "image_token_index"),
-    *("audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_index", "eoi_token_id"),
+    *("audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_index", "eoi_token_id", "timestamp_token_id"),
+    *("begin_suppress_tokens", "decoder_start_token_id", "median_filter_width"),
     *("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"),
     *("vision_start_token_id", "vision_end_token_id", "boi_token_index", "eoi_token_index", "max_length"),
     *("chunk_size_feed_forward", "pretraining_tp", "num_logits_to_keep", "id2label", "label2id", "LABEL_1"),
@@ -123,7 +124,7 @@ NO_EFFECT = {
     *("activation_situ_beta", "activation_situ_linear_beta", "hc_sinkhorn_iters", "compress_rope_theta"),
     *("routed_scaling_factor", "time_step_limit", "tokens_per_second", "attn_temperature_tuning"),
     # heads of towers, and what only says which patches see each other
-    *("num_heads", "window_size", "fullatt_block_indexes", "vision_feature_layer"),
+    *("num_heads", "window_size", "fullatt_block_indexes", "vision_feature_layer", "encoder_attention_heads"),
     # what follows from others, which are read: DeepSeek's head_dim is qk_rope_head_dim, `expand` Mamba's heads
     *(
         "head_dim",
@@ -193,6 +194,18 @@ SOMETIMES_NO_EFFECT = {
     ("Qwen2MoeForCausalLM", "sliding_window"): "where use_sliding_window is false",
     ("Qwen2_5_VLForConditionalGeneration", "max_window_layers"): "without a window",
     ("Qwen3ForCausalLM", "max_window_layers"): "without a window",
+    ("Qwen3ASRForConditionalGeneration", "max_window_layers"): "without a window",
+    ("Qwen3ASRForConditionalGeneration", "max_position_embeddings"): "the tower's",
+    ("Qwen3ASRForConditionalGeneration", "n_window"): "which sounds are attended to together",
+    ("Qwen3ASRForConditionalGeneration", "n_window_infer"): "which sounds are attended to together",
+    ("Qwen3ASRForConditionalGeneration", "tie_word_embeddings"): "the outer config's counts",
+    **dict.fromkeys(
+        [
+            ("WhisperForConditionalGeneration", name)
+            for name in ("mask_feature_length", "mask_time_length", "mask_time_min_masks", "classifier_proj_size")
+        ],
+        "of training, and of a classifier",
+    ),
     ("Qwen3VLForConditionalGeneration", "deepstack_visual_indexes"): "another order of the same layers",
     ("Qwen3VLMoeForConditionalGeneration", "deepstack_visual_indexes"): "another order of the same layers",
     ("Gemma3ForConditionalGeneration", "num_attention_heads"): "the tower's",
@@ -201,6 +214,8 @@ SOMETIMES_NO_EFFECT = {
     ("Gemma3ForConditionalGeneration", "tie_word_embeddings"): "the outer config's counts",
     ("Qwen3VLMoeForConditionalGeneration", "tie_word_embeddings"): "the outer config's counts",
     ("Mistral3ForConditionalGeneration", "vocab_size"): "the tower has none",
+    ("MiMoV2FlashForCausalLM", "attention_chunk_size"): "beside sliding_window",
+    ("MiMoV2FlashForCausalLM", "sliding_window_size"): "beside sliding_window",
     ("Llama4ForConditionalGeneration", "num_attention_heads"): "the tower's",
     ("Mistral3ForConditionalGeneration", "num_attention_heads"): "the tower's",
     ("LlamaForCausalLM", "num_bits"): "of the KV cache",

@@ -47,6 +47,7 @@ VLLM_DIFFERS = {
             ("Olmo2ForCausalLM", "attention_bias"),
             ("Olmo3ForCausalLM", "attention_bias"),
             ("Qwen3ForCausalLM", "attention_bias"),
+            ("Qwen3ASRForConditionalGeneration", "text_config.attention_bias"),
             ("Qwen3MoeForCausalLM", "attention_bias"),
             ("Qwen3VLForConditionalGeneration", "text_config.attention_bias"),
             ("Qwen3VLMoeForConditionalGeneration", "text_config.attention_bias"),
