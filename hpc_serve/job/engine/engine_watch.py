@@ -30,6 +30,7 @@ _MOST_SILENCE_S = 10.0
 _UNHEALTHY_LOOKS = 2
 _IDLE_LOOKS = 2
 _CANARY_TIMEOUT_S = 120.0
+_CANARY_REST = 20.0  # so many times as long as a canary took, none follows: an idle engine is busy for 5 % at most
 _ACCESS_LINE = re.compile(r':(\d+) - "(?:GET|POST) /')
 _PORTS_REMEMBERED = 64
 
@@ -109,6 +110,7 @@ class EngineWatch:
     began_at_s: float = field(default_factory=time.monotonic, init=False)
     fault: str = field(default="", init=False)
     """What another node has found of the engine's processes there; the engine is then given up."""
+    _next_canary_s: float = field(default=float("-inf"), init=False)
     _ports: deque[int] = field(default_factory=lambda: deque(maxlen=_PORTS_REMEMBERED), init=False)
 
     async def run(self) -> str:
@@ -129,7 +131,7 @@ class EngineWatch:
             )
             answers.note(seen, time.monotonic())
             self._publish(answers.complaint)
-            if answers.takes_canary() and not canary.is_alive():
+            if answers.takes_canary() and not canary.is_alive() and time.monotonic() >= self._next_canary_s:
                 # A daemon: the end of the program does not wait for its answer.
                 canary = threading.Thread(target=self._ask_for_a_token, daemon=True, name="hpc-serve-canary")
                 canary.start()
@@ -144,9 +146,11 @@ class EngineWatch:
         return self.limit_s > 0 and (is_idle_report(line) or is_decoder_note(line))
 
     def _ask_for_a_token(self) -> None:
-        """Give the engine something to do; its gate sees whether it does it."""
+        """Give the engine something to do; its gate sees whether it does it. What takes long is asked seldom."""
+        began_s = time.monotonic()
         with contextlib.suppress(Exception):
             ask(self.address, self.request, timeout_s=_CANARY_TIMEOUT_S, tell_port=self._ports.append)
+        self._next_canary_s = time.monotonic() + _CANARY_REST * (time.monotonic() - began_s)
 
     def _publish(self, complaint: str) -> None:
         state = self.keeper.record.state

@@ -149,7 +149,8 @@ def told(engine: EngineAddress, path: str, body: Mapping[str, Any], *, timeout_s
 
     Raises OSError or HTTPException without an answer.
     """
-    answer = _ask(engine, "POST", path, timeout_s=timeout_s, body=body)
+    encoded = SmallRequest(path=path, body=body).encoded()
+    answer = _ask(engine, "POST", path, timeout_s=timeout_s, encoded=encoded)
     if answer.status == 200:
         return ""
     with contextlib.suppress(ValueError, LookupError, TypeError):

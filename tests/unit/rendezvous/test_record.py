@@ -73,7 +73,8 @@ CONTRACT = """version, service, model, stand_in, served_model_names,
 progress, reason, failed_part, exit_code, last_log_lines, hosts, port, nodes, tensor_parallel_size,
 pipeline_parallel_size, num_nodes,
 gpus_per_node, counter, lease_s, started_at, updated_at, log_dir, measured, predicted, certificate,
-state_since, engine_restarts, cache, loading, replicas_per_job, start, signs, drain_cause, data_parallel_size, adapters"""
+state_since, engine_restarts, cache, loading, replicas_per_job, start, signs, drain_cause, data_parallel_size,
+adapters"""
 
 
 def changed(**values):
