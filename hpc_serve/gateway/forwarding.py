@@ -52,8 +52,8 @@ async def forward(front: Front, asked: Asked, request: Request, further: Iterabl
     arrived_at_s = time.perf_counter()
     counts = front.counts
     await front.turns.enter(front.ready)
+    begun_at_s = time.perf_counter()
     try:
-        begun_at_s = time.perf_counter()
         counts.wait_seconds.observe(begun_at_s - arrived_at_s)
         counts.received_bytes += len(request.body)
         response = await front.send(lambda: _for_service(front, asked))
@@ -67,6 +67,8 @@ async def forward(front: Front, asked: Asked, request: Request, further: Iterabl
             await response.aclose()
         return int(response.status_code)
     finally:
+        if request.count is not None:
+            request.count.gpu_seconds = (time.perf_counter() - begun_at_s) * front.gpus / front.turns.in_flight
         front.turns.leave()
 
 

@@ -56,6 +56,12 @@ class Front:
         return bool(self.watch.pool)
 
     @property
+    def gpus(self) -> int:
+        """The GPUs of the ready replicas, by the last look."""
+        replicas = self.watch.status.replicas
+        return sum(one.record.num_gpus for one in replicas if one.state == "ready" and one.record is not None)
+
+    @property
     def state(self) -> str:
         """How the service is, in one line."""
         return summary(self.watch.status)

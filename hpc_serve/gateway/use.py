@@ -9,12 +9,13 @@ import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpc_serve.client.resume.request import DEFAULT_MAX_TOKENS
 from hpc_serve.errors import RecordError
+from hpc_serve.rendezvous.fields import MAY_BE_MISSING
 from hpc_serve.rendezvous.files import list_folder, read_json, remove_file, write_json
 
 _TOKENS = re.compile(rb'"(?:(prompt|input)|completion|output)_tokens"\s*:\s*(\d{1,9})')
@@ -41,17 +42,22 @@ _TOKENS_OF_ANSWER = {
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """Requests that were answered, and their tokens."""
+    """Requests that were answered, their tokens, and their share of the time of the services' GPUs in seconds.
+
+    While a service answers several requests, each has an equal share of its ready replicas' GPUs.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    gpu_seconds: float = field(default=0.0, metadata=MAY_BE_MISSING)
 
     def __add__(self, other: Use) -> Use:
         return Use(
             requests=self.requests + other.requests,
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
             completion_tokens=self.completion_tokens + other.completion_tokens,
+            gpu_seconds=self.gpu_seconds + other.gpu_seconds,
         )
 
     @property
@@ -63,7 +69,7 @@ def expected_use(route: str, content_type: str, body: bytes, fields: Mapping[str
     """Return the tokens that a request may use: of its prompt by its bytes, and of its answers by its bound.
 
     >>> expected_use("/v1/completions", "application/json", b"x" * 400, {"max_tokens": 50, "n": 2})
-    Use(requests=0, prompt_tokens=100, completion_tokens=100)
+    Use(requests=0, prompt_tokens=100, completion_tokens=100, gpu_seconds=0.0)
     """
     prompt = len(body) // _BYTES_PER_TOKEN
     if content_type.startswith("multipart/") or b";base64," in body:
@@ -103,10 +109,10 @@ class AnswerCount:
     >>> count.feed(b'data: {"choices": [{"text": "Hi"}]}\\n\\ndata: {"choices": [{"te')
     >>> count.feed(b'xt": " you"}]}\\n\\n')
     >>> count.use
-    Use(requests=1, prompt_tokens=4, completion_tokens=2)
+    Use(requests=1, prompt_tokens=4, completion_tokens=2, gpu_seconds=0.0)
     >>> count.feed(b'data: {"usage": {"prompt_tokens": 5, "completion_tokens": 3}}\\n\\n')
     >>> count.use
-    Use(requests=1, prompt_tokens=5, completion_tokens=3)
+    Use(requests=1, prompt_tokens=5, completion_tokens=3, gpu_seconds=0.0)
     """
 
     def __init__(self, under_way: UnderWay, expected: Use) -> None:
@@ -118,6 +124,7 @@ class AnswerCount:
         self._prompt_ids = self._ids = self._texts = self._bytes = 0
         self._is_stream = self._is_whole = False
         self._rest = b""
+        self.gpu_seconds = 0.0
 
     def begin(self, *, is_stream: bool) -> None:
         """Count an answer that an engine gives."""
@@ -171,7 +178,12 @@ class AnswerCount:
     @property
     def use(self) -> Use:
         prompt, completion = self._tokens()
-        return Use(requests=self._requests, prompt_tokens=prompt, completion_tokens=completion)
+        return Use(
+            requests=self._requests,
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            gpu_seconds=self.gpu_seconds,
+        )
 
     def _tokens(self) -> tuple[int, int]:
         """Return the tokens of prompt and answer, as far as they came."""

@@ -70,11 +70,12 @@ def _show(people: Sequence[Person], use: Mapping[str, Use], *, as_json: bool) ->
         click.echo("Nobody has a key of their own. To make one: hpc-serve key add NAME")
         return
     numbers = ("max_in_flight", "tokens_a_day", "requests", "prompt_tokens", "completion_tokens")
-    headings = ("AT ONCE", "TOKENS A DAY", "REQUESTS", "PROMPT", "COMPLETION")
+    headings = ("AT ONCE", "TOKENS A DAY", "REQUESTS", "PROMPT", "COMPLETION", "GPU-HOURS")
     table = plain_table("NAME", "SINCE", *headings, right=headings, folded=("NAME",))
     for row in rows:
         cells = ["any" if row[number] is None else f"{row[number]:,}" for number in numbers]
+        cells.append(f"{row['gpu_seconds'] / 3600:.2f}")
         since = time.strftime("%Y-%m-%d", time.localtime(row["since"]))
         table.add_row(*map(Text, (row["name"], since, *cells)))
     PlainConsole().print(table)
-    click.echo("REQUESTS, and the tokens of PROMPT and COMPLETION, are those of today.")
+    click.echo("REQUESTS, the tokens of PROMPT and COMPLETION, and GPU-HOURS are those of today.")

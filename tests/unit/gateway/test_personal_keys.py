@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -383,6 +384,24 @@ def test_whole_answers_and_streams_are_counted_for_persons_alone(service, gatewa
         {"alice": WHOLE, "bob": WHOLE, "carol": Use(requests=2, prompt_tokens=PROMPT, completion_tokens=WORDS)},
     )
     assert not {b"alice", b"bob", b"carol"} & set(front.ask("GET", "/metrics", X_Api_Key=OWNERS).body.split(b'"'))
+
+
+def test_requests_at_once_share_the_time_of_the_gpus(service, gateway, make, folder):
+    seconds, gpus = 1.0, 8
+    service.start("--stub-words", "2", "--stub-word-s", str(seconds / 2), gpus_per_node=gpus)
+    alice, bob = make("alice"), make("bob")
+    front = gateway(key=OWNERS)
+    with ThreadPoolExecutor(3) as threads:
+        asked = [threads.submit(ask, front, key) for key in (alice, alice, bob)]
+    assert [one.result().status for one in asked] == [200] * 3
+
+    def used() -> dict[str, float]:
+        return {name: one.gpu_seconds for name, one in use.read_use(folder, use.today()).items()}
+
+    wait_for(lambda: len(used()) == 2, 60, what="the use of both")
+    # The three shares are a third, a half and all of the time, as requests end one after the other.
+    assert gpus * seconds * 3 / 3 <= sum(used().values()) < gpus * 60
+    assert used()["bob"] >= gpus * seconds / 3
 
 
 def test_a_stream_without_usage_counts_its_token_ids_or_the_events_that_carry_text(service, gateway, make, folder):
