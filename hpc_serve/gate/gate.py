@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from hpc_serve.gate.connection_limits import HAS_KEY
-from hpc_serve.gate.engine_facts import EngineState
+from hpc_serve.gate.engine_facts import EngineState, read_adapters_once
 from hpc_serve.gate.signs import WRITE_SIGN, Asked, Signs
 from hpc_serve.rendezvous.adapters import LOAD_ADAPTER, ONE_REPLICA_ALONE, UNLOAD_ADAPTER
 from hpc_serve.rendezvous.gate_headers import (
@@ -107,6 +107,8 @@ class Gate:
         is_launchers = _header(scope, CANARY_HEADER[0]) == CANARY_HEADER[1]
         if scope.get("method") in ("GET", "HEAD") or is_launchers:
             await self._app(scope, receive, send)
+            if scope["path"] == LOAD_ADAPTER:
+                read_adapters_once(scope.get("app"))
             return
         if scope["path"].endswith((LOAD_ADAPTER, UNLOAD_ADAPTER)) or scope["path"].startswith("/adapters"):
             await _refuse(scope, receive, send, 403, "one_replica_alone", ONE_REPLICA_ALONE, ())

@@ -7,6 +7,7 @@ The model and the adapters are tiny and random; that a greedy answer of each dif
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,9 @@ def test_adapters_come_change_and_go_while_the_engine_serves(tmp_path, monkeypat
         said("adapter", "add", "tuned", "sql", str(third))
         assert answer("sql") not in answers.values()
         assert answer("poem") == answers["poem"]
+        before = answer("sql")
+        shutil.rmtree(third)  # an adapter that has replaced another is read once
+        assert answer("sql") == before
         said("adapter", "remove", "tuned", "poem")
         with pytest.raises(openai.NotFoundError, match="`poem` does not exist"):
             answer("poem")

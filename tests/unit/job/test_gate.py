@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,7 +38,7 @@ async def _engine(scope, receive, send):
     await send({"type": "http.response.body", "body": b"let in"})
 
 
-def ask(app, path="/v1/models", headers=(), **scope):
+def ask(app, /, path="/v1/models", headers=(), **scope):
     """Call the app as a server would; returns what it sent."""
     sent = []
 
@@ -63,6 +64,16 @@ def test_adapters_are_the_launchers_to_load(key_file, path):
     assert b"hpc-serve adapter add" in refused[1]["body"]
     assert ask(Gate(_engine), path, headers=[BEARER, CANARY_HEADER], method="POST")[0]["status"] == 200
     assert ask(Gate(_engine), path, headers=[CANARY_HEADER], method="POST")[0]["status"] == 401
+
+
+def test_an_adapter_that_was_replaced_is_not_read_again_at_every_step(key_file):
+    adapter = SimpleNamespace(load_inplace=True)
+    app = SimpleNamespace(state=SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests={"sql": adapter})))
+    for_launcher = {"headers": [BEARER, CANARY_HEADER], "method": "POST"}
+    ask(Gate(_engine), "/v1/load_lora_adapter", **for_launcher, app=app)
+    assert adapter.load_inplace is False
+    for other in (SimpleNamespace(), SimpleNamespace(state=SimpleNamespace())):  # of another vLLM
+        assert ask(Gate(_engine), "/v1/load_lora_adapter", **for_launcher, app=other)[0]["status"] == 200
 
 
 def test_the_scheme_may_be_written_in_any_case(key_file):
