@@ -55,17 +55,25 @@ def add_adapter(store: ServiceStore, service: str, name: str, named: str) -> Tol
     note = _check(store, service, live, files)
     before = wanted_adapters(store, service).get(name)
     if before is not None and before.path == files.path:
-        told, faults = _wait(store, live, name, before)
+        told, faults = _wait(store, service, live, name, before)
         if not faults:
             again = (
                 "It was there already. Changed files need another folder: engines know what they computed by its name."
             )
             return replace(told, note=" ".join(filter(None, (again, note))))
     adapter = Adapter(path=files.path, added_at=time.time())
-    _change(store, service, lambda found: {**found, name: adapter}, replicas=len(live))
-    told, faults = _wait(store, live, name, adapter)
-    if faults:
+
+    def take_back() -> None:
         _change(store, service, lambda found: _without(found, name, adapter, before))
+
+    _change(store, service, lambda found: {**found, name: adapter}, replicas=len(live))
+    try:
+        told, faults = _wait(store, service, live, name, adapter)
+    except BaseException:  # Ctrl-C, too
+        take_back()
+        raise
+    if faults:
+        take_back()
         kept = f"{before.path} is loaded again" if before is not None else "it is unloaded where it was loaded"
         raise InvalidRequestError(f"{service} did not take the adapter {name}, and {kept}. {_words(faults)}.")
     return replace(told, note=note)
@@ -78,7 +86,7 @@ def remove_adapter(store: ServiceStore, service: str, name: str) -> Told:
     if name not in there:
         raise InvalidRequestError(f"{service} has no adapter {name}; it has {', '.join(there) or 'none'}.")
     _change(store, service, lambda found: _without(found, name), replicas=len(live))
-    told, faults = _wait(store, live, name, None)
+    told, faults = _wait(store, service, live, name, None)
     if faults:
         raise WaitTimeoutError(f"{name} is not wanted of {service} any more. {_words(faults)}.")
     return told
@@ -102,7 +110,13 @@ class Listed:
 
 
 def list_adapters(store: ServiceStore, service: str) -> list[Listed]:
-    """Return the adapters that a service is to have, with what its replicas say of them. Raises StoreError."""
+    """Return the adapters that a service is to have, with what its replicas say of them.
+
+    Raises StoreError, and ServiceNotFoundError.
+    """
+    wanted = wanted_adapters(store, service)
+    if not wanted:
+        find_report(store, service)
     records = [one for one in store.read(service).records if not one.is_final]
     return [
         Listed(
@@ -116,7 +130,7 @@ def list_adapters(store: ServiceStore, service: str) -> list[Listed]:
                 if (found := one.adapters.get(name)) is not None and found.fault
             },
         )
-        for name, adapter in wanted_adapters(store, service).items()
+        for name, adapter in wanted.items()
     ]
 
 
@@ -152,6 +166,8 @@ def room_for(files: Mapping[str, AdapterFiles]) -> tuple[str, ...]:
 def _live(store: ServiceStore, service: str) -> list[ReplicaStatus]:
     """Raises ServiceNotFoundError for a service that is over: its adapters went with it."""
     live = [one for one in replicas_here(store, find_report(store, service)) if not one.is_over]
+    if others := {one.service for one in live} - {service}:
+        raise InvalidRequestError(f"{service} is no service: adapters are of all replicas of {others.pop()}.")
     wanted = read_wanted(store, service)
     if not live and (wanted is None or wanted.state != "asleep"):
         raise ServiceNotFoundError(
@@ -226,14 +242,19 @@ def _without(
 
 
 def _wait(
-    store: ServiceStore, live: Sequence[ReplicaStatus], name: str, wanted: Adapter | None
+    store: ServiceStore, service: str, live: Sequence[ReplicaStatus], name: str, wanted: Adapter | None
 ) -> tuple[Told, dict[str, str]]:
     """Wait until each ready replica says that it has an adapter, or has it no more; returns the faults by replica.
 
-    It is their records that say so: neither Slurm nor an engine is asked.
+    It is their records that say so: neither Slurm nor an engine is asked. Raises InvalidRequestError if somebody else
+    wants another adapter of that name meanwhile, or none.
     """
-    began_s, service = time.monotonic(), live[0].service if live else ""
+    began_s = time.monotonic()
     while True:
+        if wanted_adapters(store, service).get(name) != wanted:
+            raise InvalidRequestError(
+                f"Somebody else has added or removed {name} meanwhile: hpc-serve adapter list {service}"
+            )
         records = store.read(service).records if live else ()
         serving = [one for one in records if one.state in ("ready", "unresponsive") and not one.is_overdue(time.time())]
         said = {replica_of(one): one.adapters.get(name) for one in serving}

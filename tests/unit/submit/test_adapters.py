@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import json
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -63,9 +64,13 @@ class Launchers:
         keeper.update(state="ready")
         await asyncio.gather(adapters.follow(), keeper.renew())
 
-    def close(self) -> None:
+    def pause(self) -> None:
+        """Let the launchers look after nothing any more."""
         for running in self._running:
             running.cancel()
+
+    def close(self) -> None:
+        self.pause()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self.stubs.close()
 
@@ -142,6 +147,7 @@ def test_it_is_checked_before_an_engine_sees_it(launchers, good, capsys, tmp_pat
         ("sql", empty, "it has no adapter_config.json and no adapter_model.safetensors"),
         ("sql", torn, "cannot be read: it ends within its header"),
         ("sql", "org/none", "Fetch it first: hpc-serve fetch org/none"),
+        ("sql", tmp_path / "none", "nor an adapter in the Hugging Face cache.\n"),
         ("a/b", good, "cannot name an adapter"),
         ("8b", good, "is a name of 8b itself"),
         ("405b", good, "is a name of 8b itself"),
@@ -194,6 +200,57 @@ def test_a_service_that_sleeps_has_it_when_it_wakes_and_one_that_is_over_has_non
     assert "0 replicas have loaded sql." in capsys.readouterr().out
     services.submit(ServeRequest(model="8b", service="8b", engine_args=ROOM))
     assert set(read_wanted(store, "8b").adapters) == {"sql"}
+
+
+def add_in_the_background(launchers, folder) -> concurrent.futures.Future[int]:
+    """Add sql to 8b, one of whose replicas never answers; returns once it is wanted."""
+    launchers.start()
+    launchers.pause()
+    adding = concurrent.futures.ThreadPoolExecutor(1).submit(run, ["adapter", "add", "8b", "sql", str(folder)])
+    wait_until(lambda: "sql" in (read_wanted(launchers.stubs.store, "8b") or Wanted(least=0, most=1, count=0)).adapters)
+    return adding
+
+
+def test_who_adds_what_somebody_else_removes_is_told(launchers, good, capsys):
+    adding = add_in_the_background(launchers, good)
+    change_wanted(launchers.stubs.store, "8b", lambda found: replace(found, adapters={}))
+    assert adding.result(timeout=30) == 2
+    assert "Somebody else has added or removed sql meanwhile" in capsys.readouterr().err
+
+
+def test_an_add_that_is_broken_off_is_taken_back(launchers, good, monkeypatch):
+    launchers.start()
+    launchers.pause()
+    sleep = time.sleep
+    is_wanted: list[bool] = []
+
+    def interrupt_once_it_is_wanted(seconds: float) -> None:
+        if read_wanted(launchers.stubs.store, "8b") is not None and not is_wanted:
+            is_wanted.append(True)
+            raise KeyboardInterrupt
+        sleep(seconds)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "sleep", interrupt_once_it_is_wanted)
+        assert run(["adapter", "add", "8b", "sql", str(good)]) == 130
+    assert read_wanted(launchers.stubs.store, "8b").adapters == {}
+
+
+def test_only_a_service_that_is_there_has_adapters(launchers, good, capsys):
+    launchers.start()
+    assert run(["adapter", "list", "8b"]) == 0
+    assert run(["adapter", "list", "9b"]) == 5
+    assert run(["adapter", "add", "100", "sql", str(good)]) == 2
+    assert "100 is no service: adapters are of all replicas of 8b." in capsys.readouterr().err
+
+
+def test_words_of_an_adapter_move_no_cursor(launchers, capsys, tmp_path):
+    launchers.start()
+    odd = make_adapter(tmp_path / "odd", hidden=4096, layers=1, rank=1, base_model_name_or_path="x/\x1b]0;title\x07")
+    assert run(["adapter", "add", "8b", "sql", str(odd)]) == 0
+    out = capsys.readouterr().out
+    assert "\\x1b]0;title" in out
+    assert "\x1b" not in out
 
 
 class TestSubmit:
