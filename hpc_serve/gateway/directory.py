@@ -216,11 +216,13 @@ class Directory:
                 del self._fronts[service]
                 self._live.pop(service, None)
                 await front.close()
-        self._found = {**{name: self._found[name] for name in unreadable if name in self._found}, **found}
+        before = self._found
+        self._found = {**{name: before[name] for name in unreadable if name in before}, **found}
         for service, front in self._fronts.items():
-            front.names = (
-                tuple(dict.fromkeys((*found[service].names, *front.names))) if service in found else front.names
-            )
+            if service in found:
+                names = found[service].names
+                gone = set(before[service].names if service in before else ()).difference(names)
+                front.names = tuple(dict.fromkeys((*names, *(name for name in front.names if name not in gone))))
         if self._listed is not None:
             self._listed.note_states()
 

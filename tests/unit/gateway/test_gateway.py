@@ -70,6 +70,18 @@ def test_an_adapter_has_a_name_of_its_own_as_soon_as_a_record_has_it(service, ga
     assert "hpc-serve adapter add" in refused.json["error"]["message"]
 
 
+def test_an_adapter_that_has_moved_to_another_service_is_asked_there(service, gateway, monkeypatch):
+    monkeypatch.setattr("hpc_serve.gateway.directory.LOOK_S", 0.1)
+    engine, other = service.start(*GREEDY), other_service(service)
+    front = gateway()
+    sql = {"sql": Adapter(path="/a", added_at=1.0)}
+    service.publish(engine, counter=2, adapters=sql)
+    wait_for(lambda: front.complete("sql").headers.get("x-hpc-serve-service") == "405b", 60, what="the first service")
+    service.publish(engine, counter=3, adapters={})
+    other.publish(other.engines[0], counter=2, adapters=sql)
+    wait_for(lambda: front.complete("sql").headers.get("x-hpc-serve-service") == "tiny", 20, what="the second service")
+
+
 def test_an_unknown_model_is_refused_with_what_there_is(service, gateway):
     service.start(*GREEDY)
     front = gateway()
