@@ -26,6 +26,8 @@ from hpc_serve.submit.status.status_reader import find_report, replicas_here
 from hpc_serve.vllm.arguments import read_arguments, value_of
 
 _POLL_S = 0.5
+_KEPT = 64
+"""Adapters that an engine keeps in the node's memory. It reads others again for each request, and ends if it cannot."""
 _LONGEST_LOAD_S = 660.0  # a launcher gives its engine ten minutes
 
 
@@ -160,7 +162,8 @@ def room_for(files: Mapping[str, AdapterFiles]) -> tuple[str, ...]:
     if not files:
         return ()
     rank = least_rank(max(one.rank for one in files.values()))
-    return ("--enable-lora", "--max-loras", str(len(files)), "--max-lora-rank", str(rank))
+    kept = ("--max-cpu-loras", str(max(_KEPT, len(files))))
+    return ("--enable-lora", "--max-loras", str(len(files)), "--max-lora-rank", str(rank), *kept)
 
 
 def _live(store: ServiceStore, service: str) -> list[ReplicaStatus]:

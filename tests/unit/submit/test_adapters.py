@@ -257,7 +257,7 @@ class TestSubmit:
     def test_lora_makes_room_and_is_wanted(self, store, slurm, good, capsys):
         assert run(["submit", "8b", "--lora", f"sql={good}", "--lora", f"poem={good}"]) == 0
         (script,) = slurm.scripts
-        assert "--enable-lora --max-loras 2 --max-lora-rank 1" in script
+        assert "--enable-lora --max-loras 2 --max-lora-rank 1 --max-cpu-loras 64" in script
         assert {name: one.path for name, one in read_wanted(store, "8b").adapters.items()} == {
             "sql": str(good),
             "poem": str(good),
