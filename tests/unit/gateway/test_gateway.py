@@ -82,6 +82,14 @@ def test_an_adapter_that_has_moved_to_another_service_is_asked_there(service, ga
     wait_for(lambda: front.complete("sql").headers.get("x-hpc-serve-service") == "tiny", 20, what="the second service")
 
 
+def test_deep_json_is_for_an_engine_to_refuse_where_replicas_have_other_adapters(service, gateway):
+    engines = service.start(*GREEDY), service.start(*GREEDY)
+    service.publish(engines[1], counter=2, adapters={"sql": Adapter(path="/a", added_at=1.0)})
+    front = gateway()
+    answer = front.ask("POST", "/v1/completions", b'{"prompt": ' + b"[" * 100_000)
+    assert answer.status == 400
+
+
 def test_an_unknown_model_is_refused_with_what_there_is(service, gateway):
     service.start(*GREEDY)
     front = gateway()
