@@ -125,7 +125,7 @@ def list_adapters(store: ServiceStore, service: str) -> list[Listed]:
             name=name,
             path=adapter.path,
             added_at=adapter.added_at,
-            loaded=tuple(replica_of(one) for one in records if name in one.adapter_names),
+            loaded=tuple(replica_of(one) for one in records if one.state != "starting" and name in one.adapter_names),
             faults={
                 replica_of(one): found.fault
                 for one in records

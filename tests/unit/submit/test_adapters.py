@@ -18,6 +18,7 @@ from hpc_serve.client import connect
 from hpc_serve.job.engine.adapters import Adapters
 from hpc_serve.job.engine.health import EngineAddress
 from hpc_serve.job.run.record_keeper import RecordKeeper
+from hpc_serve.rendezvous.adapters import Adapter
 from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
 from hpc_serve.submit.request.request import ServeRequest
@@ -251,6 +252,25 @@ def test_words_of_an_adapter_move_no_cursor(launchers, capsys, tmp_path):
     out = capsys.readouterr().out
     assert "\\x1b]0;title" in out
     assert "\x1b" not in out
+
+
+def test_what_an_engine_says_at_length_is_cut(launchers, store):
+    gone = Adapter(path="/gone" + "/and gone" * 1000, added_at=1.0)
+    change_wanted(store, "8b", lambda found: Wanted(least=1, most=1, count=1, adapters={"sql": gone}))
+    launchers.start()
+    fault = launchers.keepers[0].record.adapters["sql"].fault
+    assert fault.startswith("No adapter found for /gone/and")
+    assert len(fault) <= 1000
+
+
+def test_a_replica_that_starts_again_has_not_loaded_it_yet(launchers, good, capsys):
+    launchers.start()
+    assert run(["adapter", "add", "8b", "sql", str(good)]) == 0
+    launchers.keepers[0].update(state="starting")
+    wait_until(lambda: launchers.stubs.store.read("8b").records[0].state == "starting")
+    capsys.readouterr()
+    assert run(["adapter", "list", "8b", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["loaded"] == []
 
 
 class TestSubmit:
