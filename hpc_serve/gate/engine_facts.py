@@ -85,6 +85,14 @@ def see(app: Any) -> EngineLook:
     )
 
 
+def read_adapters_once(app: Any) -> None:
+    """Have vLLM read each adapter once: it keeps `load_inplace` in what it knows of an adapter, and would read the
+    files again at every step (seen with 0.32; pull request 36373 of vLLM)."""
+    models = getattr(getattr(app, "state", None), "openai_serving_models", None)
+    for adapter in getattr(models, "lora_requests", {}).values():
+        adapter.load_inplace = False
+
+
 def read_processes() -> dict[int, Process]:
     """Return the processes below `vllm serve` but its API servers, by their number."""
     multiprocessing: Any = sys.modules.get("multiprocessing")

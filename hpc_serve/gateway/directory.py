@@ -171,7 +171,7 @@ class Directory:
         ready = [front for front in fronts if front.is_ready]
         listed = []
         for front, cards in zip(ready, await asyncio.gather(*(front.models() for front in ready)), strict=True):
-            front.names = tuple(dict.fromkeys((*front.names, *(card["id"] for card in cards))))
+            front.names = _distinct(*front.names, *(card["id"] for card in cards))
             listed += [{**card, "service": front.service} for card in cards]
             if cards and all(card["id"] != front.service for card in cards):
                 listed.append({**cards[0], "id": front.service, "root": cards[0]["id"], "service": front.service})
@@ -221,11 +221,13 @@ class Directory:
                 del self._fronts[service]
                 self._live.pop(service, None)
                 await front.close()
-        self._found = {**{name: self._found[name] for name in unreadable if name in self._found}, **found}
+        before = self._found
+        self._found = {**{name: before[name] for name in unreadable if name in before}, **found}
         for service, front in self._fronts.items():
-            front.names = (
-                tuple(dict.fromkeys((*found[service].names, *front.names))) if service in found else front.names
-            )
+            if service in found:
+                names = found[service].names
+                gone = set(before[service].names if service in before else ()).difference(names)
+                front.names = _distinct(*names, *(name for name in front.names if name not in gone))
         if self._listed is not None:
             self._listed.note_states()
 
@@ -252,17 +254,22 @@ class Directory:
             except HpcServeError:
                 unreadable.add(service)
                 continue
+            records = entries.records
+            is_ready = any(record.state == "ready" for record in records)
+            wanted = None if is_ready else read_wanted_or_none(self._store, service)
+            coming = wanted.adapters if wanted is not None else ()  # a replica loads them before it is ready
             if entries.exists or service in named:
-                records = entries.records
-                names = dict.fromkeys(
-                    name for record in records for name in (*record.served_model_names, *record.adapter_names)
-                )
-                found[service] = Found(names=tuple(names), states=tuple(map(_state_of, records)))
+                names = [name for record in records for name in (*record.served_model_names, *record.adapter_names)]
+                found[service] = Found(names=_distinct(*names, *coming), states=tuple(map(_state_of, records)))
             elif entries.unreadable:
                 unreadable.add(service)
-            elif (wanted := read_wanted_or_none(self._store, service)) and wanted.state == "asleep":
-                found[service] = Found(names=self._last_names(service), states=("asleep",))
+            elif wanted is not None and wanted.state == "asleep":
+                found[service] = Found(names=_distinct(*self._last_names(service), *coming), states=("asleep",))
         return found, unreadable
+
+
+def _distinct(*names: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
 
 
 def _state_of(record: EndpointRecord) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,10 +22,8 @@ def find_adapter(named: str, environ: Mapping[str, str] = os.environ) -> Adapter
     if not folder.is_dir():
         cached = snapshot_folder(read_hub_settings(environ).cache, named, "main", holds=_CONFIG)
         if cached is None:
-            raise InvalidRequestError(
-                f"{named} is neither a folder nor an adapter in the Hugging Face cache. Fetch it first: "
-                f"hpc-serve fetch {named}"
-            )
+            cure = f" Fetch it first: hpc-serve fetch {named}" if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", named) else ""
+            raise InvalidRequestError(f"{named} is neither a folder nor an adapter in the Hugging Face cache.{cure}")
         folder = cached
     lacking = [name for name in (_CONFIG, _WEIGHTS) if not (folder / name).is_file()]
     if lacking:

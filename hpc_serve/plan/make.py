@@ -179,7 +179,10 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
         return PlanResult(inputs=inputs, plan=None, error=error, note=found.note, traffic=traffic)
     if is_auto:
         contexts = _all_contexts(inputs.for_one_replica(), contexts, chosen)
-    warnings = [*filter(None, [found.warning]), *plan_notes(found.model, asked.engine)]
+    warnings = [
+        *filter(None, [found.warning]),
+        *plan_notes(found.model, asked.engine, on_cpus=found.cluster.accelerator.kind == "cpu"),
+    ]
     return PlanResult(
         inputs=inputs,
         plan=replace(

@@ -13,6 +13,8 @@ DRAINING_HEADER = (b"x-hpc-serve", b"draining")
 """In answers of an engine that accepts no new requests."""
 CANARY_HEADER = (b"x-hpc-serve", b"canary")
 """In requests of the engine's own launcher, which only wants to know whether it answers."""
+LAUNCHER_HEADER, LAUNCHER_VARIABLE = b"x-hpc-serve-launcher", "HPC_SERVE_LAUNCHER_TOKEN"
+"""In requests of the engine's own launcher: what it alone knows. The engine has it in its environment."""
 SIGNS = (b"x-hpc-serve-signs", b"1")
 """In requests that ask for signs that the engine lives, until and within the answer; see `gate/signs.py`."""
 ENGINE_HEADER = b"x-hpc-serve-engine"

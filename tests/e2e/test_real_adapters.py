@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -66,6 +67,9 @@ def test_adapters_come_change_and_go_while_the_engine_serves(tmp_path, monkeypat
         said("adapter", "add", "tuned", "sql", str(third))
         assert answer("sql") not in answers.values()
         assert answer("poem") == answers["poem"]
+        before = answer("sql")
+        shutil.rmtree(third)  # an adapter that has replaced another is read once
+        assert answer("sql") == before
         said("adapter", "remove", "tuned", "poem")
         with pytest.raises(openai.NotFoundError, match="`poem` does not exist"):
             answer("poem")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpc_serve.cli.complete import service_names
+from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore, own_store
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def _words(told: Told, name: str, *, is_added: bool) -> str:
     lines = [f"{_replicas(told.done)} {verb if len(told.done) != 1 else verb.replace('have', 'has')} {name}."]
     if told.coming and is_added:
         lines.append(f"{_replicas(told.coming)} will before serving.")
-    lines += [f"note: {told.note}"] if told.note else []
+    lines += [f"note: {printable(told.note)}"] if told.note else []
     lines += [f"Ask for it as the model {name!r}."] if is_added and told.done else []
     return "\n".join(lines)
 
@@ -81,8 +82,8 @@ def _list(store: ServiceStore, service: str, *, as_json: bool) -> None:
     table = plain_table("NAME", "ADDED", "LOADED BY", "FOLDER", folded=("NAME", "LOADED BY", "FOLDER"))
     for one in listed:
         added = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.added_at))
-        table.add_row(*map(Text, (one.name, added, ", ".join(one.loaded) or "-", one.path)))
+        table.add_row(*map(Text, (one.name, added, ", ".join(one.loaded) or "-", printable(one.path))))
     PlainConsole().print(table)
     for one in listed:
         for replica, fault in one.faults.items():
-            click.echo(f"{replica} has not loaded {one.name}: {fault}")
+            click.echo(f"{replica} has not loaded {one.name}: {printable(fault)}")

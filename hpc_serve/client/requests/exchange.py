@@ -167,7 +167,7 @@ class Exchange:
     @functools.cached_property
     def _model(self) -> str:
         """What the request names as its model."""
-        with contextlib.suppress(ValueError, AttributeError):
+        with contextlib.suppress(ValueError, AttributeError, RecursionError):
             model = (self._request.fields or json.loads(self._request.content or b"{}")).get("model")
             return model if isinstance(model, str) else ""
         return ""

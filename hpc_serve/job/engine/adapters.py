@@ -9,6 +9,7 @@ import asyncio
 import http.client
 import logging
 import os
+import textwrap
 from dataclasses import replace
 
 from hpc_serve.errors import StoreError
@@ -21,6 +22,7 @@ from hpc_serve.rendezvous.wanted_file import read_wanted, wanted_file
 _log = logging.getLogger(__name__)
 _LOOK_INTERVAL_S = 1.0
 _LOAD_S = 600.0
+_LONGEST_FAULT = 1000
 _NO_ROOM = "its engine has no room for adapters: it was started without --enable-lora, or with several API servers"
 
 
@@ -71,7 +73,8 @@ class Adapters:
 
     def _ask(self, path: str, body: dict[str, object]) -> str:
         try:
-            return redact(told(self._address, path, body, timeout_s=_LOAD_S))
+            # vLLM may name each of 100,000 matrices, and a record of more than 1 MiB is none.
+            return textwrap.shorten(redact(told(self._address, path, body, timeout_s=_LOAD_S)), _LONGEST_FAULT)
         except (OSError, http.client.HTTPException) as error:
             return f"the engine did not answer: {error or type(error).__name__}"
 

@@ -5,6 +5,7 @@ The socket and the certificate are made before the engine starts, so that the re
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def make_endpoint(node: Node, record: EndpointRecord, store: ServiceStore) -> En
     socket = _listen(node)
     record = replace(record, port=socket.port, certificate=certificate.certificate, signs=True)
     identity = Identity.of(record, store.read_api_key(record.service))
-    address = EngineAddress(host=own, port=record.port, identity=identity)
+    address = EngineAddress(host=own, port=record.port, identity=identity, token=secrets.token_hex(16))
     return EngineEndpoint(socket=socket, record=record, address=address, certificate=certificate)
 
 

@@ -23,6 +23,7 @@ from hpc_serve.job.machine.process import ENGINE_MARK, Child, mark_environ
 from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.outcome import drain_s_after_signal
 from hpc_serve.job.run.parts import Parts, StopOrder
+from hpc_serve.rendezvous.gate_headers import LAUNCHER_VARIABLE
 from hpc_serve.vllm.command import server_args
 
 _log = logging.getLogger(__name__)
@@ -85,5 +86,7 @@ class EngineProcess:
     def _environ(self, endpoint: EngineEndpoint, environ: Mapping[str, str]) -> dict[str, str]:
         least_step = {LEAST_STEP_VARIABLE: str(self._node.options.canary_limit_s)}
         mark = mark_environ(self._node.run_mark, variable=ENGINE_MARK)
-        adapters = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self._node.command.takes_adapters else {}
+        adapters: dict[str, str] = {}
+        if self._node.command.takes_adapters:
+            adapters = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", LAUNCHER_VARIABLE: endpoint.address.token}
         return {**environ, **endpoint.socket.environ, **least_step, **adapters, **mark}

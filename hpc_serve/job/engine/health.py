@@ -14,11 +14,17 @@ import io
 import json
 import wave
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.message import Message
 from typing import Any
 
-from hpc_serve.rendezvous.gate_headers import CANARY_HEADER, ENGINE_HEADER, EngineLoad, read_request_count
+from hpc_serve.rendezvous.gate_headers import (
+    CANARY_HEADER,
+    ENGINE_HEADER,
+    LAUNCHER_HEADER,
+    EngineLoad,
+    read_request_count,
+)
 from hpc_serve.trust.connection import Identity, NotOurEngineError, VerifiedConnection
 from hpc_serve.vllm import metrics
 
@@ -49,11 +55,12 @@ class NotReadyError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineAddress:
-    """The address of the engine, and the identity by which it is verified."""
+    """The address of the engine, and the identity by which it is verified. `token` shows it that its launcher asks."""
 
     host: str
     port: int
     identity: Identity
+    token: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +240,7 @@ def _ask(
     headers = {"Content-Type": content_type, "Authorization": f"Bearer {engine.identity.api_key}"}
     if content is not None:
         headers[CANARY_HEADER[0].decode()] = CANARY_HEADER[1].decode()
+        headers[LAUNCHER_HEADER.decode()] = engine.token
     connecting_s = min(timeout_s, _TIMEOUT_S)
     with contextlib.closing(
         VerifiedConnection(engine.host, engine.port, engine.identity, timeout_s=connecting_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, combinations
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
@@ -18,8 +19,13 @@ from hpc_serve.plan.model.weights import Linear
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as --max-lora-rank (config/lora.py)."""
 DEFAULT_RANK = 16
-_MATRIX = re.compile(r"(?P<module>.*\.layers?\.(?P<layer>\d+)\..*)\.lora_(?P<side>[AB])\.weight")
-_NOT_OF_DECODER = re.compile(r"visual|vision|audio|\.experts\.(base_layer|lora_)")
+ON_CPUS = (
+    "On CPUs vLLM 0.32 answers a request for the model itself with an adapter, if a request for one runs at the same "
+    "moment. Requests for adapters alone are right."
+)
+"""vLLM's pull request 48421: the CPU kernel takes "no adapter", -1, for the last slot."""
+_MATRIX = re.compile(r"(?P<module>.*\.layers?\.(?P<layer>\d{1,9})\..*)\.lora_(?P<side>[AB])\.weight")
+_NOT_OF_DECODER = re.compile(r"visual|vision|audio|\bmtp\.|\.experts\.(base_layer|lora_)")
 _REFUSED = {
     "use_dora": "it is a DoRA",
     "lora_bias": "it has a bias",
@@ -60,7 +66,8 @@ def read_adapter(path: str, config: Mapping[str, Any], shapes: Mapping[str, Sequ
         faults.append(f"it is of the kind {config['peft_type']}, not LORA")
     if config.get("bias", "none") != "none":
         faults.append(_REFUSED["lora_bias"])
-    if others := sorted(set(map(str, config.get("modules_to_save") or ())) - _HEADS):
+    saved = config.get("modules_to_save") or ()
+    if others := sorted(set(map(str, saved if isinstance(saved, list | tuple) else [saved])) - _HEADS):
         faults.append(f"it replaces whole modules ({', '.join(others)})")
     beginning = config.get("init_lora_weights", True)
     if isinstance(beginning, str) and beginning.lower() not in _PLAIN_BEGINNINGS:
@@ -68,7 +75,7 @@ def read_adapter(path: str, config: Mapping[str, Any], shapes: Mapping[str, Sequ
     if faults:
         raise InvalidRequestError(f"vLLM does not take {path}: {'; '.join(faults)}.")
     patterns = config.get("rank_pattern") or {}
-    ranks = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
+    ranks = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else [None])]
     if not all(type(rank) is int and rank > 0 for rank in ranks):
         raise InvalidRequestError(f"{path}/adapter_config.json: r, and each rank of rank_pattern, must be 1 or more.")
     matrices = tuple(_matrices(path, shapes))
@@ -117,10 +124,10 @@ def check_shapes(adapter: AdapterFiles, model: ModelSpec) -> None:
 
 
 def _has_shape(layer: DecoderLayer, matrix: Matrix) -> bool:
-    """Whether a layer has such a matrix, alone or as a part of fused ones."""
+    """Whether a layer has such a matrix: one or more neighbours of fused ones, as q, k and v of q, k, v and z."""
     for weight in layer.block.weights:
         if isinstance(weight, Linear) and weight.inputs.size == matrix.inputs:
-            sizes = [part.size for part in weight.outputs]
-            if matrix.outputs in (*sizes, sum(sizes)):
+            ends = list(accumulate((part.size for part in weight.outputs), initial=0))
+            if any(end - begin == matrix.outputs for begin, end in combinations(ends, 2)):
                 return True
     return False

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from hpc_serve.plan import catalog
 from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.plan.memory.loaded import is_left_out, is_text_only, kinds_read
+from hpc_serve.plan.model.adapters import ON_CPUS
 from hpc_serve.plan.model.spec import ModelSpec
 
 _WITHOUT_DRAFT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
-def plan_notes(model: ModelSpec, engine: EngineConfig) -> Iterator[str]:
+def plan_notes(model: ModelSpec, engine: EngineConfig, *, on_cpus: bool) -> Iterator[str]:
     """Yield a sentence for each field and each option that a figure leaves out, or counts only in part."""
     if model.unknown_keys:
         yield (
@@ -53,6 +54,8 @@ def plan_notes(model: ModelSpec, engine: EngineConfig) -> Iterator[str]:
     if engine.enable_lora:
         slots = f"{engine.lora_slots} slot{'s' if engine.lora_slots > 1 else ''} of rank {engine.lora_rank}"
         yield f"LoRA: {slots} counted in the weights, and CUDA graphs twice. The speed is that without adapters."
+        if on_cpus:
+            yield ON_CPUS
     if engine.cpu_offload_gb:
         yield (
             f"--cpu-offload-gb {engine.cpu_offload_gb:g}: so many GiB of weights of each GPU stay in the node's "

@@ -15,7 +15,7 @@ from hpc_serve.errors import HpcServeError, InvalidRequestError, ServiceNotFound
 from hpc_serve.hub.adapters import find_adapter
 from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan.engine import EngineConfig
-from hpc_serve.plan.model.adapters import DEFAULT_RANK, AdapterFiles, check_shapes, least_rank
+from hpc_serve.plan.model.adapters import DEFAULT_RANK, ON_CPUS, AdapterFiles, check_shapes, least_rank
 from hpc_serve.rendezvous.adapters import Adapter, check_adapter_name
 from hpc_serve.rendezvous.names import replica_name
 from hpc_serve.rendezvous.record import EndpointRecord
@@ -26,6 +26,8 @@ from hpc_serve.submit.status.status_reader import find_report, replicas_here
 from hpc_serve.vllm.arguments import read_arguments, value_of
 
 _POLL_S = 0.5
+_KEPT = 64
+"""Adapters that an engine keeps in the node's memory. It reads others again for each request, and ends if it cannot."""
 _LONGEST_LOAD_S = 660.0  # a launcher gives its engine ten minutes
 
 
@@ -55,17 +57,25 @@ def add_adapter(store: ServiceStore, service: str, name: str, named: str) -> Tol
     note = _check(store, service, live, files)
     before = wanted_adapters(store, service).get(name)
     if before is not None and before.path == files.path:
-        told, faults = _wait(store, live, name, before)
+        told, faults = _wait(store, service, live, name, before)
         if not faults:
             again = (
                 "It was there already. Changed files need another folder: engines know what they computed by its name."
             )
             return replace(told, note=" ".join(filter(None, (again, note))))
     adapter = Adapter(path=files.path, added_at=time.time())
-    _change(store, service, lambda found: {**found, name: adapter}, replicas=len(live))
-    told, faults = _wait(store, live, name, adapter)
-    if faults:
+
+    def take_back() -> None:
         _change(store, service, lambda found: _without(found, name, adapter, before))
+
+    _change(store, service, lambda found: {**found, name: adapter}, replicas=len(live))
+    try:
+        told, faults = _wait(store, service, live, name, adapter)
+    except BaseException:  # Ctrl-C, too
+        take_back()
+        raise
+    if faults:
+        take_back()
         kept = f"{before.path} is loaded again" if before is not None else "it is unloaded where it was loaded"
         raise InvalidRequestError(f"{service} did not take the adapter {name}, and {kept}. {_words(faults)}.")
     return replace(told, note=note)
@@ -78,7 +88,7 @@ def remove_adapter(store: ServiceStore, service: str, name: str) -> Told:
     if name not in there:
         raise InvalidRequestError(f"{service} has no adapter {name}; it has {', '.join(there) or 'none'}.")
     _change(store, service, lambda found: _without(found, name), replicas=len(live))
-    told, faults = _wait(store, live, name, None)
+    told, faults = _wait(store, service, live, name, None)
     if faults:
         raise WaitTimeoutError(f"{name} is not wanted of {service} any more. {_words(faults)}.")
     return told
@@ -102,21 +112,27 @@ class Listed:
 
 
 def list_adapters(store: ServiceStore, service: str) -> list[Listed]:
-    """Return the adapters that a service is to have, with what its replicas say of them. Raises StoreError."""
+    """Return the adapters that a service is to have, with what its replicas say of them.
+
+    Raises StoreError, and ServiceNotFoundError.
+    """
+    wanted = wanted_adapters(store, service)
+    if not wanted:
+        find_report(store, service)
     records = [one for one in store.read(service).records if not one.is_final]
     return [
         Listed(
             name=name,
             path=adapter.path,
             added_at=adapter.added_at,
-            loaded=tuple(replica_of(one) for one in records if name in one.adapter_names),
+            loaded=tuple(replica_of(one) for one in records if one.state != "starting" and name in one.adapter_names),
             faults={
                 replica_of(one): found.fault
                 for one in records
                 if (found := one.adapters.get(name)) is not None and found.fault
             },
         )
-        for name, adapter in wanted_adapters(store, service).items()
+        for name, adapter in wanted.items()
     ]
 
 
@@ -146,12 +162,15 @@ def room_for(files: Mapping[str, AdapterFiles]) -> tuple[str, ...]:
     if not files:
         return ()
     rank = least_rank(max(one.rank for one in files.values()))
-    return ("--enable-lora", "--max-loras", str(len(files)), "--max-lora-rank", str(rank))
+    kept = ("--max-cpu-loras", str(max(_KEPT, len(files))))
+    return ("--enable-lora", "--max-loras", str(len(files)), "--max-lora-rank", str(rank), *kept)
 
 
 def _live(store: ServiceStore, service: str) -> list[ReplicaStatus]:
     """Raises ServiceNotFoundError for a service that is over: its adapters went with it."""
     live = [one for one in replicas_here(store, find_report(store, service)) if not one.is_over]
+    if others := {one.service for one in live} - {service}:
+        raise InvalidRequestError(f"{service} is no service: adapters are of all replicas of {others.pop()}.")
     wanted = read_wanted(store, service)
     if not live and (wanted is None or wanted.state != "asleep"):
         raise ServiceNotFoundError(
@@ -171,7 +190,9 @@ def _check(store: ServiceStore, service: str, live: Sequence[ReplicaStatus], fil
     for job in jobs:
         if job.engine_args:
             check_room(files, job.engine_args, f"{service} (job {job.job_id}) was")
-    return check_base(files, (jobs[-1] if jobs else live[-1].job).model)
+    notes = [check_base(files, (jobs[-1] if jobs else live[-1].job).model)]
+    notes += [ON_CPUS] if any(job.gpu.startswith("cpu") for job in jobs) else []
+    return " ".join(filter(None, notes))
 
 
 def check_room(files: AdapterFiles, engine_args: Sequence[str], engine: str) -> None:
@@ -226,14 +247,19 @@ def _without(
 
 
 def _wait(
-    store: ServiceStore, live: Sequence[ReplicaStatus], name: str, wanted: Adapter | None
+    store: ServiceStore, service: str, live: Sequence[ReplicaStatus], name: str, wanted: Adapter | None
 ) -> tuple[Told, dict[str, str]]:
     """Wait until each ready replica says that it has an adapter, or has it no more; returns the faults by replica.
 
-    It is their records that say so: neither Slurm nor an engine is asked.
+    It is their records that say so: neither Slurm nor an engine is asked. Raises InvalidRequestError if somebody else
+    wants another adapter of that name meanwhile, or none.
     """
-    began_s, service = time.monotonic(), live[0].service if live else ""
+    began_s = time.monotonic()
     while True:
+        if wanted_adapters(store, service).get(name) != wanted:
+            raise InvalidRequestError(
+                f"Somebody else has added or removed {name} meanwhile: hpc-serve adapter list {service}"
+            )
         records = store.read(service).records if live else ()
         serving = [one for one in records if one.state in ("ready", "unresponsive") and not one.is_overdue(time.time())]
         said = {replica_of(one): one.adapters.get(name) for one in serving}

@@ -14,6 +14,8 @@ from hpc_serve.client.connections.engine_pool import LIMITS, EnginePool
 from hpc_serve.client.discovery import discovery
 from hpc_serve.client.requests import attempt, exchange
 from hpc_serve.rendezvous.adapters import Adapter
+from hpc_serve.rendezvous.wanted import Wanted
+from hpc_serve.rendezvous.wanted_file import change_wanted
 from tests.cluster import wait_for
 from tests.support.stub_engine import greedy_answer
 from tests.support.stubs import StubService, make_submitted
@@ -68,6 +70,36 @@ def test_an_adapter_has_a_name_of_its_own_as_soon_as_a_record_has_it(service, ga
     refused = front.ask("POST", "/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": "/a"})
     assert refused.status == 404
     assert "hpc-serve adapter add" in refused.json["error"]["message"]
+
+
+def test_an_adapter_of_a_service_that_starts_is_waited_for_as_its_model_is(service, gateway):
+    engine = service.start(*GREEDY, state="starting")
+    sql = {"sql": Adapter(path="/a", added_at=1.0)}
+    change_wanted(service.store, "405b", lambda found: Wanted(least=1, most=1, count=1, adapters=sql))
+    front = gateway()
+    assert front.complete("sql").code == front.complete("405b").code == "no_replica"
+    service.publish(engine, counter=2, adapters=sql)
+    wait_for(lambda: front.complete("sql").status == 404, 60, what="an answer of the engine")
+
+
+def test_an_adapter_that_has_moved_to_another_service_is_asked_there(service, gateway, monkeypatch):
+    monkeypatch.setattr("hpc_serve.gateway.directory.LOOK_S", 0.1)
+    engine, other = service.start(*GREEDY), other_service(service)
+    front = gateway()
+    sql = {"sql": Adapter(path="/a", added_at=1.0)}
+    service.publish(engine, counter=2, adapters=sql)
+    wait_for(lambda: front.complete("sql").headers.get("x-hpc-serve-service") == "405b", 60, what="the first service")
+    service.publish(engine, counter=3, adapters={})
+    other.publish(other.engines[0], counter=2, adapters=sql)
+    wait_for(lambda: front.complete("sql").headers.get("x-hpc-serve-service") == "tiny", 20, what="the second service")
+
+
+def test_deep_json_is_for_an_engine_to_refuse_where_replicas_have_other_adapters(service, gateway):
+    engines = service.start(*GREEDY), service.start(*GREEDY)
+    service.publish(engines[1], counter=2, adapters={"sql": Adapter(path="/a", added_at=1.0)})
+    front = gateway()
+    answer = front.ask("POST", "/v1/completions", b'{"prompt": ' + b"[" * 100_000)
+    assert answer.status == 400
 
 
 def test_an_unknown_model_is_refused_with_what_there_is(service, gateway):

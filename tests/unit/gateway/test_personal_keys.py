@@ -551,7 +551,7 @@ def test_the_command_prints_a_key_once_and_keeps_its_hash(service, capsys, folde
     use.write_use(folder / use.file_name(use.today(), "b"), {"alice": WHOLE})
     assert run(["key", "list"]) == 0
     cells = capsys.readouterr().out.splitlines()[-2].split()
-    assert (cells[0], cells[2:]) == ("alice", ["any", "1,000,000", "2", str(2 * PROMPT), str(2 * WORDS)])
+    assert (cells[0], cells[2:]) == ("alice", ["any", "1,000,000", "2", str(2 * PROMPT), str(2 * WORDS), "0.00"])
     assert run(["key", "list", "--json"]) == 0
     (shown,) = json.loads(capsys.readouterr().out)
     assert (shown["name"], shown["requests"], "key_sha256" in shown) == ("alice", 2, False)

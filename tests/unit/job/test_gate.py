@@ -9,19 +9,28 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hpc_serve.client.replicas.probe import probe
 from hpc_serve.gate import gate
 from hpc_serve.gate.gate import Gate
-from hpc_serve.rendezvous.gate_headers import CANARY_HEADER, DRAINING_HEADER, ENGINE_HEADER, read_request_count
+from hpc_serve.rendezvous.gate_headers import (
+    CANARY_HEADER,
+    DRAINING_HEADER,
+    ENGINE_HEADER,
+    LAUNCHER_HEADER,
+    LAUNCHER_VARIABLE,
+    read_request_count,
+)
 from hpc_serve.trust.authority import make_run_certificate
 from hpc_serve.trust.connection import Identity
 from tests.support.asgi_server import served
 from tests.unit.job.conftest import KEY
 
 BEARER = (b"authorization", f"Bearer {KEY}".encode())
+LAUNCHERS = (LAUNCHER_HEADER, b"secret")
 
 
 @pytest.fixture
@@ -37,7 +46,7 @@ async def _engine(scope, receive, send):
     await send({"type": "http.response.body", "body": b"let in"})
 
 
-def ask(app, path="/v1/models", headers=(), **scope):
+def ask(app, /, path="/v1/models", headers=(), **scope):
     """Call the app as a server would; returns what it sent."""
     sent = []
 
@@ -57,12 +66,27 @@ def test_the_right_key_is_let_in(key_file):
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/adapters/sql"])
-def test_adapters_are_the_launchers_to_load(key_file, path):
-    refused = ask(Gate(_engine), path, headers=[BEARER], method="POST")
-    assert refused[0]["status"] == 403
-    assert b"hpc-serve adapter add" in refused[1]["body"]
-    assert ask(Gate(_engine), path, headers=[BEARER, CANARY_HEADER], method="POST")[0]["status"] == 200
-    assert ask(Gate(_engine), path, headers=[CANARY_HEADER], method="POST")[0]["status"] == 401
+def test_adapters_are_the_launchers_to_load(key_file, path, monkeypatch):
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "secret")
+    for others in ((), (CANARY_HEADER,), ((LAUNCHER_HEADER, b""),), ((LAUNCHER_HEADER, b"guess"),)):
+        refused = ask(Gate(_engine), path, headers=[BEARER, *others], method="POST")
+        assert refused[0]["status"] == 403
+        assert b"hpc-serve adapter add" in refused[1]["body"]
+    assert ask(Gate(_engine), path, headers=[BEARER, LAUNCHERS], method="POST")[0]["status"] == 200
+    assert ask(Gate(_engine), path, headers=[LAUNCHERS], method="POST")[0]["status"] == 401
+    monkeypatch.delenv(LAUNCHER_VARIABLE)
+    assert ask(Gate(_engine), path, headers=[BEARER, (LAUNCHER_HEADER, b"")], method="POST")[0]["status"] == 403
+
+
+def test_an_adapter_that_was_replaced_is_not_read_again_at_every_step(key_file, monkeypatch):
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "secret")
+    adapter = SimpleNamespace(load_inplace=True)
+    app = SimpleNamespace(state=SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests={"sql": adapter})))
+    for_launcher = {"headers": [BEARER, LAUNCHERS], "method": "POST"}
+    ask(Gate(_engine), "/v1/load_lora_adapter", **for_launcher, app=app)
+    assert adapter.load_inplace is False
+    for other in (SimpleNamespace(), SimpleNamespace(state=SimpleNamespace())):  # of another vLLM
+        assert ask(Gate(_engine), "/v1/load_lora_adapter", **for_launcher, app=other)[0]["status"] == 200
 
 
 def test_an_engine_that_was_paused_counts_as_paused_until_it_goes_on(key_file):

@@ -37,6 +37,9 @@ def model(name: str):
         ({"r": 0}, "must be 1 or more"),
         ({"r": "8"}, "must be 1 or more"),
         ({"rank_pattern": {"q_proj": -1}}, "must be 1 or more"),
+        ({"rank_pattern": [64]}, "must be 1 or more"),
+        ({"modules_to_save": "lm_head"}, "whole modules (lm_head)"),
+        ({"modules_to_save": 5}, "whole modules (5)"),
     ],
 )
 def test_what_vllm_refuses_is_refused_before(changes, said):
@@ -65,6 +68,8 @@ def test_ranks_are_those_that_the_option_takes():
         ("8b", "mlp.down_proj", 14336, 4096),
         ("Qwen/Qwen3-30B-A3B", "mlp.experts.7.up_proj", 2048, 768),
         ("r1", "self_attn.kv_a_proj_with_mqa", 7168, 576),
+        ("openai/gpt-oss-20b", "self_attn.q_proj", 2880, 4096),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "self_attn.q_proj", 2048, 8192),
     ],
 )
 def test_a_matrix_of_the_model_fits_alone_or_as_a_part_of_fused_ones(name, module, inputs, outputs):
@@ -73,6 +78,27 @@ def test_a_matrix_of_the_model_fits_alone_or_as_a_part_of_fused_ones(name, modul
     for wrong in ((inputs + 8, outputs), (inputs, outputs + 8)):
         with pytest.raises(InvalidRequestError, match=r"has no such matrix\. It was trained on org/base\."):
             check_shapes(read_adapter("/a", CONFIG, shapes(module, layer, *wrong)), model(name))
+
+
+@pytest.mark.parametrize(("module", "outputs"), [("in_proj_qkv", 10240), ("in_proj_z", 6144), ("in_proj_a", 48)])
+def test_a_matrix_may_be_several_of_those_that_vllm_fuses(module, outputs):
+    qwen = model("Qwen/Qwen3.5-27B")
+    check_shapes(read_adapter("/a", CONFIG, shapes(f"linear_attn.{module}", 0, 5120, outputs)), qwen)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "base_model.model.model.visual.layers.0.attn.qkv",
+        "base_model.model.mtp.layers.0.self_attn.q_proj",
+        "base_model.model.model.layers.0.mlp.experts",
+        "base_model.model.model.layers.0.mlp.experts.base_layer",
+        f"base_model.model.model.layers.{'9' * 5000}.q_proj",
+    ],
+)
+def test_matrices_outside_of_the_decoders_layers_are_left_to_vllm(module):
+    tensors = {f"{module}.lora_A.weight": (8, 3), f"{module}.lora_B.weight": (5, 8)}
+    check_shapes(read_adapter("/a", CONFIG, tensors), model("8b"))
 
 
 def test_a_layer_that_the_model_lacks_is_another_models():

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import json
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from hpc_serve.client import connect
 from hpc_serve.job.engine.adapters import Adapters
 from hpc_serve.job.engine.health import EngineAddress
 from hpc_serve.job.run.record_keeper import RecordKeeper
+from hpc_serve.rendezvous.adapters import Adapter
 from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
 from hpc_serve.submit.request.request import ServeRequest
@@ -63,9 +65,13 @@ class Launchers:
         keeper.update(state="ready")
         await asyncio.gather(adapters.follow(), keeper.renew())
 
-    def close(self) -> None:
+    def pause(self) -> None:
+        """Let the launchers look after nothing any more."""
         for running in self._running:
             running.cancel()
+
+    def close(self) -> None:
+        self.pause()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self.stubs.close()
 
@@ -142,6 +148,7 @@ def test_it_is_checked_before_an_engine_sees_it(launchers, good, capsys, tmp_pat
         ("sql", empty, "it has no adapter_config.json and no adapter_model.safetensors"),
         ("sql", torn, "cannot be read: it ends within its header"),
         ("sql", "org/none", "Fetch it first: hpc-serve fetch org/none"),
+        ("sql", tmp_path / "none", "nor an adapter in the Hugging Face cache.\n"),
         ("a/b", good, "cannot name an adapter"),
         ("8b", good, "is a name of 8b itself"),
         ("405b", good, "is a name of 8b itself"),
@@ -184,6 +191,16 @@ def test_an_adapter_of_another_model_is_told(launchers, capsys, tmp_path):
     assert f"note: It was trained on m/Llama-3.1-8B, and the service has {MODEL}." in capsys.readouterr().out
 
 
+def test_what_vllm_s_cpu_backend_does_to_other_requests_is_told(launchers, good, capsys):
+    launchers.start()
+    (job,) = launchers.stubs.store.read_submitted("8b")
+    launchers.stubs.store.write_submitted(replace(job, gpu="cpu-spr-2s"))
+    assert run(["adapter", "add", "8b", "sql", str(good)]) == 0
+    assert "note: On CPUs vLLM 0.32 answers a request for the model itself with an adapter" in capsys.readouterr().out
+    assert run(["plan", "8b", "--gpu", "cpu-spr-2s", "--enable-lora"]) == 0
+    assert "On CPUs vLLM 0.32 answers" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_service_that_sleeps_has_it_when_it_wakes_and_one_that_is_over_has_none(store, slurm, good, capsys):
     services.submit(ServeRequest(model="8b", service="8b", engine_args=ROOM))
     change_wanted(
@@ -196,11 +213,81 @@ def test_a_service_that_sleeps_has_it_when_it_wakes_and_one_that_is_over_has_non
     assert set(read_wanted(store, "8b").adapters) == {"sql"}
 
 
+def add_in_the_background(launchers, folder) -> concurrent.futures.Future[int]:
+    """Add sql to 8b, one of whose replicas never answers; returns once it is wanted."""
+    launchers.start()
+    launchers.pause()
+    adding = concurrent.futures.ThreadPoolExecutor(1).submit(run, ["adapter", "add", "8b", "sql", str(folder)])
+    wait_until(lambda: "sql" in (read_wanted(launchers.stubs.store, "8b") or Wanted(least=0, most=1, count=0)).adapters)
+    return adding
+
+
+def test_who_adds_what_somebody_else_removes_is_told(launchers, good, capsys):
+    adding = add_in_the_background(launchers, good)
+    change_wanted(launchers.stubs.store, "8b", lambda found: replace(found, adapters={}))
+    assert adding.result(timeout=30) == 2
+    assert "Somebody else has added or removed sql meanwhile" in capsys.readouterr().err
+
+
+def test_an_add_that_is_broken_off_is_taken_back(launchers, good, monkeypatch):
+    launchers.start()
+    launchers.pause()
+    sleep = time.sleep
+    is_wanted: list[bool] = []
+
+    def interrupt_once_it_is_wanted(seconds: float) -> None:
+        if read_wanted(launchers.stubs.store, "8b") is not None and not is_wanted:
+            is_wanted.append(True)
+            raise KeyboardInterrupt
+        sleep(seconds)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "sleep", interrupt_once_it_is_wanted)
+        assert run(["adapter", "add", "8b", "sql", str(good)]) == 130
+    assert read_wanted(launchers.stubs.store, "8b").adapters == {}
+
+
+def test_only_a_service_that_is_there_has_adapters(launchers, good, capsys):
+    launchers.start()
+    assert run(["adapter", "list", "8b"]) == 0
+    assert run(["adapter", "list", "9b"]) == 5
+    assert run(["adapter", "add", "100", "sql", str(good)]) == 2
+    assert "100 is no service: adapters are of all replicas of 8b." in capsys.readouterr().err
+
+
+def test_words_of_an_adapter_move_no_cursor(launchers, capsys, tmp_path):
+    launchers.start()
+    odd = make_adapter(tmp_path / "odd", hidden=4096, layers=1, rank=1, base_model_name_or_path="x/\x1b]0;title\x07")
+    assert run(["adapter", "add", "8b", "sql", str(odd)]) == 0
+    out = capsys.readouterr().out
+    assert "\\x1b]0;title" in out
+    assert "\x1b" not in out
+
+
+def test_what_an_engine_says_at_length_is_cut(launchers, store):
+    gone = Adapter(path="/gone" + "/and gone" * 1000, added_at=1.0)
+    change_wanted(store, "8b", lambda found: Wanted(least=1, most=1, count=1, adapters={"sql": gone}))
+    launchers.start()
+    fault = launchers.keepers[0].record.adapters["sql"].fault
+    assert fault.startswith("No adapter found for /gone/and")
+    assert len(fault) <= 1000
+
+
+def test_a_replica_that_starts_again_has_not_loaded_it_yet(launchers, good, capsys):
+    launchers.start()
+    assert run(["adapter", "add", "8b", "sql", str(good)]) == 0
+    launchers.keepers[0].update(state="starting")
+    wait_until(lambda: launchers.stubs.store.read("8b").records[0].state == "starting")
+    capsys.readouterr()
+    assert run(["adapter", "list", "8b", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["loaded"] == []
+
+
 class TestSubmit:
     def test_lora_makes_room_and_is_wanted(self, store, slurm, good, capsys):
         assert run(["submit", "8b", "--lora", f"sql={good}", "--lora", f"poem={good}"]) == 0
         (script,) = slurm.scripts
-        assert "--enable-lora --max-loras 2 --max-lora-rank 1" in script
+        assert "--enable-lora --max-loras 2 --max-lora-rank 1 --max-cpu-loras 64" in script
         assert {name: one.path for name, one in read_wanted(store, "8b").adapters.items()} == {
             "sql": str(good),
             "poem": str(good),
