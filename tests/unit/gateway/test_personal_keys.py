@@ -398,7 +398,10 @@ def test_requests_at_once_share_the_time_of_the_gpus(service, gateway, make, fol
     def used() -> dict[str, float]:
         return {name: one.gpu_seconds for name, one in use.read_use(folder, use.today()).items()}
 
-    wait_for(lambda: len(used()) == 2, 60, what="the use of both")
+    def requests() -> int:
+        return sum(one.requests for one in use.read_use(folder, use.today()).values())
+
+    wait_for(lambda: requests() == 3, 60, what="the use of all three")
     # The three shares are a third, a half and all of the time, as requests end one after the other.
     assert gpus * seconds * 3 / 3 <= sum(used().values()) < gpus * 60
     assert used()["bob"] >= gpus * seconds / 3

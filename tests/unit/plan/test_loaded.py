@@ -268,7 +268,7 @@ def test_without_prefix_caching_hybrids_hold_one_state_a_request() -> None:
     ],
 )
 def test_what_is_counted_in_part_or_not_at_all_is_said(options: dict[str, Any], says: str) -> None:
-    (note,) = plan_notes(spec("8b"), EngineConfig(**options))
+    (note,) = plan_notes(spec("8b"), EngineConfig(**options), on_cpus=False)
     assert re.search(says, note)
 
 

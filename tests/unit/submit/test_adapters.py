@@ -197,7 +197,7 @@ def test_what_vllm_s_cpu_backend_does_to_other_requests_is_told(launchers, good,
     launchers.stubs.store.write_submitted(replace(job, gpu="cpu-spr-2s"))
     assert run(["adapter", "add", "8b", "sql", str(good)]) == 0
     assert "note: On CPUs vLLM 0.32 answers a request for the model itself with an adapter" in capsys.readouterr().out
-    assert run(["plan", "8b", "--gpu", "cpu-spr-2s", "--enable-lora"]) == 0
+    assert run(["plan", "8b", "--gpu", "cpu-spr-2s", "--gpu-memory", "64GiB", "--enable-lora"]) == 0
     assert "On CPUs vLLM 0.32 answers" in " ".join(capsys.readouterr().out.split())
 
 
