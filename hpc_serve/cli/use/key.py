@@ -70,7 +70,7 @@ def _show(people: Sequence[Person], use: Mapping[str, Use], *, as_json: bool) ->
         click.echo("Nobody has a key of their own. To make one: hpc-serve key add NAME")
         return
     numbers = ("max_in_flight", "tokens_a_day", "requests", "prompt_tokens", "completion_tokens")
-    headings = ("AT ONCE", "A DAY", "REQUESTS", "PROMPT", "ANSWERS", "GPU-HOURS")
+    headings = ("AT ONCE", "A DAY", "REQUESTS", "PROMPT", "ANSWERS", "GPU H")
     table = plain_table("NAME", "SINCE", *headings, right=headings, folded=("NAME",))
     for row in rows:
         cells = ["any" if row[number] is None else f"{row[number]:,}" for number in numbers]
@@ -78,4 +78,4 @@ def _show(people: Sequence[Person], use: Mapping[str, Use], *, as_json: bool) ->
         since = time.strftime("%Y-%m-%d", time.localtime(row["since"]))
         table.add_row(*map(Text, (row["name"], since, *cells)))
     PlainConsole().print(table)
-    click.echo("A DAY is in tokens. REQUESTS, the tokens of PROMPT and ANSWERS, and GPU-HOURS are those of today.")
+    click.echo("A DAY is in tokens. REQUESTS, the tokens of PROMPT and ANSWERS, and the GPU-hours are those of today.")
