@@ -144,6 +144,11 @@ class EngineConfig:
         return self.version >= (0, 13)
 
     @property
+    def caches_prefixes(self) -> bool:
+        """Whether a prompt's beginning is read once: vLLM's default since V1."""
+        return not self.is_v0 if self.enable_prefix_caching is None else self.enable_prefix_caching
+
+    @property
     def caches_state_prefixes(self) -> bool:
         """Whether hybrids hold a second state per request for prefix caching: mamba_cache_mode "align".
 

@@ -35,10 +35,10 @@ class PlanRequest:
     `gpu` names the accelerators of the nodes, as in plan/hardware/cluster.py, and `gpu_memory_bytes` is the memory of
     one. `engines_per_node` engines divide one node. Each uses all of its part unless a size of the layout is asked for.
     `target` is text that plan/speed/target.py reads. `input_tokens` and `output_tokens` are the tokens of one request,
-    `longest_output_tokens` those of the longest answer if answers differ. `arrivals`: how requests come. `decode_only`:
-    prompts are read elsewhere. `ideal`: print only the figures that no engine can beat. `measured`: speeds count runs
-    that were measured here. If `allow_unknown_config_keys` is set, a config may have sizes that the planner does not
-    know.
+    `longest_output_tokens` those of the longest answer if answers differ. `arrivals`: how requests come. `prefix_hits`:
+    the share of each prompt that is in the cache. `decode_only`: prompts are read elsewhere. `ideal`: print only the
+    figures that no engine can beat. `measured`: speeds count runs that were measured here. If
+    `allow_unknown_config_keys` is set, a config may have sizes that the planner does not know.
     """
 
     model: str
@@ -55,6 +55,7 @@ class PlanRequest:
     longest_output_tokens: int | None = None
     arrivals: Arrivals = "steady"
     decode_only: bool = False
+    prefix_hits: float | None = None
     ideal: bool = False
     measured: bool = True
     usd_per_gpu_hour: float | None = None
@@ -260,6 +261,8 @@ def _traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
             f"{inputs:,} tokens in and {outputs:,} out are {inputs + outputs:,}, but a request has at most "
             f"{max_model_len:,}; use a longer --max-model-len, or fewer tokens."
         )
+    if asked.prefix_hits and not asked.engine.caches_prefixes:
+        raise InvalidRequestError("--prefix-hits: the engine keeps no prefixes (--no-enable-prefix-caching).")
     longest = asked.longest_output_tokens
     if longest is not None and asked.arrivals != "burst":
         raise InvalidRequestError(
@@ -273,6 +276,7 @@ def _traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
         arrivals=asked.arrivals,
         longest_output_tokens=longest,
         decode_only=asked.decode_only,
+        prefix_hits=asked.prefix_hits or 0.0,
     )
 
 
@@ -282,6 +286,7 @@ def _options_of_generation(asked: PlanRequest) -> list[str]:
         "--output-tokens": asked.output_tokens,
         "--longest-output-tokens": asked.longest_output_tokens,
         "--decode-only": asked.decode_only,
+        "--prefix-hits": asked.prefix_hits,
         "--target": asked.target,
     }
     return [option for option, value in given.items() if value]

@@ -37,6 +37,7 @@ _KINDS: Mapping[str, Any] = {
     "time": Duration(needs_unit=True),
     "replicas": REPLICAS,
     "positive": click.IntRange(min=1),
+    "share": click.FloatRange(0, 1, max_open=True),
 }
 _FURTHER: Mapping[str, Mapping[str, Any]] = {
     "gpu": {"callback": not_empty, "shell_complete": gpu_names},
@@ -94,7 +95,15 @@ _JOB_OPTIONS = (
 )
 
 _LAYOUT = ("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_bytes", "replicas_per_job", "backend")
-_REQUESTS = ("concurrency", "target", "input_tokens", "output_tokens", "arrivals", "longest_output_tokens")
+_REQUESTS = (
+    "concurrency",
+    "target",
+    "input_tokens",
+    "output_tokens",
+    "arrivals",
+    "longest_output_tokens",
+    "prefix_hits",
+)
 _UNKNOWN = ("allow_unknown_config_keys", "allow_unknown_vllm_options")
 _PLAN_FIRST = ("model_argument", "model", "gpu", "num_nodes", "gpus_per_node", "max_model_len", "concurrency", "target")
 PLAN_GROUPS: Mapping[str, Sequence[str]] = {

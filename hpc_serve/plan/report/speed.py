@@ -71,7 +71,12 @@ def requests_text(traffic: Traffic) -> str:
     """Say in words how long requests are."""
     if not traffic.generates:
         return f"texts of {traffic.input_tokens:,} tokens"
-    return f"requests of {traffic.input_tokens:,} tokens in and {traffic.output_tokens:,} out"
+    return f"requests {_lengths(traffic)}"
+
+
+def _lengths(traffic: Traffic) -> str:
+    hits = f", {100 * traffic.prefix_hits:.0f} % of them cached," if traffic.prefix_hits else ""
+    return f"of {traffic.input_tokens:,} tokens in{hits} and {traffic.output_tokens:,} out"
 
 
 def time_of(estimate: SpeedEstimate) -> float:
@@ -215,8 +220,8 @@ def explain_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
     traffic, ideal, expected = estimate.traffic, estimate.ideal, estimate.expected
     work = roofline.work.stages
     yield (
-        f"Speed of one replica, {traffic.concurrency} requests in flight of {traffic.input_tokens:,} tokens in and "
-        f"{traffic.output_tokens:,} out ({_formula_word(traffic)}, {estimate.batch:.0f} run, the cache holds "
+        f"Speed of one replica, {traffic.concurrency} requests in flight {_lengths(traffic)} ("
+        f"{_formula_word(traffic)}, {estimate.batch:.0f} run, the cache holds "
         f"{estimate.capacity:.0f}):"
     )
     yield f"  {'':34}{'ideal':>12}{'expected':>12}"
@@ -287,11 +292,12 @@ def _separate_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str
     times as many replicas of the same layout read prompts for it (How To Scale Your Model, part 8).
     """
     traffic = estimate.traffic
-    inputs, rates, prefills, shares = traffic.input_tokens, [], [], []
+    inputs, cached, rates, prefills, shares = traffic.read_tokens, traffic.cached_tokens, [], [], []
     chunks = max(1, math.ceil(inputs / roofline.max_num_batched_tokens))
     for factors, speed in ((IDEAL, estimate.ideal), (estimate.factors, estimate.expected)):
         stages = roofline.layout.pipeline_parallel_size
-        alone = roofline.step(stages * inputs / chunks, 0, traffic.mean_context, factors, inputs)
+        tokens = stages * inputs / chunks
+        alone = roofline.step(tokens, 0, traffic.mean_context, factors, inputs, cached_tokens=cached)
         prefills.append((chunks + stages - 1) / stages * alone.total_s)
         rates.append(estimate.batch / speed.step.total_s)
         shares.append(prefills[-1] * rates[-1] / traffic.output_tokens)
@@ -308,7 +314,10 @@ def speed_json(estimates: list[SpeedEstimate]) -> dict[str, Any]:
         "arrivals": traffic.arrivals,
         "decode_only": traffic.decode_only,
         "figures": "ideal" if estimates[0].is_ideal else "expected",
-        **{name: getattr(traffic, name) for name in ("input_tokens", "output_tokens", "longest_output_tokens")},
+        **{
+            name: getattr(traffic, name)
+            for name in ("input_tokens", "output_tokens", "longest_output_tokens", "prefix_hits")
+        },
         "factors": {name: getattr(EXPECTED, name) for name in _MEANING},
         "by_concurrency": [_estimate(estimate) for estimate in estimates],
     }

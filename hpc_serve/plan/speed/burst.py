@@ -44,7 +44,7 @@ def burst_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Fac
     waiting = requests - first
     ends = 0.0 if longest is None else share_ending_per_step(outputs, longest)
     stages = roofline.layout.pipeline_parallel_size
-    chunks = math.ceil(first * traffic.input_tokens / roofline.max_num_batched_tokens)
+    chunks = math.ceil(first * traffic.read_tokens / roofline.max_num_batched_tokens)
     fill = _fill(roofline, traffic, first, factors, chunks)
     drain = _drain(roofline, traffic, first, factors, ends, stages if roofline.engine.is_v0 else min(stages, chunks))
     time: Counter[str] = Counter()
@@ -102,8 +102,9 @@ def share_ending_per_step(mean: float, longest: float | None) -> float:
 
 def _fill(roofline: Roofline, traffic: Traffic, first: float, factors: Factors, chunks: int) -> _Stretch:
     """Return the steps that read the prompts of the first batch: they pass the pipeline stages one after the other."""
-    inputs, stages = traffic.input_tokens, roofline.layout.pipeline_parallel_size
-    step = roofline.step(stages * first * inputs / chunks, 0, traffic.mean_context, factors, inputs)
+    inputs, stages = traffic.read_tokens, roofline.layout.pipeline_parallel_size
+    tokens, cached = stages * first * inputs / chunks, traffic.cached_tokens
+    step = roofline.step(tokens, 0, traffic.mean_context, factors, inputs, cached_tokens=cached)
     return _Stretch(steps=(chunks + stages - 1) / stages, requests=first, step=step)
 
 

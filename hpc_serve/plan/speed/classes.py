@@ -107,7 +107,7 @@ def speed_range(roofline: Roofline, traffic: Traffic) -> dict[str, Any] | None:
     """
     found = speed_accuracy()[traffic.arrivals].get(roofline.accelerator.kind)
     ranges: dict[str, dict[str, Any]] = (
-        {} if found is None or traffic.decode_only or not traffic.generates else found["ranges"]
+        {} if found is None or traffic.decode_only or traffic.prefix_hits or not traffic.generates else found["ranges"]
     )
     return ranges.get(range_class(roofline))
 

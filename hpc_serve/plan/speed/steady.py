@@ -21,7 +21,8 @@ def steady_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Fa
     of one length, requests that begin together end together. The next prompts then follow one another, and no batch
     waits. Throughput, waiting and time between tokens follow by Little's law.
     """
-    inputs, outputs, context = traffic.input_tokens, traffic.output_tokens, traffic.mean_context
+    inputs, outputs, context = traffic.read_tokens, traffic.output_tokens, traffic.mean_context
+    cached = traffic.cached_tokens
     stages, ranks = roofline.layout.pipeline_parallel_size, roofline.layout.data_parallel_size
     in_flight = min(float(stages), batch)
     steps = max(float(outputs), batch / in_flight * (inputs + outputs) / roofline.max_num_batched_tokens)
@@ -34,7 +35,7 @@ def steady_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Fa
         with_prompts = steps * (1 - (1 - own / steps) ** (ranks * apart))
         tokens = decoding + stages / in_flight * batch * inputs / own
         reading = own / steps / (1 - (1 - own / steps) ** ranks)
-        mixed = roofline.step(tokens, decoding, context, factors, inputs, reading)
+        mixed = roofline.step(tokens, decoding, context, factors, inputs, reading, cached)
         return with_prompts * mixed.total_s + (steps - with_prompts) * decode.total_s, with_prompts, mixed
 
     apart = 1.0 if traffic.arrivals == "burst" and traffic.longest_output_tokens is None else in_flight
@@ -42,7 +43,8 @@ def steady_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Fa
     round_s, with_prompts, mixed = round_of(own)
     if factors is IDEAL:
         round_s = min(round_s, round_of(steps)[0])
-    alone = roofline.step(stages * inputs / chunks + batch - 1, batch - 1, context, factors, inputs, 1 / ranks)
+    beside = batch - 1
+    alone = roofline.step(stages * inputs / chunks + beside, beside, context, factors, inputs, 1 / ranks, cached)
     prefill_s = alone.pass_s + (chunks - 1) / stages * alone.total_s
     requests_per_s = batch / max(round_s, prefill_s)
     queue_s = (traffic.concurrency - batch) / requests_per_s

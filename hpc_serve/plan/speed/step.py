@@ -166,9 +166,11 @@ class Roofline:
         factors: Factors,
         prompt_tokens: float = 0,
         reading: float = 1,
+        cached_tokens: float = 0,
     ) -> StepTime:
         """Return a step of `tokens`: one for each of `sequences`, the others of prompts with `prompt_tokens` each.
 
+        The prompts' tokens attend to `cached_tokens` before them, too, which were read for an earlier request.
         There are as many batches in flight as pipeline stages, or as sequences if these are fewer
         (`max_concurrent_batches` in vLLM's config/vllm.py). A batch passes the stages one after the other, and all
         batches pass the slowest stage in a step. A share of `reading` of the data-parallel ranks has prompts in the
@@ -179,7 +181,7 @@ class Roofline:
         prompts = max(0.0, tokens - sequences) / stages
         tokens = share + prompts
         batch = tokens, tokens - (1 - reading) * prompts, share
-        attention = context, prompts / prompt_tokens if prompt_tokens else 0.0, prompt_tokens
+        attention = context, prompts / prompt_tokens if prompt_tokens else 0.0, prompt_tokens, cached_tokens
         times = [self._stage_time(stage, batch, attention, factors) for stage in self.work.stages]
         flops, weights = sum(time.flops_s for time in times), sum(time.weights_s for time in times)
         cache, communication = sum(time.cache_s for time in times), sum(time.communication_s for time in times)
@@ -207,21 +209,24 @@ class Roofline:
         self,
         stage: StageWork,
         batch: tuple[float, float, float],
-        attention: tuple[float, float, float],
+        attention: tuple[float, float, float, float],
         factors: Factors,
     ) -> StepTime:
         """Return the time of `batch` in one stage: (tokens of the rank, tokens of the mean rank, sequences).
 
-        `attention`: (context of the sequences, prompts that are read, tokens of each).
+        `attention`: (context of the sequences, prompts that are read, tokens of each, tokens of each in the cache).
         """
         tokens, mean, share = batch
-        context, prompts, prompt_tokens = attention
+        context, prompts, prompt_tokens, cached = attention
         bandwidth = self.bandwidth * factors.bandwidth
         away = stage.offloaded_bytes
         weights = max(0.0, stage.weight_bytes(mean * self.layout.data_parallel_size) - away) / bandwidth
         read = share * stage.cache_bytes(context) / (self.engine.decode_context_parallel_size or 1) / bandwidth
         attended = share * stage.attention_flops(context) / (self._plain_rate * factors.attention_flops)
-        of_prompts = prompts * stage.prompt_attention_flops(prompt_tokens) if prompts else 0.0
+        of_prompts = 0.0
+        if prompts:
+            of_cached = stage.prompt_attention_flops(cached) if cached else 0.0
+            of_prompts = prompts * (stage.prompt_attention_flops(cached + prompt_tokens) - of_cached)
         return StepTime(
             flops_s=self._flops_s(stage, batch, of_prompts, factors),
             weights_s=weights + away / (ASSUMED_LINK_BYTES_PER_S * factors.bandwidth),

@@ -22,7 +22,8 @@ class Traffic:
     Steady arrivals keep `concurrency` requests in flight: when one is answered, the next one comes. In a burst
     `concurrency` requests arrive at once, and no more come. `longest_output_tokens` says that the answers of a burst
     differ in length: they have `output_tokens` on average and at most `longest_output_tokens`. None: all have the same
-    length. `decode_only`: the prompts are in the cache already, and reading them takes no time. Without `generates` a
+    length. `decode_only`: the prompts are in the cache already, and reading them takes no time. `prefix_hits` is the
+    share of each prompt that is in the cache, because an earlier request began with it. Without `generates` a
     request is a text to embed or to score: it has one output token, which stands for the answer.
     """
 
@@ -32,6 +33,7 @@ class Traffic:
     arrivals: Arrivals = "steady"
     longest_output_tokens: int | None = None
     decode_only: bool = False
+    prefix_hits: float = 0.0
     generates: bool = True
 
     def __post_init__(self) -> None:
@@ -46,12 +48,26 @@ class Traffic:
                 "decoding alone has no arrivals, since prompts are read elsewhere: leave out --arrivals burst, or "
                 "--decode-only."
             )
+        if not 0 <= self.prefix_hits < 1 or (self.prefix_hits and self.decode_only):
+            raise InvalidRequestError(
+                f"prefix_hits is {self.prefix_hits:g}: it must be a share from 0 to less than 1, without --decode-only."
+            )
         longest = self.longest_output_tokens
         if longest is not None and longest < self.output_tokens:
             raise InvalidRequestError(
                 f"longest_output_tokens is {longest}, but answers have {self.output_tokens} tokens on average: it "
                 "must be at least that."
             )
+
+    @property
+    def read_tokens(self) -> float:
+        """Tokens of a prompt that are read: one at least, from whose output the answer follows."""
+        return max(1.0, self.input_tokens * (1 - self.prefix_hits))
+
+    @property
+    def cached_tokens(self) -> float:
+        """Tokens of a prompt that are in the cache."""
+        return self.input_tokens - self.read_tokens
 
     @property
     def mean_context(self) -> float:

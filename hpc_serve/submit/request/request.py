@@ -146,6 +146,12 @@ class ServeRequest:
         least=1,
         of_plan=True,
     )
+    prefix_hits: float | None = option(
+        "Share of each prompt that an earlier request began with, and that is in the cache (0.6) [default: 0].",
+        "SHARE",
+        kind="share",
+        of_plan=True,
+    )
     backend: Backend = option(
         "Program that joins the nodes: Ray, or vLLM's own start "
         "[default: ray for several nodes without data-parallel ranks, else none].",

@@ -124,3 +124,37 @@ def test_what_is_refused(words: tuple[str, ...]) -> None:
 def test_arrivals_are_one_of_two() -> None:
     with pytest.raises(InvalidRequestError, match="use steady or burst"):
         Traffic(arrivals="poisson")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("arrivals", ["steady", "burst"])
+def test_what_is_in_the_cache_is_not_read_but_attended_to(
+    prepared: tuple[Roofline, MemoryEstimate], arrivals: Any
+) -> None:
+    whole = Traffic(input_tokens=6000, output_tokens=100, concurrency=8, arrivals=arrivals)
+
+    def seconds(traffic: Traffic) -> float:
+        return 1 / estimate_speed(prepared[0], traffic, prepared[1]).expected.requests_per_s
+
+    half = seconds(replace(whole, prefix_hits=0.5))
+    shorter = seconds(replace(whole, input_tokens=3000))
+    assert shorter < half < seconds(whole)
+    assert seconds(replace(whole, prefix_hits=0.9)) < half
+    # All but a token: a prompt is a step of one token, and the answers take the time.
+    cached = estimate_speed(prepared[0], replace(whole, prefix_hits=0.99999, arrivals="steady"), prepared[1]).expected
+    alone = estimate_speed(prepared[0], replace(whole, decode_only=True, arrivals="steady"), prepared[1]).expected
+    assert cached.requests_per_s == pytest.approx(alone.requests_per_s, rel=0.1)
+
+
+def test_a_share_of_the_cache_is_said_and_has_no_range(capsys: pytest.CaptureFixture[str]) -> None:
+    said = printed(capsys, "--prefix-hits", "0.6", "--input-tokens", "4096")
+    assert "4,096 tokens in, 60 % of them cached, and 256 out" in said
+    figures = performance(capsys, "--prefix-hits", "0.6")
+    assert figures["prefix_hits"] == 0.6
+    assert figures["range"] is None
+    for words, why in (
+        (("--prefix-hits", "1"), "not in the range"),
+        (("--prefix-hits", "0.5", "--decode-only"), "without --decode-only"),
+        (("--prefix-hits", "0.5", "--no-enable-prefix-caching"), "keeps no prefixes"),
+    ):
+        assert run(["plan", *SMALL, *words]) == 2
+        assert why in capsys.readouterr().err
