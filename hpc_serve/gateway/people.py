@@ -13,15 +13,18 @@ import threading
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpc_serve.errors import HpcServeError, RecordError, StoreError
 from hpc_serve.gateway import use as uses
 from hpc_serve.gateway.answers import FULL_RETRY_S, Refusal
-from hpc_serve.gateway.forwarding import Asked
 from hpc_serve.gateway.personal_keys import DamagedKeysError, Person, hash_key, read_people
 from hpc_serve.gateway.request import Request
 from hpc_serve.gateway.use import AnswerCount, UnderWay, Use
 from hpc_serve.printable import printable
+
+if TYPE_CHECKING:
+    from hpc_serve.gateway.forwarding import Asked
 
 LOOK_S = 2.0
 
