@@ -132,10 +132,10 @@ def submit(
     log_dir = make_log_dir(Path(log_dir_before_job(str(request.log_dir))), called="--log-dir")
     with claimed(store, service, plan.model) as scripts, contextlib.ExitStack() as undo:
         script = JobScript(text=text, job=job, folder=scripts, log_dir=log_dir)
-        live = [one.job for one in read_status(store, service).replicas if not one.is_over] if request.once else []
-        if request.cluster == "local" and live:
-            done = made(job_id=live[0].job_id, jobs=(dataclasses.replace(job, job_id=live[0].job_id),), is_there=True)
-        elif request.cluster == "local":
+        is_local = request.cluster == "local"
+        if is_local and request.once and (live := _live_job(store, service)):
+            done = made(job_id=live, jobs=(dataclasses.replace(job, job_id=live),), is_there=True)
+        elif is_local:
             is_new = all(one.is_final for one in store.read(service).records)
             _share(store, service, group, is_new=is_new)
             want_adapters(store, service, wanted_ones, is_new=is_new)
@@ -164,6 +164,11 @@ def submit(
         undo.pop_all()
     end_what_comes(store, service)
     return _with_others(store, dataclasses.replace(done, shared_with=shares.shared_with(store, service)))
+
+
+def _live_job(store: ServiceStore, service: str) -> str:
+    """Return the id of a job of a service that is not over; "" if there is none."""
+    return next((one.job_id for one in read_status(store, service).replicas if not one.is_over), "")
 
 
 def _share(store: ServiceStore, service: str, group: int | None, *, is_new: bool) -> None:
