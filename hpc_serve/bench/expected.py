@@ -17,6 +17,7 @@ from typing import Any
 
 from hpc_serve.bench.notes import notes_on
 from hpc_serve.bench.run import Run
+from hpc_serve.client.replicas.replicas import replica_of_file
 from hpc_serve.errors import HpcServeError
 from hpc_serve.plan.choice.vllm_flags import read_fields
 from hpc_serve.plan.engine import Arrivals, EngineConfig, Workload
@@ -140,7 +141,7 @@ def _replicas(store: ServiceStore, run: Run) -> list[_Replica]:
     """Return the replicas of a run. Raises _UnknownSpeedError if no record of them is left."""
     found = store.read(run.service)
     jobs = {job.job_id: job for job in found.submitted}
-    records = [record for record in found.records if record.name.removesuffix(".json") in run.replicas]
+    records = [record for record in found.records if replica_of_file(record.name) in run.replicas]
     if not records:
         raise _UnknownSpeedError("no record of its replicas is left.")
     return [_Replica(record=record, job=jobs.get(record.job_id)) for record in records]

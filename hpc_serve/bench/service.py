@@ -22,6 +22,7 @@ from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica
 from hpc_serve.client.replicas.event_loops import InLoop
 from hpc_serve.client.replicas.pool import ReplicaAddress
+from hpc_serve.client.replicas.replicas import replica_of_file
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests.transport import AsyncServiceTransport
 from hpc_serve.errors import HpcServeError
@@ -73,7 +74,7 @@ class BenchService:
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        return tuple(sorted(replica.name.removesuffix(".json") for replica in self.watch.pool.others(frozenset())))
+        return tuple(sorted(replica_of_file(replica.name) for replica in self.watch.pool.others(frozenset())))
 
     @property
     def last_replica(self) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from hpc_serve.client.access import open_store
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas.pool import ReplicaAddress
+from hpc_serve.client.replicas.replicas import replica_of_file
 from hpc_serve.errors import NotAllReplicasError, ServiceNotFoundError
 from hpc_serve.rendezvous.shares import named_service
 from hpc_serve.trust.connection import VerifiedConnection
@@ -64,7 +65,7 @@ def tell_all(
     if not failed:
         return answers
     told = "; ".join(f"{one}: {answer.status or 'no answer'} {answer.text[:200]}" for one, answer in failed.items())
-    done = [one for one in replicas if _name(one) not in failed]
+    done = [one for one in replicas if replica_of_file(one.name) not in failed]
     taken_back = ""
     if undo is not None and done:
         back = _tell(done, undo, None, timeout)
@@ -83,11 +84,7 @@ def _tell(
 
     with ThreadPoolExecutor(len(replicas)) as threads:
         answers = threads.map(lambda replica: _ask(replica, path, body, timeout_s), replicas)
-        return {_name(replica): answer for replica, answer in zip(replicas, answers, strict=True)}
-
-
-def _name(replica: ReplicaAddress) -> str:
-    return replica.name.removesuffix(".json")
+        return {replica_of_file(replica.name): answer for replica, answer in zip(replicas, answers, strict=True)}
 
 
 def _ask(replica: ReplicaAddress, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> ReplicaAnswer:

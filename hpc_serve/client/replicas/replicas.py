@@ -36,7 +36,7 @@ def _shown(status: ReplicaStatus, pool: ReplicaPool) -> Replica:
         state, reason = "ready", ""
     elif state == "ready":
         state, reason = "unknown", "a request failed there: it is asked before it gets another"
-    return Replica(name=_name(status.record.name), state=state, address=status.address, reason=reason)
+    return Replica(name=replica_of_file(status.record.name), state=state, address=status.address, reason=reason)
 
 
 class LastReplica:
@@ -55,7 +55,7 @@ class LastReplica:
         of, record_name = _here.get() or (None, None)
         if of is None or of() is not self:
             record_name = self._anywhere
-        return _name(record_name) if record_name is not None else None
+        return replica_of_file(record_name) if record_name is not None else None
 
 
 # One for all clients: a variable for each would stay in every context for ever.
@@ -64,5 +64,6 @@ _here: contextvars.ContextVar[tuple[weakref.ref[LastReplica], str] | None] = con
 )
 
 
-def _name(record_name: str) -> str:
+def replica_of_file(record_name: str) -> str:
+    """Return a replica's name for programs, by the name of its record's file."""
     return record_name.removesuffix(".json")
