@@ -17,6 +17,7 @@ from hpc_serve.plan.hardware.accelerator import AcceleratorKind, AcceleratorSpec
 from hpc_serve.sizes import GIB
 
 PINNED_VERSION = "0.32.0"
+DEFAULT_LORA_RANK = 16  # vLLM's --max-lora-rank (config/lora.py)
 LONGEST_THAT_FITS = -1
 """The context for `--max-model-len auto`, as vLLM writes it: the model's, or as long as the machines hold."""
 Arrivals = Literal["steady", "burst"]
@@ -164,8 +165,8 @@ class EngineConfig:
 
     @property
     def lora_rank(self) -> int:
-        """The largest rank of an adapter. The default is vLLM's (config/lora.py)."""
-        return self.max_lora_rank or 16
+        """The largest rank of an adapter."""
+        return self.max_lora_rank or DEFAULT_LORA_RANK
 
     @property
     def speculative_method(self) -> str | None:

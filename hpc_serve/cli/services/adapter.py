@@ -48,8 +48,8 @@ def adapter_command(action: str, service: str, name: str | None, source: str | N
 
 
 def _words(told: Told, name: str, *, is_added: bool) -> str:
-    verb = "have loaded" if is_added else "have unloaded"
-    lines = [f"{_replicas(told.done)} {verb if len(told.done) != 1 else verb.replace('have', 'has')} {name}."]
+    has, loaded = "has" if len(told.done) == 1 else "have", "loaded" if is_added else "unloaded"
+    lines = [f"{_replicas(told.done)} {has} {loaded} {name}."]
     if told.coming and is_added:
         lines.append(f"{_replicas(told.coming)} will before serving.")
     lines += [f"note: {printable(told.note)}"] if told.note else []

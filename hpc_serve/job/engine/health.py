@@ -156,8 +156,7 @@ def told(engine: EngineAddress, path: str, body: Mapping[str, Any], *, timeout_s
 
     Raises OSError or HTTPException without an answer.
     """
-    encoded = SmallRequest(path=path, body=body).encoded()
-    answer = _ask(engine, "POST", path, timeout_s=timeout_s, encoded=encoded)
+    answer = _ask(engine, "POST", path, timeout_s=timeout_s, encoded=(_JSON, json.dumps(body).encode()))
     if answer.status == 200:
         return ""
     with contextlib.suppress(ValueError, LookupError, TypeError):

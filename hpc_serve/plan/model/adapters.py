@@ -18,7 +18,6 @@ from hpc_serve.plan.model.weights import Linear
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as --max-lora-rank (config/lora.py)."""
-DEFAULT_RANK = 16
 ON_CPUS = (
     "On CPUs vLLM 0.32 answers a request for the model itself with an adapter, if a request for one runs at the same "
     "moment. Requests for adapters alone are right."

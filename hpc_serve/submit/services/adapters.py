@@ -14,8 +14,8 @@ from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import HpcServeError, InvalidRequestError, ServiceNotFoundError, WaitTimeoutError
 from hpc_serve.hub.adapters import find_adapter
 from hpc_serve.hub.hub import find_spec
-from hpc_serve.plan.engine import EngineConfig
-from hpc_serve.plan.model.adapters import DEFAULT_RANK, ON_CPUS, AdapterFiles, check_shapes, least_rank
+from hpc_serve.plan.engine import DEFAULT_LORA_RANK, EngineConfig
+from hpc_serve.plan.model.adapters import ON_CPUS, AdapterFiles, check_shapes, least_rank
 from hpc_serve.rendezvous.adapters import Adapter, check_adapter_name
 from hpc_serve.rendezvous.names import replica_name
 from hpc_serve.rendezvous.record import EndpointRecord
@@ -201,7 +201,7 @@ def check_room(files: AdapterFiles, engine_args: Sequence[str], engine: str) -> 
     cure = f"submit it with -- --enable-lora --max-lora-rank {least_rank(files.rank)}"
     if not value_of(words, "--enable-lora"):
         raise InvalidRequestError(f"{engine} started without room for adapters: {cure}, or with --lora NAME=FOLDER.")
-    most = value_of(words, "--max-lora-rank") or DEFAULT_RANK
+    most = value_of(words, "--max-lora-rank") or DEFAULT_LORA_RANK
     if files.rank > most:
         raise InvalidRequestError(
             f"{engine} started for ranks of {most} at most, and {files.path} has {files.rank}: {cure}."
