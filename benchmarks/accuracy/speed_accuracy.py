@@ -59,13 +59,14 @@ def accuracy(rows: Sequence[tuple[Case, Factors]]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for arrivals in get_args(Arrivals):
         for kind in ("gpu", "tpu", "cpu"):
-            there = [row for row in rows if (arrivals_of(row[0]), kind_of(row[0])) == (arrivals, kind)]
+            of_kind = [row for row in rows if kind_of(row[0]) == kind]
+            there = [row for row in of_kind if arrivals_of(row[0]) == arrivals]
             if there:
-                found.setdefault(arrivals, {})[kind] = _figures(there)
+                found.setdefault(arrivals, {})[kind] = _figures(there, of_kind)
     return found
 
 
-def _figures(rows: Sequence[tuple[Case, Factors]]) -> dict[str, Any]:
+def _figures(rows: Sequence[tuple[Case, Factors]], of_kind: Sequence[tuple[Case, Factors]]) -> dict[str, Any]:
     sources: dict[str, list[float]] = {}
     for case, factors in rows:
         sources.setdefault(case.source, []).append(abs(error(case, factors)))
@@ -74,7 +75,7 @@ def _figures(rows: Sequence[tuple[Case, Factors]]) -> dict[str, Any]:
         "rows": len(rows),
         "sources": len(medians),
         "median_error_per_cent": round(statistics.median(medians), 1),
-        "ranges": _ranges(rows),
+        "ranges": {**_few(_ranges(of_kind)), **_ranges(rows)},
     }
     ratios = _ttft_ratios(rows)
     if len(ratios) >= LEAST_TTFT_ROWS:
@@ -90,7 +91,8 @@ def _figures(rows: Sequence[tuple[Case, Factors]]) -> dict[str, Any]:
 def _ranges(rows: Sequence[tuple[Case, Factors]]) -> dict[str, dict[str, Any]]:
     """By class: bounds of the measured by the printed speed, in which eight of ten sources lie by bounds of the others.
 
-    A source counts by its median row. As many as can be, the farthest off, lie beyond the bounds.
+    A source counts by its median row. As many as can be, the farthest off, lie beyond the bounds. The printed speed
+    lies within them.
     """
     members: dict[str, dict[str, list[float]]] = {}
     for case, factors in rows:
@@ -106,10 +108,15 @@ def _ranges(rows: Sequence[tuple[Case, Factors]]) -> dict[str, dict[str, Any]]:
         low, high = _bounds(ratios, beyond)
         found[name] = {
             "sources": len(ratios),
-            "measured_by_printed": [math.floor(100 * low) / 100, math.ceil(100 * high) / 100],
+            "measured_by_printed": [min(1, math.floor(100 * low) / 100), max(1, math.ceil(100 * high) / 100)],
             "sources_in_bounds_of_others": _held(ratios, beyond),
         }
     return found
+
+
+def _few(ranges: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The ranges of both kinds of arrivals together that are given where one kind alone has too few sources."""
+    return {name: one for name, one in ranges.items() if one["sources"] == LEAST_SOURCES}
 
 
 def _bounds(ratios: Sequence[float], beyond: int) -> tuple[float, float]:

@@ -19,10 +19,10 @@ from hpc_serve.bench.notes import notes_on
 from hpc_serve.bench.run import Run
 from hpc_serve.client.replicas.replicas import replica_of_file
 from hpc_serve.errors import HpcServeError
+from hpc_serve.plan.asked import PlanRequest
 from hpc_serve.plan.choice.vllm_flags import read_fields
 from hpc_serve.plan.engine import Arrivals, EngineConfig, Workload
 from hpc_serve.plan.hardware.cluster import cluster_named
-from hpc_serve.plan.make import PlanRequest
 from hpc_serve.plan.speed.classes import case_of
 from hpc_serve.plan.speed.estimate import SpeedEstimate, estimate_speed
 from hpc_serve.plan.speed.measured import Case, MeasuredRun

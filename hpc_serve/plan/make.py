@@ -6,14 +6,15 @@ is. This module decides only what they are asked.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.plan.asked import PlanRequest, asked_traffic, check_speech
 from hpc_serve.plan.choice.candidates import LayoutContexts, PlanInputs, contexts_by_layout, contexts_of, minimum_gpus
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan, choose
-from hpc_serve.plan.engine import LONGEST_THAT_FITS, Arrivals, EngineConfig, Workload
+from hpc_serve.plan.engine import LONGEST_THAT_FITS, EngineConfig
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
-from hpc_serve.plan.hardware.cluster import DEFAULT_GPU, ClusterSpec
+from hpc_serve.plan.hardware.cluster import ClusterSpec
 from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.plan.report.notes import plan_notes
@@ -22,44 +23,6 @@ from hpc_serve.plan.speed.estimate import SpeedEstimate
 from hpc_serve.plan.speed.measured import MeasuredHere, MeasuredRun
 from hpc_serve.plan.speed.step import Roofline
 from hpc_serve.plan.speed.traffic import Traffic
-
-DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 1024, 256
-DEFAULT_TEXT_TOKENS = 512
-"""Of a text to embed or to score."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """A person's request for a plan, in their own words. None: the plan decides, or there is a default.
-
-    `gpu` names the accelerators of the nodes, as in plan/hardware/cluster.py, and `gpu_memory_bytes` is the memory of
-    one. `engines_per_node` engines divide one node. Each uses all of its part unless a size of the layout is asked for.
-    `target` is text that plan/speed/target.py reads. `input_tokens` and `output_tokens` are the tokens of one request,
-    `longest_output_tokens` those of the longest answer if answers differ. `arrivals`: how requests come. `prefix_hits`:
-    the share of each prompt that is in the cache. `decode_only`: prompts are read elsewhere. `ideal`: print only the
-    figures that no engine can beat. `measured`: speeds count runs that were measured here. If
-    `allow_unknown_config_keys` is set, a config may have sizes that the planner does not know.
-    """
-
-    model: str
-    gpu: str = DEFAULT_GPU
-    gpu_memory_bytes: int | None = None
-    num_nodes: int | None = None
-    gpus_per_node: int | None = None
-    engines_per_node: int = 1
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    workload: Workload = field(default_factory=Workload)
-    target: str | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    longest_output_tokens: int | None = None
-    arrivals: Arrivals = "steady"
-    decode_only: bool = False
-    prefix_hits: float | None = None
-    ideal: bool = False
-    measured: bool = True
-    usd_per_gpu_hour: float | None = None
-    allow_unknown_config_keys: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +48,8 @@ class PlanResult:
     """A plan, or the error that says why there is none, and what both were made from.
 
     `contexts` are the longest contexts by layout, if `--max-model-len auto` asked for them. `ideal`: the person asked
-    for the ideal speed. `measured` are runs here on this accelerator.
+    for the ideal speed. `measured` are runs here on this accelerator. `plain_model` is the model without speculation,
+    where the engine speculates.
     """
 
     inputs: PlanInputs
@@ -97,6 +61,7 @@ class PlanResult:
     contexts: tuple[LayoutContexts, ...] = ()
     ideal: bool = False
     measured: MeasuredHere | None = None
+    plain_model: ModelSpec | None = None
 
     @property
     def model(self) -> ModelSpec:
@@ -122,6 +87,13 @@ class PlanResult:
         layout = self.chosen.layout
         engine = replace(self.inputs, engine=engine or self.inputs.engine).engine_for(layout)
         return Roofline(self.model, self.accelerator, engine, layout, self.measured)
+
+    def plain_roofline(self) -> Roofline | None:
+        """Return how fast a replica is without speculation; None where the engine does not speculate."""
+        if self.plain_model is None:
+            return None
+        plain = replace(self.inputs.engine, speculative_config=None)
+        return replace(self, inputs=replace(self.inputs, model=self.plain_model)).roofline(plain)
 
     def estimates(self, engine: EngineConfig | None = None) -> list[SpeedEstimate]:
         """Return the speeds of a replica by requests in flight; none if the speed is not known."""
@@ -157,10 +129,12 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
             f"--runner {asked.engine.runner}."
         )
     if found.model.encoder_positions:
-        _check_speech(asked, found.model)
+        check_speech(asked, found.model)
+    plain = replace(asked.engine, speculative_config=None)
+    plain_model = loaded_model(found.model, plain) if asked.engine.speculative_tokens else None
     found = replace(found, model=loaded_model(found.model, asked.engine, found.draft))
     inputs, contexts = _inputs(asked, found)
-    traffic = _traffic(asked, inputs.max_model_len)
+    traffic = asked_traffic(asked, found.model, inputs.max_model_len)
     if asked.input_tokens or asked.output_tokens:
         tokens = traffic.input_tokens + (traffic.output_tokens if traffic.generates else 0)
         inputs = replace(inputs, workload=replace(inputs.workload, request_tokens=tokens))
@@ -198,6 +172,7 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
         contexts=tuple(contexts),
         ideal=asked.ideal,
         measured=measured,
+        plain_model=plain_model,
     )
 
 
@@ -245,75 +220,6 @@ def _context_reasons(inputs: PlanInputs, contexts: list[LayoutContexts]) -> list
         f"--max-model-len {inputs.max_model_len}: of the model's {inputs.model.max_model_len:,} tokens, as many as "
         "these machines hold for one request."
     ]
-
-
-def _traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
-    """Return each request's lengths: those asked for, else the defaults as far as the context allows.
-
-    Raises InvalidRequestError where the lengths asked for are more than the context.
-    """
-    if asked.engine.is_pooling:
-        return _pooling_traffic(asked, max_model_len)
-    outputs = asked.output_tokens or min(DEFAULT_OUTPUT_TOKENS, max(1, max_model_len // 5))
-    inputs = asked.input_tokens or max(1, min(DEFAULT_INPUT_TOKENS, max_model_len - outputs))
-    if inputs + outputs > max_model_len:
-        raise InvalidRequestError(
-            f"{inputs:,} tokens in and {outputs:,} out are {inputs + outputs:,}, but a request has at most "
-            f"{max_model_len:,}; use a longer --max-model-len, or fewer tokens."
-        )
-    if asked.prefix_hits and not asked.engine.caches_prefixes:
-        raise InvalidRequestError("--prefix-hits: the engine keeps no prefixes (--no-enable-prefix-caching).")
-    longest = asked.longest_output_tokens
-    if longest is not None and asked.arrivals != "burst":
-        raise InvalidRequestError(
-            "The longest answer matters where all requests arrive at once: add --arrivals burst, or leave out "
-            "--longest-output-tokens."
-        )
-    return Traffic(
-        input_tokens=inputs,
-        output_tokens=outputs,
-        concurrency=asked.workload.concurrency,
-        arrivals=asked.arrivals,
-        longest_output_tokens=longest,
-        decode_only=asked.decode_only,
-        prefix_hits=asked.prefix_hits or 0.0,
-    )
-
-
-def _options_of_generation(asked: PlanRequest) -> list[str]:
-    """Return the options asked for that describe generated text."""
-    given = {
-        "--output-tokens": asked.output_tokens,
-        "--longest-output-tokens": asked.longest_output_tokens,
-        "--decode-only": asked.decode_only,
-        "--prefix-hits": asked.prefix_hits,
-        "--target": asked.target,
-    }
-    return [option for option, value in given.items() if value]
-
-
-def _check_speech(asked: PlanRequest, model: ModelSpec) -> None:
-    """Raise InvalidRequestError for options that a model with an encoder of sound cannot have."""
-    named = [*(["--input-tokens"] if asked.input_tokens else []), *_options_of_generation(asked)]
-    if asked.engine.is_pooling:
-        named.append("--runner pooling")
-    if named:
-        raise InvalidRequestError(
-            f"{model.name} transcribes audio, and its speed is not planned: leave out {', '.join(named)}."
-        )
-
-
-def _pooling_traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
-    """Return the texts that an embedder or a reranker gets. Raises InvalidRequestError for options of generation."""
-    if named := _options_of_generation(asked):
-        raise InvalidRequestError(f"The model generates no text: leave out {', '.join(named)}.")
-    tokens = asked.input_tokens or min(DEFAULT_TEXT_TOKENS, max_model_len)
-    if tokens > max_model_len:
-        raise InvalidRequestError(f"A text has {tokens:,} tokens, and at most {max_model_len:,} are read.")
-    concurrency = asked.workload.concurrency
-    return Traffic(
-        input_tokens=tokens, output_tokens=1, concurrency=concurrency, arrivals=asked.arrivals, generates=False
-    )
 
 
 def _for_target(

@@ -66,7 +66,7 @@ def models_command(word: str | None, fits: bool, as_json: bool) -> None:
 
 def _layout_on(site: SiteProfile, model: str) -> str | None:
     """Return the layout of a model on one node of the site's GPUs, in words; None if the model does not fit."""
-    from hpc_serve.plan.make import PlanRequest
+    from hpc_serve.plan.asked import PlanRequest
     from hpc_serve.submit.plans.planning import plan_for
 
     try:

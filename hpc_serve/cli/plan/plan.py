@@ -16,7 +16,8 @@ from hpc_serve.cli.submit.request import assumed_gpu_note, engine_words, machine
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 
 if TYPE_CHECKING:
-    from hpc_serve.plan.make import PlanRequest, PlanResult
+    from hpc_serve.plan.asked import PlanRequest
+    from hpc_serve.plan.make import PlanResult
 
 
 def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
@@ -116,9 +117,9 @@ def _memory_of_nodes(options: Mapping[str, Any], result: PlanResult) -> str:
 
 def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
     """Return the request for the plan; without --gpu it is for the machines of the site file, as in `submit`."""
+    from hpc_serve.plan.asked import PlanRequest
     from hpc_serve.plan.choice.vllm_flags import read_fields
     from hpc_serve.plan.engine import EngineConfig, Workload
-    from hpc_serve.plan.make import PlanRequest
     from hpc_serve.submit.site.site_files import read_site
     from hpc_serve.vllm.allowed import check_arguments
 
@@ -136,7 +137,8 @@ def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
             name: options[name]
             for name in (
                 *("target", "input_tokens", "output_tokens", "arrivals", "longest_output_tokens"),
-                *("prefix_hits", "decode_only", "ideal", "measured", "usd_per_gpu_hour", "allow_unknown_config_keys"),
+                *("prefix_hits", "acceptance_length", "decode_only", "ideal", "measured", "usd_per_gpu_hour"),
+                "allow_unknown_config_keys",
             )
         },
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import click
 from rich.console import Console
@@ -11,6 +11,7 @@ from rich.text import Text
 
 from hpc_serve.cli.console import plain_table
 from hpc_serve.plan.make import PlanResult
+from hpc_serve.plan.report.gains import offloading_text, speculation_text
 from hpc_serve.plan.report.speed import (
     accuracy_text,
     arrivals_text,
@@ -25,7 +26,8 @@ from hpc_serve.plan.report.speed import (
     time_of,
     waiting_text,
 )
-from hpc_serve.plan.speed.classes import class_texts
+from hpc_serve.plan.speed.classes import class_texts, speed_range
+from hpc_serve.plan.speed.drafts import known_draft
 from hpc_serve.plan.speed.estimate import SpeedEstimate
 from hpc_serve.plan.speed.step import Roofline
 
@@ -41,6 +43,15 @@ _ARRIVALS = {
     "decoding": ("decoding alone", ""),
 }
 """By arrivals: the words for them, and a sentence on the other way."""
+_CAUSES = {
+    "weights": "reading weights",
+    "FLOP/s": "arithmetic",
+    "KV cache": "reading the cache",
+    "engine": "the engine's own work",
+    "communication": "communication between GPUs",
+    "bubbles": "waiting for pipeline stages",
+}
+"""What a step's causes (plan/speed/step.py) are called in a sentence."""
 _WIDE = 80
 """Columns of a terminal from which the table has all its columns and wide gaps."""
 
@@ -54,10 +65,9 @@ def wide_table(console: Console, *headings: str, left: Sequence[str] = ()) -> Ta
 
 def speed_line(result: PlanResult) -> str:
     """The speed in one sentence: for one request in flight, for as many as were asked for, and for the most."""
-    found, traffic = result.estimates(), result.traffic
-    if not found:
+    shown, traffic = _shown(result), result.traffic
+    if not shown:
         return _why_none(result)
-    shown = {one.traffic.concurrency: one for one in (found[0], _asked(found, traffic.concurrency), found[-1])}
     roofline, unit = result.roofline(), "token" if traffic.generates else "text"
     parts = [
         f"{one.speed.output_tokens_per_s:,.0f} {unit}s/s{_range(roofline, one)} with {count:,} in flight "
@@ -70,7 +80,44 @@ def speed_line(result: PlanResult) -> str:
     arrivals, other = _ARRIVALS["decoding" if traffic.decode_only else traffic.arrivals]
     whence = None if result.ideal else measured_text(list(shown.values()))
     measured = f"; {whence}" if whence else ""
-    return f"{figures}{whose}: {', '.join(parts)}; {requests_text(traffic)}, {arrivals}{measured}.{other}"
+    line = f"{figures}{whose}: {', '.join(parts)}; {requests_text(traffic)}, {arrivals}{measured}.{other}"
+    return f"{line} {_bounds(result, shown)}"
+
+
+def _bounds(result: PlanResult, shown: Mapping[int, SpeedEstimate]) -> str:
+    """What takes most of the time, and how the range is known."""
+    bounds: dict[str, list[str]] = {}
+    for count, one in shown.items():
+        bounds.setdefault(_CAUSES[one.bound], []).append(f"{count:,}")
+    each = [f"{bound} with {' and '.join(counts)} in flight" for bound, counts in bounds.items()]
+    most = f"Most of the time goes to {', to '.join(each) if len(each) > 1 else next(iter(bounds))}."
+    found = speed_range(result.roofline(), result.traffic)
+    if result.ideal or any(one.measured for one in shown.values()):
+        return most
+    if found is None:
+        return f"{most} Too few runs of this kind were published to give a range."
+    return f"{most} The range is that of {found['sources']} published sources."
+
+
+def gain_lines(result: PlanResult) -> Iterator[str]:
+    """What the engine's options gain. Nothing where the speed is not known."""
+    shown = list(_shown(result).values())
+    if shown and result.inputs.engine.kv_offloading_size:
+        yield offloading_text(result.roofline())
+    if (plain := result.plain_roofline()) is None or not shown:
+        return
+    engine = result.inputs.engine
+    known = known_draft(result.model.name, engine)
+    if known and known.acceptance_length(engine.speculative_tokens) != result.traffic.acceptance_length:
+        known = None
+    yield speculation_text(result.roofline(), plain, shown, result.chosen.memory, known)
+
+
+def _shown(result: PlanResult) -> dict[int, SpeedEstimate]:
+    """The estimates for one request in flight, for as many as were asked for, and for the most, by that number."""
+    found = result.estimates()
+    chosen = (found[0], _asked(found, result.traffic.concurrency), found[-1]) if found else ()
+    return {one.traffic.concurrency: one for one in chosen}
 
 
 def _why_none(result: PlanResult) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hpc_serve.cli.console import plain_table
-from hpc_serve.cli.plan.plan_speed import print_speed, print_speed_explanation, speed_line, wide_table
+from hpc_serve.cli.plan.plan_speed import gain_lines, print_speed, print_speed_explanation, speed_line, wide_table
 from hpc_serve.plan.choice.candidates import Candidate, LayoutContexts, on_most_gpus
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.choice.planner import ServePlan
@@ -58,7 +58,8 @@ def print_plan(result: PlanResult, *, note: str | None = None, memory: str = "")
     chosen = result.chosen
     console = Console(highlight=False, emoji=False)
     _print_choice(console, result, _nearest(chosen.candidates), note, memory)
-    console.print(Text(speed_line(result)))
+    for line in (speed_line(result), *gain_lines(result)):
+        console.print(Text(line))
     console.print(Text("--explain: all layouts, the speed by requests in flight, and the arithmetic.", style="dim"))
     console.print()
     words = " ".join(shlex.quote(word) for word in ("vllm", "serve", chosen.model, *chosen.vllm_args))

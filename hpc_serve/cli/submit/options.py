@@ -38,6 +38,7 @@ _KINDS: Mapping[str, Any] = {
     "replicas": REPLICAS,
     "positive": click.IntRange(min=1),
     "share": click.FloatRange(0, 1, max_open=True),
+    "least_one": click.FloatRange(1),
 }
 _FURTHER: Mapping[str, Mapping[str, Any]] = {
     "gpu": {"callback": not_empty, "shell_complete": gpu_names},
@@ -103,6 +104,7 @@ _REQUESTS = (
     "arrivals",
     "longest_output_tokens",
     "prefix_hits",
+    "acceptance_length",
 )
 _UNKNOWN = ("allow_unknown_config_keys", "allow_unknown_vllm_options")
 _PLAN_FIRST = ("model_argument", "model", "gpu", "num_nodes", "gpus_per_node", "max_model_len", "concurrency", "target")

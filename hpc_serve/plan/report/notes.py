@@ -28,23 +28,19 @@ def plan_notes(model: ModelSpec, engine: EngineConfig, *, on_cpus: bool) -> Iter
         )
     method, draft = engine.speculative_method, (engine.speculative_config or {}).get("model")
     if engine.speculates_with_own_layers:
-        yield (
-            f"--speculative-config: {model.draft_layers} prediction layers with their cache are counted. The speed is "
-            "that of steps that run them; how many drafts are accepted is not known, so none is counted."
-        )
+        yield (f"--speculative-config: {model.draft_layers} prediction layers with their cache are counted.")
     elif engine.draft_model and model.draft_layers:
         yield (
             f"--speculative-config: weights and cache of the draft model {draft} are counted ({model.draft_layers} "
-            "layers, on the last stage). The speed is that of steps that run them once; how many drafts are accepted "
-            "is not known, so none is counted."
+            "layers, on the last stage)."
         )
     elif method in _WITHOUT_DRAFT_WEIGHTS:
-        yield f"--speculative-config: {method} loads no weights. The speed is that without speculation."
+        yield f"--speculative-config: {method} loads no weights. The time to draft tokens is not counted."
     elif method is not None:
         named = f" {draft}" if draft else ""
         yield (
-            f"Not counted: weights and cache of the draft model{named} (--speculative-config). Plan the draft "
-            "model separately and leave its room with --gpu-memory-utilization. The speed is that without speculation."
+            f"Not counted: weights, cache and time of the draft model{named} (--speculative-config). Plan the draft "
+            "model separately and leave its room with --gpu-memory-utilization."
         )
     if (engine.data_parallel_size or 1) > 1 and not engine.enable_expert_parallel:
         yield (
@@ -53,7 +49,7 @@ def plan_notes(model: ModelSpec, engine: EngineConfig, *, on_cpus: bool) -> Iter
         )
     if engine.enable_lora:
         slots = f"{engine.lora_slots} slot{'s' if engine.lora_slots > 1 else ''} of rank {engine.lora_rank}"
-        yield f"LoRA: {slots} counted in the weights, and CUDA graphs twice. The speed is that without adapters."
+        yield f"LoRA: {slots} counted in the weights, and CUDA graphs twice. In the speed all requests use one."
         if on_cpus:
             yield ON_CPUS
     if engine.cpu_offload_gb:
@@ -92,7 +88,7 @@ def plan_notes(model: ModelSpec, engine: EngineConfig, *, on_cpus: bool) -> Iter
         ("--kv-offloading-size", engine.kv_offloading_size),
     ):
         if asked:
-            yield f"Not counted: buffers and copies of {option}, in GPU memory and in speed."
+            yield f"Not counted: buffers and copies of {option}, in GPU memory and in the table's speed."
     if engine.all2all_backend != EngineConfig.all2all_backend:
         yield f"--all2all-backend {engine.all2all_backend}: what it sends counts, the buffers that it keeps do not."
     if engine.uncounted:

@@ -316,7 +316,7 @@ def speed_json(estimates: list[SpeedEstimate]) -> dict[str, Any]:
         "figures": "ideal" if estimates[0].is_ideal else "expected",
         **{
             name: getattr(traffic, name)
-            for name in ("input_tokens", "output_tokens", "longest_output_tokens", "prefix_hits")
+            for name in ("input_tokens", "output_tokens", "longest_output_tokens", "prefix_hits", "acceptance_length")
         },
         "factors": {name: getattr(EXPECTED, name) for name in _MEANING},
         "by_concurrency": [_estimate(estimate) for estimate in estimates],

@@ -42,7 +42,8 @@ def burst_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Fac
     requests, outputs, longest = traffic.concurrency, traffic.output_tokens, traffic.longest_output_tokens
     first = min(float(requests), batch)
     waiting = requests - first
-    ends = 0.0 if longest is None else share_ending_per_step(outputs, longest)
+    accepted = traffic.acceptance_length
+    ends = 0.0 if longest is None else share_ending_per_step(traffic.output_steps, longest / accepted)
     stages = roofline.layout.pipeline_parallel_size
     chunks = math.ceil(first * traffic.read_tokens / roofline.max_num_batched_tokens)
     fill = _fill(roofline, traffic, first, factors, chunks)
@@ -55,7 +56,7 @@ def burst_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Fac
     # The prompts of the first batch end one step after the other.
     ttft_s = fill.seconds - (chunks - 1) / 2 * fill.step.total_s / stages
     served = sum(stretch.steps * stretch.requests for stretch in drain)
-    tpot_s = sum(stretch.seconds * stretch.requests for stretch in drain) / served
+    tpot_s = sum(stretch.seconds * stretch.requests for stretch in drain) / served / accepted
     tpot_s += (fill.seconds - ttft_s) / max(1, outputs - 1)
     queue_s = 0.0
     full = steady_speed(roofline, traffic, batch, factors) if waiting or factors is IDEAL else None
@@ -117,13 +118,14 @@ def _drain(
     keeps requests together whose prompts shared a step (github.com/vllm-project/vllm/issues/50853). V0 divided them.
     """
     uneven = roofline.layout.pipeline_parallel_size / in_flight
-    context, longest = traffic.mean_context, traffic.longest_output_tokens
+    context = traffic.mean_context
     if not ends:
         step = roofline.decode(uneven * first, context, factors)
-        return [_Stretch(steps=traffic.output_tokens, requests=first, step=step)]
+        return [_Stretch(steps=traffic.output_steps, requests=first, step=step)]
+    longest = (traffic.longest_output_tokens or math.inf) / traffic.acceptance_length
     found, left, done = [], first, 0.0
-    while left >= 1 and (longest is None or done < longest):
-        steps = min(math.log(SHRINK_RATIO) / ends, (longest or math.inf) - done)
+    while left >= 1 and done < longest:
+        steps = min(math.log(SHRINK_RATIO) / ends, longest - done)
         running = left / math.sqrt(SHRINK_RATIO)
         found.append(_Stretch(steps=steps, requests=running, step=roofline.decode(uneven * running, context, factors)))
         left /= SHRINK_RATIO

@@ -106,10 +106,14 @@ def speed_range(roofline: Roofline, traffic: Traffic) -> dict[str, Any] | None:
     `measured_by_printed` are the bounds, `sources` their number. None where too few were published.
     """
     found = speed_accuracy()[traffic.arrivals].get(roofline.accelerator.kind)
-    ranges: dict[str, dict[str, Any]] = (
-        {} if found is None or traffic.decode_only or traffic.prefix_hits or not traffic.generates else found["ranges"]
-    )
+    ranges: dict[str, dict[str, Any]] = {} if found is None or not _is_published(roofline, traffic) else found["ranges"]
     return ranges.get(range_class(roofline))
+
+
+def _is_published(roofline: Roofline, traffic: Traffic) -> bool:
+    """Return whether runs of such a kind were published that the plan was held against."""
+    has_terms = traffic.decode_only or traffic.prefix_hits or roofline.engine.speculative_tokens
+    return traffic.generates and not has_terms
 
 
 def case_of(roofline: Roofline, traffic: Traffic, running: float) -> Case:
@@ -133,6 +137,7 @@ def case_of(roofline: Roofline, traffic: Traffic, running: float) -> Case:
             "graphs": graph_mode(engine),
             "arrivals": "decoding alone" if traffic.decode_only else traffic.arrivals,
             "vllm": ".".join(map(str, engine.version)),
+            **({"acceptance_length": f"{traffic.acceptance_length:g}"} if traffic.acceptance_length > 1 else {}),
             **{
                 name: str(getattr(engine, name))
                 for name, default in _OPTIONS.items()

@@ -15,7 +15,7 @@ _MOST = 1 << 20
 def decode_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
     """Return one column of an estimate: `batch` requests run, the others wait. The first token comes with a step."""
     step = roofline.decode(batch, traffic.mean_context, factors)
-    requests_per_s = batch / (step.total_s * traffic.output_tokens)
+    requests_per_s = batch / (step.total_s * traffic.output_steps)
     queue_s = (traffic.concurrency - batch) / requests_per_s
     time = sum(step.causes.values())
     return Speed(
@@ -23,9 +23,9 @@ def decode_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Fa
         causes={cause: seconds / time for cause, seconds in step.causes.items()},
         queue_s=queue_s,
         ttft_s=queue_s + step.total_s,
-        tpot_s=step.total_s,
+        tpot_s=step.total_s / traffic.acceptance_length,
         requests_per_s=requests_per_s,
-        output_tokens_per_s=batch / step.total_s,
+        output_tokens_per_s=requests_per_s * traffic.output_tokens,
     )
 
 

@@ -14,19 +14,20 @@ from hpc_serve.plan.speed.traffic import Speed, Traffic
 def steady_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
     """Return one column of an estimate: `batch` requests run, the others in flight wait.
 
-    A round serves all running requests once. It takes as many steps as a request has output tokens, or more if the
-    prompts need more. Each prompt has its own steps, together with the tokens of other requests. Prompts share steps if
+    A round serves all running requests once. It takes as many steps as generate an answer, or more if the prompts need
+    more. Each prompt has its own steps, together with the tokens of other requests. Prompts share steps if
     there are too few steps. Data-parallel ranks step together, so each waits in the steps in which another one reads a
     prompt. The batches in the pipeline stages wait likewise, because none overtakes another one. In a burst of answers
     of one length, requests that begin together end together. The next prompts then follow one another, and no batch
     waits. Throughput, waiting and time between tokens follow by Little's law.
     """
-    inputs, outputs, context = traffic.read_tokens, traffic.output_tokens, traffic.mean_context
+    inputs, each, context = traffic.read_tokens, traffic.output_steps, traffic.mean_context
     cached = traffic.cached_tokens
     stages, ranks = roofline.layout.pipeline_parallel_size, roofline.layout.data_parallel_size
     in_flight = min(float(stages), batch)
-    steps = max(float(outputs), batch / in_flight * (inputs + outputs) / roofline.max_num_batched_tokens)
-    decoding = batch * outputs / steps
+    scheduled = inputs + roofline.tokens_per_sequence * each
+    steps = max(each, batch / in_flight * scheduled / roofline.max_num_batched_tokens)
+    decoding = batch * each / steps
     chunks = math.ceil(inputs / roofline.max_num_batched_tokens)
     decode = roofline.decode(decoding, context, factors)
 
@@ -60,7 +61,9 @@ def steady_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Fa
         causes={cause: seconds / sum(time.values()) for cause, seconds in time.items()},
         queue_s=queue_s,
         ttft_s=queue_s + first_s,
-        tpot_s=max(decode.total_s, (round_s - prefill_s) / max(1, outputs - 1)),
+        tpot_s=max(
+            decode.total_s / traffic.acceptance_length, (round_s - prefill_s) / max(1, traffic.output_tokens - 1)
+        ),
         requests_per_s=requests_per_s,
-        output_tokens_per_s=requests_per_s * outputs,
+        output_tokens_per_s=requests_per_s * traffic.output_tokens,
     )

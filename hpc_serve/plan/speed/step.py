@@ -23,6 +23,9 @@ ASSUMED_LINK_BYTES_PER_S = 32e9
 """PCIe 4.0 x16: assumed where no source confirms a rate between the GPUs of a node."""
 ASSUMED_NETWORK_BYTES_PER_S = 12.5e9
 """100 Gb/s for each GPU: assumed where no source confirms a network."""
+DRAFT_S = 0.5e-3
+"""For each token that a draft model drafts, beside the roofline of its pass: starting it, choosing its token, and
+preparing the next pass. Fitted on the gains in benchmarks/accuracy/data/gains.jsonl."""
 _GATHERING = ("allgather_reducescatter", "naive")
 
 
@@ -103,6 +106,21 @@ class StepTime:
         """The time from one token of a sequence to the next."""
         return self.pass_s + self.bubble_s
 
+    def after(self, draft: StepTime, passes: int, own_s: float) -> StepTime:
+        """Return this time with passes of a draft model before it, and `own_s` of the engine's own for them.
+
+        None of its work happens beside the model's.
+        """
+        work = passes * max(draft.flops_s, draft.weights_s)
+        return replace(
+            self,
+            flops_s=self.flops_s + work,
+            weights_s=self.weights_s + work,
+            cache_s=self.cache_s + passes * draft.cache_s,
+            communication_s=self.communication_s + passes * draft.communication_s,
+            engine_s=self.engine_s + passes * draft.engine_s + own_s,
+        )
+
     @property
     def causes(self) -> dict[str, float]:
         """Return seconds by cause. Only the larger of weights and FLOP/s counts."""
@@ -125,6 +143,8 @@ class Roofline:
     """How long a step of one model on one layout takes, for any batch. The work is counted once.
 
     With data parallelism the batch is that of one rank. The ranks step together, each with as large a batch.
+
+    With speculation a step has `tokens_per_sequence` of each sequence: its last token, and the drafts after it.
 
     If scheduling is async, the host works on a step while the device computes the last one (`is_async` in
     plan/engine.py). `measured` are runs on this accelerator here. Raises InvalidRequestError if no source confirms the
@@ -151,11 +171,11 @@ class Roofline:
         self.link_bytes_per_s = link_rate(accelerator, layout)
         self.max_num_batched_tokens = max_num_batched_tokens(engine, accelerator, model.max_model_len)
         self.max_num_seqs = max_num_seqs(engine, accelerator)
+        self.tokens_per_sequence = 1 + engine.speculative_tokens
         self.hop_bytes_per_s = network_rate(accelerator) if layout.num_nodes > 1 else link_rate(accelerator, layout)
 
     def decode(self, batch: float, context: float, factors: Factors = EXPECTED) -> StepTime:
-        """Return a step that generates one token for each of `batch` sequences, each with `context` tokens before
-        it."""
+        """Return a step that generates tokens of `batch` sequences, each with `context` tokens before them."""
         return self.step(batch, batch, context, factors)
 
     def step(
@@ -170,6 +190,8 @@ class Roofline:
     ) -> StepTime:
         """Return a step of `tokens`: one for each of `sequences`, the others of prompts with `prompt_tokens` each.
 
+        Drafts come to these. They are verified in the same pass, which reads the cache once for all tokens of a
+        sequence. A draft model has passes of its own, one after the other.
         The prompts' tokens attend to `cached_tokens` before them, too, which were read for an earlier request.
         There are as many batches in flight as pipeline stages, or as sequences if these are fewer
         (`max_concurrent_batches` in vLLM's config/vllm.py). A batch passes the stages one after the other, and all
@@ -179,10 +201,15 @@ class Roofline:
         stages = len(self.work.stages)
         share = max(sequences / stages, min(1.0, sequences))
         prompts = max(0.0, tokens - sequences) / stages
-        tokens = share + prompts
-        batch = tokens, tokens - (1 - reading) * prompts, share
+        verified = self.tokens_per_sequence * share
+        tokens = verified + prompts
+        batch = tokens, tokens - (1 - reading) * prompts, share, verified
         attention = context, prompts / prompt_tokens if prompt_tokens else 0.0, prompt_tokens, cached_tokens
         times = [self._stage_time(stage, batch, attention, factors) for stage in self.work.stages]
+        if (draft := self.work.draft) is not None:
+            one = self._stage_time(draft, (share, share, share, share), (context, 0, 0, 0), factors)
+            own_s = 0.0 if factors is IDEAL else DRAFT_S * self.engine.speculative_tokens
+            times[-1] = times[-1].after(one, self.work.draft_passes, own_s)
         flops, weights = sum(time.flops_s for time in times), sum(time.weights_s for time in times)
         cache, communication = sum(time.cache_s for time in times), sum(time.communication_s for time in times)
         kernels = sum(time.engine_s for time in times)
@@ -208,21 +235,21 @@ class Roofline:
     def _stage_time(
         self,
         stage: StageWork,
-        batch: tuple[float, float, float],
+        batch: tuple[float, float, float, float],
         attention: tuple[float, float, float, float],
         factors: Factors,
     ) -> StepTime:
-        """Return the time of `batch` in one stage: (tokens of the rank, tokens of the mean rank, sequences).
+        """Return the time of `batch` in one stage: (tokens of the rank, of the mean rank, sequences, their tokens).
 
         `attention`: (context of the sequences, prompts that are read, tokens of each, tokens of each in the cache).
         """
-        tokens, mean, share = batch
+        tokens, mean, share, verified = batch
         context, prompts, prompt_tokens, cached = attention
         bandwidth = self.bandwidth * factors.bandwidth
         away = stage.offloaded_bytes
         weights = max(0.0, stage.weight_bytes(mean * self.layout.data_parallel_size) - away) / bandwidth
         read = share * stage.cache_bytes(context) / (self.engine.decode_context_parallel_size or 1) / bandwidth
-        attended = share * stage.attention_flops(context) / (self._plain_rate * factors.attention_flops)
+        attended = verified * stage.attention_flops(context) / (self._plain_rate * factors.attention_flops)
         of_prompts = 0.0
         if prompts:
             of_cached = stage.prompt_attention_flops(cached) if cached else 0.0
@@ -242,14 +269,14 @@ class Roofline:
         return rates.get("bf16") or rates["fp16"]
 
     def _flops_s(
-        self, stage: StageWork, batch: tuple[float, float, float], attention: float, factors: Factors
+        self, stage: StageWork, batch: tuple[float, float, float, float], attention: float, factors: Factors
     ) -> float:
-        """Return the time to compute `batch`: (tokens of the rank, tokens of the mean rank, sequences)."""
-        tokens, mean, sequences = batch
+        """Return the time to compute `batch`: (tokens of the rank, of the mean rank, sequences, their tokens)."""
+        tokens, mean, _, sampled = batch
         rates = self.accelerator.dense_flops
         dense = sum(tokens * count / rates[type_] for type_, count in stage.dense_flops.items())
         experts = sum(mean * count / rates[type_] for type_, count in stage.expert_flops.items())
-        head = max(1.0, sequences) * stage.head_flops / self._plain_rate
+        head = max(1.0, sampled) * stage.head_flops / self._plain_rate
         attending = attention / self._plain_rate
         return (dense + head) / factors.flops + experts / factors.expert_flops + attending / factors.attention_flops
 

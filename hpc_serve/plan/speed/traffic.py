@@ -23,8 +23,10 @@ class Traffic:
     `concurrency` requests arrive at once, and no more come. `longest_output_tokens` says that the answers of a burst
     differ in length: they have `output_tokens` on average and at most `longest_output_tokens`. None: all have the same
     length. `decode_only`: the prompts are in the cache already, and reading them takes no time. `prefix_hits` is the
-    share of each prompt that is in the cache, because an earlier request began with it. Without `generates` a
-    request is a text to embed or to score: it has one output token, which stands for the answer.
+    share of each prompt that is in the cache, because an earlier request began with it. `acceptance_length` is how many
+    tokens a step gives a request on average, with the drafts that the model accepts (vLLM's "mean acceptance length");
+    1 without speculation. Without `generates` a request is a text to embed or to score: it has one output token, which
+    stands for the answer.
     """
 
     input_tokens: int = 1024
@@ -34,6 +36,7 @@ class Traffic:
     longest_output_tokens: int | None = None
     decode_only: bool = False
     prefix_hits: float = 0.0
+    acceptance_length: float = 1.0
     generates: bool = True
 
     def __post_init__(self) -> None:
@@ -52,6 +55,8 @@ class Traffic:
             raise InvalidRequestError(
                 f"prefix_hits is {self.prefix_hits:g}: it must be a share from 0 to less than 1, without --decode-only."
             )
+        if not self.acceptance_length >= 1:
+            raise InvalidRequestError(f"acceptance_length is {self.acceptance_length:g}: it must be at least 1.")
         longest = self.longest_output_tokens
         if longest is not None and longest < self.output_tokens:
             raise InvalidRequestError(
@@ -68,6 +73,11 @@ class Traffic:
     def cached_tokens(self) -> float:
         """Tokens of a prompt that are in the cache."""
         return self.input_tokens - self.read_tokens
+
+    @property
+    def output_steps(self) -> float:
+        """Steps that generate an answer, on average."""
+        return self.output_tokens / self.acceptance_length
 
     @property
     def mean_context(self) -> float:

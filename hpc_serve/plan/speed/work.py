@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.engine import EngineConfig
@@ -16,7 +16,7 @@ from hpc_serve.plan.memory.kv_cache import kv_cache_dtype, layer_bytes_per_token
 from hpc_serve.plan.memory.stages import offloaded_bytes, pipeline_stages
 from hpc_serve.plan.model.scheme import Scheme
 from hpc_serve.plan.model.spec import LayerCache, ModelSpec
-from hpc_serve.plan.model.weights import Linear, Weight
+from hpc_serve.plan.model.weights import Linear, Vocabulary, Weight
 
 ALL_REDUCES_PER_LAYER = 2
 """With tensor parallelism: one after attention, one after the MLP (Megatron-LM, arXiv:1909.08053)."""
@@ -105,6 +105,11 @@ class StageWork:
             for part in self.attention
         )
 
+    @property
+    def attention_bytes_per_token(self) -> float:
+        """Bytes of cache that a token adds."""
+        return sum(part.count * part.bytes_per_token for part in self.attention)
+
     def attention_flops(self, context: float) -> float:
         """Return the operations of attention for one generated token that attends to `context` tokens."""
         return sum(
@@ -127,54 +132,121 @@ class StageWork:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWork:
-    """All stages of a layout. Their ranks send `hidden_bytes` for each token: its activations."""
+    """All stages of a layout. Their ranks send `hidden_bytes` for each token: its activations.
+
+    The last stage runs the draft model once in its own pass. `draft` is one of the `draft_passes` after it.
+    """
 
     stages: tuple[StageWork, ...]
     hidden_bytes: int
+    draft: StageWork | None = None
+    draft_passes: int = 0
 
 
 def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineConfig, layout: Layout) -> ModelWork:
     """Return the work of a layout. Raises DoesNotFitError where vLLM refuses the layout."""
     tensor, pipeline, data = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size
     whole = engine.enable_expert_parallel and bool(model.num_experts)
+    sizes = tensor, data
     found = []
     for stage in pipeline_stages(model, tensor, pipeline, data_parallel_size=data, expert_parallel=whole):
-        dense: Counter[str] = Counter()
-        experts: Counter[str] = Counter()
-        expert_bytes = expert_layers = 0
-        known: dict[int, tuple[Counter[str], Counter[str], int]] = {}
-        for layer in stage.layers:
-            key = id(layer.block)
-            if key not in known:
-                known[key] = _count(layer.block.weights, model, accelerator, (tensor, data), whole)
-            in_dense, in_experts, size = known[key]
-            dense += in_dense
-            experts += in_experts
-            expert_bytes += size
-            expert_layers += size > 0
         head = model.head or model.embedding
         is_idle = stage.rank == 0 and (model.head is not None or pipeline > 1 or engine.is_pooling)
         looked_up = model.embedding.bytes_per_rank(tensor) if is_idle else 0
-        dense_bytes = stage.weight_bytes - expert_bytes - looked_up - model.everywhere.bytes_per_rank(1)
+        one = _layers_work(model, accelerator, engine, (stage.first_layer, stage.end_layer), sizes, whole)
+        weight_bytes = stage.weight_bytes - looked_up - model.everywhere.bytes_per_rank(1)
         found.append(
-            StageWork(
-                layers=len(stage.layers),
-                expert_layers=expert_layers,
-                kernels=LAYER_KERNELS * len(stage.layers)
-                + EXPERT_KERNELS * expert_layers
-                + LATENT_KERNELS * sum(layer.cache is not None and layer.cache.kind == "mla" for layer in stage.layers),
-                dense_bytes=max(0, dense_bytes),
-                expert_bytes=expert_bytes,
+            replace(
+                one,
+                dense_bytes=max(0, weight_bytes - one.expert_bytes + one.dense_bytes),
                 offloaded_bytes=offloaded_bytes(stage, engine),
-                experts=model.num_experts,
-                experts_per_token=model.num_experts_per_tok,
-                dense_flops=dict(dense),
-                expert_flops=dict(experts),
                 head_flops=2 * head.parameters / tensor if stage.is_last and not engine.is_pooling else 0.0,
-                attention=_attention(model, engine, stage.first_layer, stage.end_layer, tensor),
             )
         )
-    return ModelWork(stages=tuple(found), hidden_bytes=model.hidden_size * model.dtype_bytes)
+    draft, passes = _draft_work(model, accelerator, engine, sizes, whole)
+    hidden_bytes = model.hidden_size * model.dtype_bytes
+    return ModelWork(stages=tuple(found), hidden_bytes=hidden_bytes, draft=draft, draft_passes=passes)
+
+
+def _layers_work(
+    model: ModelSpec,
+    accelerator: AcceleratorSpec,
+    engine: EngineConfig,
+    part: tuple[int, int],
+    sizes: tuple[int, int],
+    whole: bool,
+) -> StageWork:
+    """Return the work of layers `part[0]` to `part[1] - 1` on one rank; `dense_bytes` are those of an adapter alone.
+
+    With LoRA all requests use one adapter: two kernels for each matrix that it changes, and one slot's weights.
+    """
+    dense: Counter[str] = Counter()
+    experts: Counter[str] = Counter()
+    expert_bytes = expert_layers = kernels = adapter_bytes = 0
+    known: dict[int, tuple[Counter[str], Counter[str], int]] = {}
+    layers = model.layers[part[0] : part[1]]
+    for layer in layers:
+        key = id(layer.block)
+        if key not in known:
+            known[key] = _count(layer.block.weights, model, accelerator, sizes, whole)
+        in_dense, in_experts, size = known[key]
+        dense += in_dense
+        experts += in_experts
+        expert_bytes += size
+        expert_layers += size > 0
+        kernels += LAYER_KERNELS + EXPERT_KERNELS * (size > 0)
+        kernels += LATENT_KERNELS * (layer.cache is not None and layer.cache.kind == "mla")
+        if engine.enable_lora:
+            slots = tuple(one for one in layer.derived.weights if isinstance(one, Linear) and ".lora_" in one.name)
+            if (key := id(layer.derived)) not in known:
+                known[key] = _count(slots, model, accelerator, sizes, whole)
+            in_dense, in_experts, size = known[key]
+            for all_, of_slots in ((dense, in_dense), (experts, in_experts)):
+                for type_, count in of_slots.items():
+                    all_[type_] += count / engine.lora_slots  # type: ignore[assignment]
+            size += sum(one.bytes_per_rank(sizes[0]) for one in slots if not one.is_expert)
+            adapter_bytes += size // engine.lora_slots
+            kernels += len(slots)
+    return StageWork(
+        layers=len(layers),
+        expert_layers=expert_layers,
+        kernels=kernels,
+        dense_bytes=adapter_bytes,
+        expert_bytes=expert_bytes,
+        offloaded_bytes=0,
+        experts=model.num_experts,
+        experts_per_token=model.num_experts_per_tok,
+        dense_flops=dict(dense),
+        expert_flops=dict(experts),
+        head_flops=0.0,
+        attention=_attention(model, engine, part[0], part[1], sizes[0]),
+    )
+
+
+def _draft_work(
+    model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineConfig, sizes: tuple[int, int], whole: bool
+) -> tuple[StageWork | None, int]:
+    """Return one pass of the draft model, and how many of them follow the one that the last stage counts.
+
+    Of the model's own prediction layers each drafts one token, and the last one goes on.
+    """
+    count, end = model.draft_layers, len(model.layers)
+    if not count:
+        return None, 0
+    layers = 1 if engine.speculates_with_own_layers else count
+    one = _layers_work(model, accelerator, engine, (end - layers, end), sizes, whole)
+    weights = [weight for layer in model.layers[end - layers :] for weight in layer.block.weights]
+    tables = {weight.name: weight for weight in weights if isinstance(weight, Vocabulary)}
+    head = tables.get("draft.lm_head") or tables.get("lm_head") or next(iter(tables.values()), model.head)
+    head = head or model.embedding
+    own = [weight for weight in weights if not isinstance(weight, Vocabulary) and not _is_expert(weight)]
+    read = sum(weight.bytes_per_rank(sizes[0]) for weight in (*own, head))
+    one = replace(one, dense_bytes=one.dense_bytes + read, head_flops=2 * head.parameters / sizes[0])
+    return one, max(0, engine.speculative_tokens - count // layers)
+
+
+def _is_expert(weight: Weight) -> bool:
+    return isinstance(weight, Linear) and weight.is_expert
 
 
 def compute_type(scheme: Scheme, model: ModelSpec, accelerator: AcceleratorSpec) -> str:

@@ -13,13 +13,14 @@ from typing import Any
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.hub.hub import find_spec
+from hpc_serve.plan.asked import PlanRequest
 from hpc_serve.plan.catalog import parsers_of, reasoning_parsers, tool_parsers
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan
 from hpc_serve.plan.choice.suggestions import Remedy
 from hpc_serve.plan.choice.vllm_flags import is_quantized_by_vllm
 from hpc_serve.plan.engine import EngineConfig, Workload
 from hpc_serve.plan.hardware.cluster import cluster_named, part_of_node
-from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
+from hpc_serve.plan.make import FoundParts, PlanResult, make_plan
 from hpc_serve.rendezvous.store import default_home
 from hpc_serve.submit.plans.measured_runs import measured_runs
 from hpc_serve.submit.request.option import spellings

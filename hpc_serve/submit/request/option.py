@@ -12,7 +12,7 @@ from typing import Any, Literal
 from hpc_serve.plan.engine import LONGEST_THAT_FITS
 from hpc_serve.sizes import format_size
 
-Kind = Literal["", "size", "tokens", "time", "replicas", "positive", "share"]
+Kind = Literal["", "size", "tokens", "time", "replicas", "positive", "share", "least_one"]
 """How a value is written; "" by its type alone."""
 
 

@@ -152,6 +152,12 @@ class ServeRequest:
         kind="share",
         of_plan=True,
     )
+    acceptance_length: float | None = option(
+        "With --speculative-config: tokens that a step gives a request, as vLLM logs it [default: as published, or 1].",
+        "TOKENS",
+        kind="least_one",
+        of_plan=True,
+    )
     backend: Backend = option(
         "Program that joins the nodes: Ray, or vLLM's own start "
         "[default: ray for several nodes without data-parallel ranks, else none].",

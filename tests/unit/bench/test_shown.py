@@ -16,8 +16,8 @@ from hpc_serve.bench.report import run_lines, sweep_rows
 from hpc_serve.bench.results import result_of
 from hpc_serve.bench.run import Pace
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.asked import PlanRequest
 from hpc_serve.plan.engine import EngineConfig
-from hpc_serve.plan.make import PlanRequest
 from hpc_serve.plots.figure import check_picture
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.plans.planned_speed import speed_figures

@@ -17,9 +17,10 @@ from benchmarks.accuracy import published_configs
 from benchmarks.accuracy.memory_cases import load_cases, load_later_cases
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan import EngineConfig, ModelSpec, model_from_config, resolve
+from hpc_serve.plan.asked import PlanRequest
 from hpc_serve.plan.catalog import architectures, models
 from hpc_serve.plan.hardware.cluster import cluster_named
-from hpc_serve.plan.make import FoundParts, PlanRequest, make_plan
+from hpc_serve.plan.make import FoundParts, make_plan
 from tests.support.config_keys import NOT_MEASURED
 
 HERE = Path(__file__).parent

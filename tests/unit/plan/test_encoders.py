@@ -9,9 +9,10 @@ import pytest
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan import EngineConfig, catalog, model_from_config
+from hpc_serve.plan.asked import PlanRequest
 from hpc_serve.plan.engine import Workload, max_num_batched_tokens
 from hpc_serve.plan.hardware.cluster import cluster_named
-from hpc_serve.plan.make import FoundParts, PlanRequest, make_plan
+from hpc_serve.plan.make import FoundParts, make_plan
 
 XLM_ROBERTA = dict(catalog.resolve("bge-m3").config)
 NOMIC = {

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from hpc_serve.plan import EngineConfig, accelerator, model_from_config, resolve
+from hpc_serve.plan.asked import PlanRequest
 from hpc_serve.plan.catalog import accelerator_entries
 from hpc_serve.plan.engine import Workload
 from hpc_serve.plan.hardware.accelerator import least_of
 from hpc_serve.plan.hardware.cluster import cluster_named
-from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
+from hpc_serve.plan.make import FoundParts, PlanResult, make_plan
 from hpc_serve.plan.report.speed import explain_lines
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from hpc_serve.plan.asked import PlanRequest
 from hpc_serve.plan.engine import EngineConfig, Workload
-from hpc_serve.plan.make import PlanRequest
 from hpc_serve.plan.speed.classes import case_of
 from hpc_serve.plan.speed.estimate import SpeedEstimate
 from hpc_serve.plan.speed.measured import REPEATED, Case, Correction, MeasuredHere, MeasuredRun

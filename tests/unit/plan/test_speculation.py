@@ -1,0 +1,129 @@
+"""Drafted tokens and adapters in the speed: by hand, by published pairs of runs, and in what `plan` says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.accuracy.speculation_gains import gains
+from hpc_serve.cli.main import run
+from hpc_serve.plan import EngineConfig, accelerator, model_from_config, resolve
+from hpc_serve.plan.choice.layout import Layout
+from hpc_serve.plan.memory.loaded import loaded_model
+from hpc_serve.plan.speed.drafts import KnownDraft, known_draft, known_drafts
+from hpc_serve.plan.speed.step import IDEAL, Roofline
+
+NGRAM = '{"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 4}'
+MTP = '{"method": "deepseek_mtp", "num_speculative_tokens": 1}'
+
+
+def roofline(engine: EngineConfig, name: str = "8b") -> Roofline:
+    model = loaded_model(model_from_config(resolve(name).config, name=name), engine)
+    layout = Layout(tensor_parallel_size=1, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=1)
+    return Roofline(model, accelerator("h100-80gb"), engine, layout)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert run(["plan", *words]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_all_tokens_of_a_sequence_are_verified_in_one_pass() -> None:
+    plain = roofline(EngineConfig()).decode(8, 1000, IDEAL)
+    drafted = roofline(EngineConfig(speculative_config=json.loads(NGRAM))).decode(8, 1000, IDEAL)
+    assert drafted.weights_s == plain.weights_s
+    assert drafted.cache_s == plain.cache_s
+    assert drafted.flops_s == pytest.approx(5 * plain.flops_s)
+
+
+def test_a_prediction_layer_runs_once_for_each_further_draft() -> None:
+    def weights_s(method: str, drafts: int) -> float:
+        asked = {"method": method, "prompt_lookup_max": 4, "num_speculative_tokens": drafts}
+        engine = EngineConfig(speculative_config=asked)
+        return roofline(engine, "deepseek-ai/DeepSeek-V3").decode(1, 100, IDEAL).weights_s
+
+    # Both verify as many tokens, which read as many experts. Only one of them has a layer and a head to run.
+    layers = [weights_s("mtp", drafts) - weights_s("ngram", drafts) for drafts in (1, 2, 3, 4)]
+    passes = [after - before for before, after in itertools.pairwise(layers[1:])]
+    assert passes[0] == pytest.approx(passes[1], rel=0.01)
+    head_bytes, attention_and_shared = 129_280 * 7168 * 2, 232e6
+    bandwidth = accelerator("h100-80gb").bandwidth_bytes_per_s
+    assert bandwidth is not None
+    assert passes[0] > (head_bytes + attention_and_shared) / bandwidth
+    assert passes[0] < 3 * (head_bytes + attention_and_shared) / bandwidth
+
+
+def test_an_adapter_is_two_kernels_for_each_matrix_and_a_slot_of_weights() -> None:
+    plain = roofline(EngineConfig()).work.stages[0]
+    one, many = (roofline(EngineConfig(enable_lora=True, max_lora_rank=16, max_loras=n)).work.stages[0] for n in (1, 4))
+    assert one.kernels - plain.kernels >= 32 * 2 * 4
+    assert one.dense_bytes == pytest.approx(many.dense_bytes, rel=1e-6)
+    rank = (
+        16 * (2 * 4096 + 6144 + 4096 + 2 * 28672 + 4096 + 14336 + 4096) * 32
+    )  # by hand, about: A and B of four matrices
+    assert 0.5 * 2 * rank < one.dense_bytes - plain.dense_bytes < 2 * 2 * rank
+
+
+def test_published_gains_are_near_the_printed_ones() -> None:
+    found = list(gains())
+    assert len(found) == 19
+    for one in found:
+        assert 0.75 < one.measured / one.printed < 1.15, one
+
+
+def test_the_acceptance_length_of_other_numbers_of_drafts_is_that_of_one_probability() -> None:
+    known = KnownDraft(model="m", draft="d", method="eagle3", drafts=1, tokens=1.6, texts="t", source="s")
+    assert known.acceptance_length(1) == 1.6
+    assert known.acceptance_length(3) == pytest.approx(1 + 0.6 + 0.36 + 0.216)
+    head = known_drafts("openai/gpt-oss-20b")[0]
+    engine = EngineConfig(
+        speculative_config={"method": "eagle3", "model": head.draft, "num_speculative_tokens": head.drafts}
+    )
+    assert known_draft("openai/GPT-OSS-20b", engine) == head
+    assert known_draft("openai/gpt-oss-20b", replace(engine, speculative_config=None)) is None
+
+
+def test_plan_says_what_drafts_gain(capsys: pytest.CaptureFixture[str]) -> None:
+    text = plan(capsys, "deepseek-ai/DeepSeek-V3", "--", "--speculative-config", MTP)
+    assert "Speculation, 1.85 tokens a step (published for several topics: arXiv:2412.19437" in text
+    assert "in flight. It pays up to" in text
+    text = plan(capsys, "8b", "--", "--speculative-config", NGRAM)
+    assert "how many of 4 drafts are accepted" in text
+    assert "1.0 tokens with 1 in flight" in text
+    text = plan(capsys, "8b", "--acceptance-length", "2.2", "--", "--speculative-config", NGRAM)
+    assert "Speculation, 2.2 tokens a step: × 2.1" in text
+    assert "It pays up to about 64 in flight" in text
+    text = plan(capsys, "8b", "--acceptance-length", "1.01", "--", "--speculative-config", NGRAM)
+    assert "It does not pay" in text or "It pays up to about 1 in flight" in text
+
+
+def test_drafts_count_in_both_kinds_of_arrivals(capsys: pytest.CaptureFixture[str]) -> None:
+    def rate(*words: str) -> float:
+        asked = ("8b", "--json", *words, "--", "--speculative-config", NGRAM)
+        assert run(["plan", *asked]) == 0
+        return json.loads(capsys.readouterr().out)["performance"]["by_concurrency"][0]["expected"]["output_tokens_per_s"]
+
+    for arrivals in (
+        (),
+        ("--decode-only",),
+        ("--arrivals", "burst"),
+        ("--arrivals", "burst", "--longest-output-tokens", "1024"),
+    ):
+        assert 1.8 < rate("--acceptance-length", "2", *arrivals) / rate(*arrivals) <= 2.01
+
+
+def test_wrong_numbers_of_accepted_tokens_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "8b", "--acceptance-length", "2"]) != 0
+    assert "without --speculative-config a step gives one token" in capsys.readouterr().err
+    assert run(["plan", "8b", "--acceptance-length", "6", "--", "--speculative-config", NGRAM]) != 0
+    assert "a step gives 1 to 5 tokens" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_cache_in_the_nodes_memory_says_what_it_gains_at_most(capsys: pytest.CaptureFixture[str]) -> None:
+    text = plan(capsys, "70b", "--", "--kv-offloading-size", "100")
+    assert "1,000 tokens of a prefix come from the node's memory in 2.6 ms" in text
+    assert "up to 48 times as early" in text
+    assert "kv-offloading" not in plan(capsys, "70b")
