@@ -1,7 +1,8 @@
 """What encoders have beside their layers: tables of positions and of segments, a norm, and the head of a classifier.
 
 Encoders attend in both directions and keep no cache. catalog/architectures.json describes their layers, ordinary.py
-builds them. Sources: vLLM's models/bert.py, roberta.py, modernbert.py and bert_with_rope.py.
+builds them. Sources: vLLM's models/bert.py, roberta.py, modernbert.py, bert_with_rope.py and
+colbert.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from hpc_serve.plan.model.weights import Block, Vector, Vocabulary, Weight
 
 _HEAD_BYTES = 4
 """Bytes of an element of a head, which vLLM keeps in float32: `head_dtype` in config/model.py."""
+_COLBERT_WIDTH = 128
+"""Of a token, where a config does not say it: colbert-ir/colbertv2.0, lightonai/GTE-ModernColBERT-v1."""
 _ROTARY = ("rope", "rotary")
 
 
@@ -38,6 +41,17 @@ def modernbert_classifier(builder: LayerBuilder) -> Block:
     """Return ModernBERT's head: a layer, a norm and a classifier."""
     norm = Vector(name="head.norm", size=builder.hidden_size, element_bytes=_HEAD_BYTES)
     return Block(weights=(norm, *_head(builder, pooler_bias=bool(builder.get("classifier_bias", False)))))
+
+
+def colbert(builder: LayerBuilder) -> Block:
+    """Return what BERT has beside its layers, with ColBERT's projection of each token."""
+    return Block(weights=(*bert_beside(builder).weights, *colbert_modernbert(builder).weights))
+
+
+def colbert_modernbert(builder: LayerBuilder) -> Block:
+    """Return ColBERT's projection alone: models/colbert.py, which reads its width off the weights if need be."""
+    width = next(filter(None, (builder.get(name) for name in ("colbert_dim", "dim", "projection_dim"))), _COLBERT_WIDTH)
+    return Block(weights=(Vector(name="linear", size=builder.hidden_size * width, element_bytes=_HEAD_BYTES),))
 
 
 def bert_fields(config: CheckedConfig) -> None:

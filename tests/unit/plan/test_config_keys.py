@@ -32,6 +32,7 @@ NOT_IN_TRANSFORMERS = {
     *("Step3p5ForCausalLM", "KimiK3ForConditionalGeneration", "MiMoForCausalLM", "MiniMaxM3ForCausalLM"),
     *("MiniMaxM3SparseForCausalLM", "PhiMoEForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
     *("InternVLChatModel", "GteNewModel", "GteNewForSequenceClassification"),
+    *("HF_ColBERT", "ColBERTModernBertModel", "ColBERTJinaRobertaModel"),
 }
 
 BUFFERS = {

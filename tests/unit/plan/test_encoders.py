@@ -20,6 +20,11 @@ NOMIC = {
     **{"n_inner": 3072, "n_layer": 12, "n_positions": 8192, "vocab_size": 30528, "type_vocab_size": 2},
     **{"qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False},
 }
+COLBERT = {
+    **{"architectures": ["HF_ColBERT"], "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
+    **{"intermediate_size": 3072, "vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2},
+    **{"hidden_act": "gelu"},
+}
 GTE = {
     **{"architectures": ["GteModel"], "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
     **{"intermediate_size": 3072, "vocab_size": 250048, "max_position_embeddings": 8192, "type_vocab_size": 1},
@@ -39,6 +44,8 @@ def plan_of(name: str, gpu: str = "l40s", **asked):
         (GTE, 305_368_320),
         ({**XLM_ROBERTA, "architectures": ["XLMRobertaForSequenceClassification"], "num_labels": 1}, 567_755_777),
         (XLM_ROBERTA, 567_754_752 - 1024 * 1025),  # vLLM leaves out the pooler
+        (COLBERT, 109_482_240 - 768 * 769 + 768 * 128),  # BERT's, without the pooler, with the projection
+        ({**COLBERT, "dim": 96}, 109_482_240 - 768 * 769 + 768 * 96),
     ],
 )
 def test_parameters_are_those_of_the_hub(config, published):

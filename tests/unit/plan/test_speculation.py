@@ -104,7 +104,8 @@ def test_drafts_count_in_both_kinds_of_arrivals(capsys: pytest.CaptureFixture[st
     def rate(*words: str) -> float:
         asked = ("8b", "--json", *words, "--", "--speculative-config", NGRAM)
         assert run(["plan", *asked]) == 0
-        return json.loads(capsys.readouterr().out)["performance"]["by_concurrency"][0]["expected"]["output_tokens_per_s"]
+        found = json.loads(capsys.readouterr().out)["performance"]["by_concurrency"][0]
+        return found["expected"]["output_tokens_per_s"]
 
     for arrivals in (
         (),
