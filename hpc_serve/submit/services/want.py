@@ -143,12 +143,11 @@ def scale(
 ) -> Scaled:
     """Bring the service to so many replicas that wait, start or serve. Those of one job come and end together.
 
-    A mapping has the replicas of kinds of machine by name; the other kinds stay as they are.
-
-    `on_stop` is told of each replica that ends. Raises ServiceNotFoundError, SchedulerError, StoreError, and
-    InvalidRequestError for a number below one, or one that whole jobs do not give.
+    A mapping has the replicas of kinds of machine by name; the other kinds stay as they are. `on_stop` is told of each
+    replica that ends. Raises ServiceNotFoundError, SchedulerError, StoreError, and InvalidRequestError for a number
+    below one, or one that whole jobs do not give.
     """
-    if replicas == 0 or (isinstance(replicas, int) and replicas < 0):
+    if isinstance(replicas, int) and replicas < 1:
         raise InvalidRequestError(f"{service} cannot have {replicas} replicas; `hpc-serve stop {service}` ends it.")
     found = replicas_here(store, find_report(store, service))
     if found[0].job.cluster == "local":
@@ -157,7 +156,10 @@ def scale(
     known = {job.machine for job in store.read_submitted(service)}
 
     def change(seen: Wanted | None, here: Sequence[Job], now: float) -> Wanted:
-        wanted = scaled(_awake(seen, per_job), replicas, service, known)
+        awake = _awake(seen, per_job)
+        if seen is not None and seen.state != "awake":  # nothing is there: kinds that are not named stay away
+            awake = replace(awake, machines={name: replace(one, count=0) for name, one in seen.machines.items()})
+        wanted = scaled(awake, replicas, service, known)
         check_whole_jobs(here, wanted, service, per_job)
         return _by_person(wanted, f"scaled to {shown_counts(wanted.counts) or wanted.count}", now)
 

@@ -159,6 +159,12 @@ class TestSubmit:
         submit("--replicas", "a100:1")
         assert wanted(store).counts == {"default": 2, "a100": 2}
 
+    def test_each_kind_has_a_chain(self, store, slurm):
+        submit("--replicas", "a100:1,l40s:1", "--chain", "2", "--time", "02:00:00")
+        assert jobs(store) == {"101": "a100", "102": "a100", "103": "l40s", "104": "l40s"}
+        assert [job.predecessor for job in store.read_submitted("s")] == ["", "101", "", "103"]
+        assert wanted(store).counts == {"a100": 1, "l40s": 1}
+
     def test_once_adds_only_the_kind_that_is_missing(self, store, slurm):
         submit("--replicas", "a100:1", "--once")
         submit("--replicas", "a100:1,l40s:1", "--once")
@@ -248,6 +254,14 @@ class TestScale:
         with pytest.raises(InvalidRequestError, match="MIN:MAX is for one kind"):
             set_bounds(store, "s", 1, 3)
         assert wanted(store) == before
+
+    def test_of_a_stopped_service_only_what_is_named_comes(self, store, slurm):
+        submit("--replicas", "a100:1,l40s:1")
+        want_stop_of(store, find(store, "s"))
+        for job_id in ("101", "102"):
+            slurm.job(job_id, "CANCELLED", nodes="")
+        assert [job.machine for job in scale(store, "s", {"l40s": 2}).added] == ["l40s", "l40s"]
+        assert wanted(store).counts == {"l40s": 2}
 
     def test_one_number_is_for_the_only_kind(self, store, slurm):
         submit("--replicas", "a100:1")

@@ -197,7 +197,7 @@ class TestMachines:
         ]  # after its own first pause
         simulated.run(60)
         assert machines_of(simulated) == {"h100": 1}
-        assert simulated.wanted.machines["h100"].failures == 0
+        assert simulated.wanted.machines["h100"].failures == 1
         assert simulated.wanted.machines["a100"].failures > 1
 
     def test_fewer_of_one_kind_leave_the_other_alone(self):
