@@ -82,6 +82,8 @@ def fields_of(node: yaml.Node, kind: type, path: Path) -> Iterator[tuple[str, An
 def _pairs(node: yaml.Node, where: str) -> list[tuple[yaml.Node, yaml.Node]]:
     import yaml
 
+    if node.tag == _NOTHING:
+        return []
     names = [str(one.value) for one, _ in node.value] if isinstance(node, yaml.MappingNode) else []
     if not names or len(set(names)) < len(names):
         raise SiteFileError(f"{where} must have names, each once and with settings: NAME: {{gpu: …}}.")

@@ -78,6 +78,12 @@ class TestSite:
         environment = read(site).of_machine("amd").environment({})
         assert (environment.kind, environment.path) == ("apptainer", "/rocm.sif")
 
+    def test_an_empty_setting_takes_the_systems_machines_away(self, site, tmp_path):
+        system = tmp_path / "system.yaml"
+        system.write_text("machines: {old: {gpu: v100}}\n")
+        site.write_text("machines:\n")
+        assert read_site({"HPC_SERVE_SITE": str(site), "HPC_SERVE_SYSTEM_SITE": str(system)}).machines == {}
+
     def test_machines_of_two_files_are_merged(self, site, tmp_path):
         system = tmp_path / "system.yaml"
         system.write_text("machines: {old: {gpu: v100}, a100: {gpu: v100}}\n")
