@@ -100,9 +100,8 @@ def make_requests(options: Mapping[str, Any]) -> list[ServeRequest]:
                     f"--{name.removesuffix('_bytes').replace('_', '-')} would be that of {' and '.join(counts)}: "
                     "leave it out, the site file says what each machine is."
                 )
-    names = sorted(
-        counts, key=lambda name: name != DEFAULT_MACHINE
-    )  # of a service that is there, --once adds no default
+    # The default goes first: of a service that is there, --once adds no default.
+    names = sorted(counts, key=lambda name: name != DEFAULT_MACHINE)
     return [make_request({**options, "replicas": {name: counts[name]}}) for name in names]
 
 

@@ -31,8 +31,8 @@ def on_others(found: Wanted | None, here: Sequence[Job], request: ServeRequest) 
         )
     if found is not None and others and found.replicas_per_job != request.replicas_per_job:
         raise InvalidRequestError(
-            f"{request.service} has {found.replicas_per_job} replicas in a job, and on {request.machine} it would have "
-            f"{request.replicas_per_job}: give --replicas-per-job {found.replicas_per_job} for each kind of machine."
+            f"--replicas-per-job is {found.replicas_per_job} for {request.service}, and {request.replicas_per_job} for "
+            f"{request.machine}: it must be the same for all kinds of machine of a service."
         )
     return others
 

@@ -78,7 +78,7 @@ class SiteProfile(SbatchOptions):
     models: str | None = _setting("File of the site's own models (below).")
     machines: Mapping[str, Mapping[str, Any]] = field(
         default_factory=dict,
-        metadata={"help": "Other kinds of machine by name, each with its own settings (below): `--replicas NAME:2`."},
+        metadata={"help": "Other kinds of machine by name, each with its own settings: `{a100: {gpu: a100-80gb}}`."},
     )
 
     def of_machine(self, name: str) -> SiteProfile:

@@ -165,6 +165,13 @@ class TestSubmit:
         submit("--replicas", "a100:1")
         assert wanted(store).counts == {"default": 2, "a100": 2}
 
+    def test_all_kinds_have_as_many_replicas_in_a_job(self, store, slurm, capsys):
+        submit("--replicas", "a100:2")
+        assert submit("--replicas", "l40s:2", "--replicas-per-job", "2") != 0
+        assert "--replicas-per-job is 1 for s, and 2 for l40s" in capsys.readouterr().err
+        assert len(slurm.scripts) == 1
+        assert wanted(store).counts == {"a100": 2}
+
     def test_each_kind_has_a_chain(self, store, slurm):
         submit("--replicas", "a100:1,l40s:1", "--chain", "2", "--time", "02:00:00")
         assert jobs(store) == {"101": "a100", "102": "a100", "103": "l40s", "104": "l40s"}
