@@ -209,8 +209,8 @@ class _OwnService:
             return
         options = ["--replicas", self._replicas] if self._replicas else []
         words = [self._model, "--name", self.name, "--once", *options]
-        submission = submit_command.main(words, prog_name="hpc-serve submit", standalone_mode=False)
-        self.is_stopped |= not submission.is_there  # another shard may have been quicker
+        submissions = submit_command.main(words, prog_name="hpc-serve submit", standalone_mode=False)
+        self.is_stopped |= not submissions[0].is_there  # another shard may have been quicker
 
     def is_done(self) -> None:
         self.is_stopped |= self._stops

@@ -40,6 +40,7 @@ _STATUS_KEYS = (
     *("engine_restarts", "cache"),
     *("loading", "failed_part", "exit_code", "last_log_lines", "end_reported_by_job", "log_dir", "batch_log"),
     *("scheduler_state", "pending_reason", "time_left", "successor", "successor_job_id", "measured", "predicted"),
+    "machine",
 )
 # The keys of a record, as they are while a replica has published none.
 _OF_NO_RECORD = {
@@ -69,9 +70,10 @@ def report_json(report: StatusReport, works: Sequence[ReplicaWork]) -> dict[str,
 def _wanted_json(wanted: Wanted) -> dict[str, Any]:
     """What is wanted, and the last decisions, under stable keys."""
     keys = dataclasses.asdict(wanted)
-    names = ("state", "least", "most", "count", "keep_up", "idle_stop_s", "replicas_per_job", "decider", "problem")
+    names = ["state", "least", "most", "count", "keep_up", "idle_stop_s", "replicas_per_job", "decider", "problem"]
     decided = [{**keys, "text": one.sentence} for one, keys in zip(wanted.decided, keys["decided"])]
-    return {**{name: keys[name] for name in names}, "next_try_at": wanted.next_try_at or None, "decided": decided}
+    further = {"machines": keys["machines"], "next_try_at": wanted.next_try_at or None, "decided": decided}
+    return {**{name: keys[name] for name in names}, **further}
 
 
 def print_counts(report: StatusReport) -> None:
@@ -191,14 +193,16 @@ def _sentence(status: ReplicaStatus) -> str:
 def _state_detail(status: ReplicaStatus, work: ReplicaWork | None = None) -> str:
     from hpc_serve.cli.work_view import work_words
     from hpc_serve.durations import duration
+    from hpc_serve.rendezvous.record import DEFAULT_MACHINE
 
+    machine = f" on {status.machine}" if status.machine != DEFAULT_MACHINE else ""
     successor = f"; successor {status.successor}" if status.successor else ""
     if status.state == "ready":
         age = f", {duration(time.time() - status.started_at)} old" if status.started_at else ""
         left = f", {status.time_left} left" if status.time_left else ""
         does = f"\n{words}" if work is not None and (words := work_words(work)) else ""
-        return f"{status.job.model} at {status.address}{age}{left}{successor}{does}"
-    return f"{_first_words(status)}{successor}"
+        return f"{status.job.model}{machine} at {status.address}{age}{left}{successor}{does}"
+    return f"{machine[1:]}{': ' if machine else ''}{_first_words(status)}{successor}"
 
 
 def _first_words(status: ReplicaStatus) -> str:

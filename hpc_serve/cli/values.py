@@ -10,7 +10,7 @@ import click
 
 from hpc_serve.plan.engine import LONGEST_THAT_FITS
 from hpc_serve.sizes import parse_size
-from hpc_serve.submit.request.bounds import parse_replicas
+from hpc_serve.submit.request.bounds import parse_counts
 from hpc_serve.vllm.options import read_size
 
 
@@ -45,8 +45,11 @@ SIZE = Written("size", parse_size)
 """A number of bytes: 79.2GiB (powers of 1024), 80GB (powers of 1000), or plain."""
 TOKENS = Written("tokens", _read_tokens)
 """Tokens: 131072, 128k (128,000) or 128K (131,072) as vLLM reads them, or auto: as many as fit."""
-REPLICAS = Written("replicas", parse_replicas)
-"""A number of replicas, or the least and the most: 4, 1:4. The value is both; None for the second of one number."""
+REPLICAS = Written("replicas", parse_counts)
+"""A number of replicas, or the least and the most: 4, 1:4. The value is both; None for the second of one number.
+
+h100:2,a100:1 are replicas by kind of machine, a dict.
+"""
 
 
 class Duration(Written):

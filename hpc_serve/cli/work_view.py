@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_serve.durations import duration
 from hpc_serve.exit_codes import exit_code_words
+from hpc_serve.rendezvous.record import DEFAULT_MACHINE
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.plans.planned_speed import measured_runs_of, planned_request, planned_tokens_per_s
 
@@ -20,13 +21,14 @@ def status_rows(status: ReplicaStatus, now: float) -> dict[str, str]:
     record, job, started = status.record, status.job, status.started_at
     has_gpus = job.gpus_per_node > 0 and job.cluster != "local"
     gpus = f", {job.gpus_per_node} GPU{'s' if job.gpus_per_node > 1 else ''} each" if has_gpus else ""
+    machine = f" ({status.machine})" if status.machine != DEFAULT_MACHINE else ""
     words = "" if status.exit_code is None else exit_code_words(status.exit_code)
     return {
         "model": job.model,
         "weights": f"of {record.stand_in}, which stands in for the model's own" if record and record.stand_in else "",
         "state": status.sentence,
         "address": status.address,
-        "nodes": f"{status.nodes}{gpus}",
+        "nodes": f"{status.nodes}{gpus}{machine}",
         "submitted": when(status.submitted_at),
         "started": when(started),
         "age": duration(now - started) if started is not None and not status.is_over else "",

@@ -17,6 +17,8 @@ from hpc_serve.rendezvous.names import record_file_name, replica_name, validate_
 from hpc_serve.sizes import layout_text
 
 VERSION = 1
+DEFAULT_MACHINE = "default"
+"""The kind of machine that the site file's own settings describe."""
 
 # unresponsive: the engine runs, and its launcher has found that it answers nothing.
 RecordState = Literal["starting", "ready", "unresponsive", "draining", "stopped", "failed"]
@@ -205,6 +207,7 @@ class SubmittedJob:
     options of `vllm serve` in the script, and `gpu` with `gpu_memory_bytes` is the accelerator that it was planned for;
     both are empty where an earlier version wrote the file.
     `predecessor` is the job before it in a chain, from which it takes over; each job of one has `time_limit_s`.
+    `machine` is the kind of machine that it was planned for, as the site file names it.
     """
 
     service: str
@@ -228,6 +231,7 @@ class SubmittedJob:
     gpu_memory_bytes: int | None = field(default=None, metadata=MAY_BE_MISSING)
     predecessor: str = field(default="", metadata=MAY_BE_MISSING)
     time_limit_s: float = field(default=0.0, metadata=MAY_BE_MISSING)
+    machine: str = field(default=DEFAULT_MACHINE, metadata=MAY_BE_MISSING)
     version: int = VERSION
 
     @property

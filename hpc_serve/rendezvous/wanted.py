@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from hpc_serve.rendezvous.adapters import Adapter
 from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Bounds, Timestamp
@@ -34,7 +34,8 @@ Cause = Literal["person", "missing", "handover", "load", "idle", "surplus", "fai
 class Decision:
     """One thing to do, its cause, and a sentence for people. `jobs` are the jobs that it is done to.
 
-    `count` is the number of replicas to submit (action "submit"), or the new number wanted ("count").
+    `count` is the number of replicas to submit (action "submit"), or the new number wanted ("count"). `machine` is the
+    kind of machine that it is about; "" where a service has one kind.
     """
 
     action: Action
@@ -43,12 +44,14 @@ class Decision:
     jobs: tuple[str, ...] = ()
     count: int = 0
     at: Timestamp = 0.0
+    machine: str = field(default="", metadata=MAY_BE_MISSING)
 
     @property
     def sentence(self) -> str:
         """What was done, and why."""
         what = f"{_WORDS[self.action]} {self.count if self.action in ('submit', 'count') else ''}".strip()
-        return f"{what}{' ' + ', '.join(self.jobs) if self.jobs else ''}: {self.why}"
+        where = f" on {self.machine}" if self.machine else ""
+        return f"{what}{' ' + ', '.join(self.jobs) if self.jobs else ''}{where}: {self.why}"
 
 
 _WORDS: Mapping[Action, str] = {
@@ -58,6 +61,16 @@ _WORDS: Mapping[Action, str] = {
     "count": "wanted from now on",
     "wait": "waits",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineWanted:
+    """The replicas wanted on one kind of machine, and the failures of jobs there, as in `Wanted`."""
+
+    count: int
+    failures: int = 0
+    next_try_at: Timestamp = 0.0
+    problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +87,9 @@ class Wanted:
     `next_try_at`; `problem` says why. `ending` jobs were told to end. `most_running` requests were seen to run on one
     replica at once. `decided` are the last decisions. `looked_at` is when Slurm was last asked for this service.
     `adapters` are LoRA adapters by name, which each engine is to load.
+
+    A service on several kinds of machine has the replicas of each in `machines`, by the site file's names; `least`,
+    `most` and `count` are their sum then. Without them any job is of the one kind.
     """
 
     least: Annotated[int, Bounds(0)]
@@ -100,6 +116,34 @@ class Wanted:
     looked_at: Timestamp = 0.0
     decided: tuple[Decision, ...] = ()
     adapters: Mapping[str, Adapter] = field(default_factory=dict, metadata=MAY_BE_MISSING)
+    machines: Mapping[str, MachineWanted] = field(default_factory=dict, metadata=MAY_BE_MISSING)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The replicas wanted on each kind of machine; empty where no kind is named."""
+        return {name: one.count for name, one in self.machines.items()}
+
+    def on(self, machine: str) -> Wanted:
+        """Return what is wanted on one kind of machine, as if it were a service of its own."""
+        one = self.machines.get(machine, MachineWanted(count=0))
+        return replace(self, least=one.count, most=one.count, machines={}, **vars(one))
+
+    def with_counts(self, counts: Mapping[str, int]) -> Wanted:
+        """Return the same with these replicas on each kind of machine, and no others."""
+        machines = {
+            name: replace(self.machines.get(name, MachineWanted(count=count)), count=count)
+            for name, count in counts.items()
+            if count
+        }
+        total = sum(counts.values())
+        return replace(self, machines=machines, least=total, most=total, count=total)
+
+    def with_failures(self, machine: str, failures: int, problem: str = "", next_try_at: float = 0.0) -> Wanted:
+        """Return the same with so many failures of jobs on a kind of machine."""
+        told: dict[str, Any] = {"failures": failures, "problem": problem, "next_try_at": next_try_at}
+        if machine not in self.machines:
+            return replace(self, **told)
+        return replace(self, machines={**self.machines, machine: replace(self.machines[machine], **told)})
 
     def is_submitting(self, now: float) -> bool:
         """Return whether a program gives replicas to sbatch at the moment, or died a moment ago while it did."""

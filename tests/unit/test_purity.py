@@ -34,6 +34,7 @@ PURE = (
     "hpc_serve.submit.request.chain",
     "hpc_serve.submit.services.jobs",
     "hpc_serve.submit.services.load",
+    "hpc_serve.submit.services.machines",
     "hpc_serve.submit.services.reconcile",
     "hpc_serve.submit.plans.planned_speed",
     "hpc_serve.submit.init.choose",

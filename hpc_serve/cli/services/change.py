@@ -99,27 +99,30 @@ def _stop(
 
 @click.command("scale")
 @click.argument("service", shell_complete=service_names)
-@click.argument("replicas", type=REPLICAS, metavar="N|MIN:MAX")
+@click.argument("replicas", type=REPLICAS, metavar="N|MIN:MAX|NAME:N,…")
 @_DRAIN
 @AS_JSON
-def scale_command(service: str, replicas: tuple[int, int | None], drain: float, as_json: bool) -> None:
+def scale_command(service: str, replicas: tuple[int, int | None] | dict[str, int], drain: float, as_json: bool) -> None:
     """Bring a service to N replicas, or let its jobs decide between MIN and MAX.
 
     hpc-serve scale 405b 1:4
 
     New replicas are submitted with the script of the last submission. If there are too many, replicas in the queue end
     first, then replicas that start. A ready replica finishes its requests before it ends. MIN:MAX is for a service that
-    was submitted with --replicas MIN:MAX or --idle-stop.
+    was submitted with --replicas MIN:MAX or --idle-stop. h100:2,a100:0 is for a service on several kinds of machine;
+    kinds that are not named stay as they are.
     """
     from hpc_serve.cli import show
+    from hpc_serve.submit.request.bounds import shown_counts
     from hpc_serve.submit.services.want import scale, set_bounds
     from hpc_serve.submit.status.status_reader import find_report, replicas_here
 
     def say(status: ReplicaStatus) -> None:
         click.echo(f"Stopping {status.service} (job {status.name}), which is {status.state} ...", err=as_json)
 
-    store, (count, most) = own_store(), replicas
-    if most is not None:
+    store = own_store()
+    count, most = (replicas, None) if isinstance(replicas, dict) else replicas
+    if most is not None and isinstance(count, int):
         replicas_here(store, find_report(store, service))
         set_bounds(store, service, count, most)
         click.echo(f"{service}: its jobs decide on {count} to {most} replicas from now on.", err=as_json)
@@ -138,7 +141,8 @@ def scale_command(service: str, replicas: tuple[int, int | None], drain: float, 
     for status in done.ended:
         click.echo(f"{status.service} (job {status.name}) is over: {status.sentence}")
     change = "as before" if done.before == count else f"it had {done.before}"
-    click.echo(f"{service} has {count} replica{'s' if count > 1 else ''}, {change}.")
+    has = f"{count} replica{'s' if count > 1 else ''}" if isinstance(count, int) else shown_counts(count)
+    click.echo(f"{service} has {has}, {change}.")
 
 
 @click.command("wake")

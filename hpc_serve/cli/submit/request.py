@@ -18,6 +18,7 @@ from hpc_serve.cli.commands import with_plain_sizes
 from hpc_serve.cli.submit.options import SLURM_FIELDS, SLURM_OPTIONS
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
+from hpc_serve.rendezvous.record import DEFAULT_MACHINE
 from hpc_serve.submit.request.environment import JobSettings
 from hpc_serve.submit.request.option import unset_value
 from hpc_serve.submit.request.request import OPTIONS, ServeRequest
@@ -87,16 +88,42 @@ def assumed_gpu_note() -> str | None:
     )
 
 
+def make_requests(options: Mapping[str, Any]) -> list[ServeRequest]:
+    """Return a request for each kind of machine that --replicas names. Raises HpcServeError."""
+    counts = options["replicas"]
+    if not isinstance(counts, dict):
+        return [make_request(options)]
+    if len(counts) > 1:
+        for name in ("gpu", "gpus_per_node", "gpu_memory_bytes", "partition"):
+            if options[name] is not None:
+                raise InvalidRequestError(
+                    f"--{name.removesuffix('_bytes').replace('_', '-')} would be that of {' and '.join(counts)}: "
+                    "leave it out, the site file says what each machine is."
+                )
+    # The default goes first: of a service that is there, --once adds no default.
+    names = sorted(counts, key=lambda name: name != DEFAULT_MACHINE)
+    return [make_request({**options, "replicas": {name: counts[name]}}) for name in names]
+
+
 def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ) -> ServeRequest:
     """The request that a command's options, the environment and the site file make together. Raises HpcServeError."""
     from hpc_serve.hub.hub_settings import hub_cache
     from hpc_serve.submit.request.job_env import expanded, parse_env
     from hpc_serve.submit.site.site_files import read_site
 
-    site = read_site(environ, options["site"])
+    counts, machine = options["replicas"], DEFAULT_MACHINE
+    if isinstance(counts, dict):
+        if len(counts) > 1:
+            raise InvalidRequestError(
+                f"{click.get_current_context().info_name} takes one kind of machine at a time: "
+                + ", or ".join(f"--replicas {name}:{count}" for name, count in counts.items())
+            )
+        machine = next(iter(counts))
+        counts = (counts[machine], None)
+    site = read_site(environ, options["site"]).of_machine(machine)
     log_dir = options["log_dir"] or environ.get("HPC_SERVE_LOG_DIR") or site.log_dir
     named, (engine_args, own) = model_of(options), engine_words(options, site)
-    replicas, max_replicas = options["replicas"] or (None, None)
+    replicas, max_replicas = counts or (None, None)
     env = expanded({**site.env, **(own.env if own else {})}, environ) | parse_env(options["env"])
     asked = {one.name: options[one.name] for one in OPTIONS} | machines_of(options, site)
     asked |= {
@@ -111,6 +138,7 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
         model=own.model if own else named,
         **asked,
         max_replicas=max_replicas,
+        machine=machine,
         engine_args=engine_args,
         slurm=site.slurm_options(extra=options["extra"], **{name: options[name] for name in SLURM_OPTIONS}),
         environment=site.environment(environ),

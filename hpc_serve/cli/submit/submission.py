@@ -25,6 +25,7 @@ def submission_json(submission: Submission) -> dict[str, Any]:
         "model": job.model,
         "cluster": job.cluster,
         "job_id": submission.job_id,
+        "machine": job.machine,
         "replicas": [
             {"name": name, "job_id": one.job_id, "log": one.log_path}
             for one in submission.jobs
@@ -54,6 +55,7 @@ def submission_json(submission: Submission) -> dict[str, Any]:
 
 def submission_text(submission: Submission, *, gpu_note: str | None = None) -> str:
     """What was submitted, and what to type next."""
+    from hpc_serve.rendezvous.record import DEFAULT_MACHINE
     from hpc_serve.submit.services.wanted_sentence import bounds_sentence
 
     job, plan = submission.job, submission.plan
@@ -73,6 +75,8 @@ def submission_text(submission: Submission, *, gpu_note: str | None = None) -> s
     follows_load = wanted is not None and (wanted.least < wanted.most or wanted.idle_stop_s is not None)
     keeps_up = wanted is not None and wanted.keep_up
     what = "is there already, as" if submission.is_there else "submitted as"
+    if job.machine != DEFAULT_MACHINE:
+        machines += f" of {job.machine}"
     lines = [
         f"{job.service}: {what} job {submission.job_id} ({each}{machines}, {layout})",
         f"  model   {job.model}",

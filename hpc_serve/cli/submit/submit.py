@@ -10,10 +10,12 @@ import click
 
 from hpc_serve.cli.commands import CommandWithVllmOptions
 from hpc_serve.cli.submit.options import REQUEST_GROUPS, request_options
-from hpc_serve.cli.submit.request import assumed_gpu_note, make_request
+from hpc_serve.cli.submit.request import assumed_gpu_note, make_request, make_requests
 from hpc_serve.cli.values import Duration
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hpc_serve.submit.services.services import Submission
 
 _VLLM_OPTIONS = "\n\nOptions of `vllm serve` go to it as they are, here or after --: --enable-prefix-caching"
@@ -82,7 +84,7 @@ def submit_command(
     lora: tuple[str, ...],
     as_json: bool,
     **options: Any,
-) -> Submission:
+) -> Sequence[Submission]:
     from hpc_serve.cli import show
     from hpc_serve.cli.services.stages import follow_until_ready
     from hpc_serve.cli.submit.submission import submission_json, submission_text
@@ -92,12 +94,16 @@ def submit_command(
     adapters = read_adapters(lora)
     context = click.get_current_context()
     context.meta["engine_args"] = (*room_for(adapters), *context.meta["engine_args"])
-    request = make_request(options)
-    submission = services.submit(request, ask_hub=check_hub, share=share, adapters=adapters)
+    requests = make_requests(options)
+    submissions = services.submit_each(requests, ask_hub=check_hub, share=share, adapters=adapters)
+    is_one = len(submissions) == 1
     if as_json:
-        show.print_json(submission_json(submission))
+        told = [submission_json(one) for one in submissions]
+        show.print_json(told[0] if is_one else {"service": requests[0].service, "submissions": told})
     else:
-        click.echo(submission_text(submission, gpu_note=assumed_gpu_note()))
+        for one in submissions:
+            click.echo(submission_text(one, gpu_note=assumed_gpu_note()))
     if wait:
-        follow_until_ready(os.environ, request.service, job_id=submission.job_id, timeout_s=timeout)
-    return submission
+        job_id = submissions[0].job_id if is_one else None
+        follow_until_ready(os.environ, requests[0].service, job_id=job_id, timeout_s=timeout)
+    return submissions

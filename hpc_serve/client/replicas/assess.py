@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus
 from hpc_serve.durations import duration
-from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
+from hpc_serve.rendezvous.record import DEFAULT_MACHINE, EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S
 
 
@@ -41,6 +41,7 @@ def assess_replica(
         log_dir=record.log_dir or "",
         batch_log=submitted.log_path if submitted else None,
         predicted=record.predicted or (submitted.predicted if submitted else {}),
+        machine=submitted.machine if submitted else DEFAULT_MACHINE,
     )
     if record.state == "failed" or record.state == "stopped":
         return replace(status, state=record.state, reason=_end_reason(record), end_reported_by_job=True)
@@ -71,6 +72,7 @@ def assess_submitted(job: SubmittedJob, replica: int = 0) -> ReplicaStatus:
         log_dir=str(Path(job.log_path).parent) if job.log_path else "",
         batch_log=job.log_path,
         predicted=job.predicted,
+        machine=job.machine,
     )
     if job.end is None:
         return status

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hpc_serve.rendezvous.names import replica_name
-from hpc_serve.rendezvous.record import EndpointRecord, Progress, StartRecord, SubmittedJob
+from hpc_serve.rendezvous.record import DEFAULT_MACHINE, EndpointRecord, Progress, StartRecord, SubmittedJob
 
 # pending: submitted, and nothing published yet. ready: the engine has just answered. unresponsive: the engine should
 # answer and does not, as its own launcher or a probe found, or the job runs and does not renew its record. draining: it
@@ -51,6 +51,7 @@ class ReplicaStatus:
     `stage` and `progress` say how far a replica is that starts or ends, also by Slurm's account. `end_reported_by_job`
     says that the job itself told how it ended. `scheduler_state`, `pending_reason`, `time_left` are Slurm's words.
     `successor` says how it stands with the job `successor_job_id` that takes over. Times are seconds since the epoch.
+    `machine` is the kind of machine that it was submitted for.
     """
 
     job: EndpointRecord | SubmittedJob
@@ -76,6 +77,7 @@ class ReplicaStatus:
     successor: str = ""
     successor_job_id: str = ""
     predicted: Mapping[str, float] = field(default_factory=dict)
+    machine: str = DEFAULT_MACHINE
 
     @property
     def service(self) -> str:

@@ -65,6 +65,8 @@ def yaml_value(value: Value) -> str:
         return f"[{', '.join(map(yaml_value, value))}]"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {yaml_value(one)}" for name, one in value.items()) + "}"
+    if value is None:
+        return "null"
     if isinstance(value, (bool, int)):
         return str(value).lower()
     is_plain = _PLAIN.fullmatch(value) and not _NOT_TEXT.fullmatch(value)

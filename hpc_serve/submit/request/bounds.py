@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from hpc_serve.errors import InvalidRequestError
 
 _BOUNDS = re.compile(r"(\d{1,6})(?::(\d{1,6}))?")
+_MACHINE = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,62}")
 
 
 def parse_replicas(text: str) -> tuple[int, int | None]:
@@ -19,8 +21,45 @@ def parse_replicas(text: str) -> tuple[int, int | None]:
     """
     found = _BOUNDS.fullmatch(text)
     if found is None:
-        raise InvalidRequestError(f"{text!r} is no number of replicas: write 4, or 1:4 for one to four.")
+        raise InvalidRequestError(
+            f"{text!r} is no number of replicas: write 4, or 1:4 for one to four. "
+            "h100:2,a100:1 is for machines that the site file names."
+        )
     return int(found[1]), int(found[2]) if found[2] is not None else None
+
+
+def parse_counts(text: str) -> tuple[int, int | None] | dict[str, int]:
+    """Return the replicas of kinds of machine by name, or what `parse_replicas` returns. Raises InvalidRequestError.
+
+    >>> parse_counts("h100:2,a100:1"), parse_counts("1:4")
+    ({'h100': 2, 'a100': 1}, (1, 4))
+    """
+    if ":" not in text or not any(letter.isalpha() for letter in text):
+        return parse_replicas(text)
+    counts: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, number = part.partition(":")
+        if not is_machine_name(name) or not re.fullmatch(r"\d{1,6}", number):
+            raise InvalidRequestError(
+                f"{part!r} is no number of replicas on a machine of the site file: write h100:2,a100:1 without spaces."
+                + (" Machines have one number each, no MIN:MAX." if ":" in number else "")
+            )
+        if name in counts:
+            raise InvalidRequestError(f"{name} is named twice in {text!r}: keep one of the two.")
+        counts[name] = int(number)
+    return counts
+
+
+def is_machine_name(name: str) -> bool:
+    return _MACHINE.fullmatch(name) is not None
+
+
+def shown_counts(counts: Mapping[str, int]) -> str:
+    """
+    >>> shown_counts({"h100": 2, "a100": 1})
+    'h100:2,a100:1'
+    """
+    return ",".join(f"{name}:{count}" for name, count in counts.items())
 
 
 def check_bounds(least: int, most: int) -> None:

@@ -14,6 +14,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.engine import LONGEST_THAT_FITS, Arrivals
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.rendezvous.names import expanded_log_dir, validate_service_name
+from hpc_serve.rendezvous.record import DEFAULT_MACHINE
 from hpc_serve.submit.request.bounds import check_elastic, check_jobs_can_submit, check_replicas, check_shared_port
 from hpc_serve.submit.request.chain import begins_after_min, check_chain
 from hpc_serve.submit.request.environment import Environment, JobSettings
@@ -48,6 +49,8 @@ class ServeRequest:
     `overlap_s` before the end of the one before (None: half an hour). A `preflight_only` job looks at its nodes, and
     ends before it starts an engine.
 
+    `machine` is the kind of machine of the site file that the request is for.
+
     `env` are variables of the job. `memory_folders` of the nodes are memory, as /dev/shm is. `hub_cache` is the jobs'
     folder of downloaded models (None: as `env` says). Jobs of `offline_nodes` cannot fetch weights; `weights_help` says
     how people get them there. `log_dir` None: the service's own folder. `site` is the site file that was named, if any.
@@ -59,8 +62,9 @@ class ServeRequest:
         "Name of the service [default: the model's].", "NAME", default=MISSING, spelled=("--name", "--service")
     )
     replicas: int | None = option(
-        "Replicas, a job each, one array; 1:4: more while requests wait [default: as --target takes, or 1].",
-        "N|MIN:MAX",
+        "Replicas, a job each, one array; 1:4: more while requests wait; h100:2,a100:1: on machines of the site file "
+        "[default: as --target takes, or 1].",
+        "N|MIN:MAX|NAME:N,…",
         kind="replicas",
         least=1,
     )
@@ -193,6 +197,7 @@ class ServeRequest:
         of_plan=True,
     )
     preflight_only: bool = False
+    machine: str = DEFAULT_MACHINE
     engine_args: tuple[str, ...] = ()
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
     environment: Environment = field(default_factory=Environment)

@@ -135,15 +135,16 @@ def submit_for(
     count = -(-decision.count // per_job)
     before = decision.jobs if decision.cause == "handover" else ()
     added: list[SubmittedJob] = []
+    where = decision.machine
     try:
         with as_submitted(claimed):
             for job_id in before:
-                added += add_jobs(store, service, 1, predecessor=job_id)
+                added += add_jobs(store, service, 1, predecessor=job_id, machine=where)
             if count > len(before):
-                added += add_jobs(store, service, count - len(before))
+                added += add_jobs(store, service, count - len(before), machine=where)
     except HpcServeError as error:
         problem = f"{'one' if decision.count == 1 else decision.count} could not be added: {error}"
-        end_submission(store, service, claimed, added, lambda found: failed(found, problem, time.time()))
+        end_submission(store, service, claimed, added, lambda found: failed(found, problem, time.time(), where))
         raise
     return end_submission(store, service, claimed, added) or claimed, tuple(added)
 

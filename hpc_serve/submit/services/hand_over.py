@@ -123,13 +123,16 @@ def ended_if_it_fails(job_ids: Iterable[str], job: SubmittedJob) -> Iterator[Non
         undo.pop_all()
 
 
-def add_jobs(store: ServiceStore, service: str, count: int, *, predecessor: str = "") -> tuple[SubmittedJob, ...]:
+def add_jobs(
+    store: ServiceStore, service: str, count: int, *, predecessor: str = "", machine: str = ""
+) -> tuple[SubmittedJob, ...]:
     """Submit `count` more jobs of a service, with the script and the log folder of the last job, or of `predecessor`.
 
-    They take over from `predecessor`, if there is one. Raises HpcServeError of every kind; InvalidRequestError if there
-    is no script of `submit`.
+    With a `machine` it is the last job for that kind of machine. They take over from `predecessor`, if there is one.
+    Raises HpcServeError of every kind; InvalidRequestError if there is no script of `submit`.
     """
-    ours = [job for job in store.read_submitted(service) if job.cluster == "slurm"]
+    submitted = [job for job in store.read_submitted(service) if job.cluster == "slurm"]
+    ours = [job for job in submitted if machine in ("", job.machine)]
     ours = [job for job in ours if job.job_id == predecessor] or ours
     last = max(ours, key=lambda job: job.submitted_at, default=None)
     if last is None or not last.script or not Path(last.script).exists():

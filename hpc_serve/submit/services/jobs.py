@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from hpc_serve.rendezvous.record import DEFAULT_MACHINE
 from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.submit.services.load import LoadSummary
 
@@ -31,6 +32,7 @@ class Job:
     `ends_at` is its time limit in seconds since the epoch (None: not known, or none), `limit_s` the whole of it.
     `start_s` is how long it took to be ready (None: never was), `waited_s` how long it waited in the queue.
     `predecessor` is the job from which it takes over. `why_over` is a sentence.
+    `machine` is the kind of machine that it is for.
     `is_settled` says that it has served for long enough that a later failure is not one of its start.
     """
 
@@ -47,6 +49,7 @@ class Job:
     why_over: str = ""
     is_settled: bool = False
     is_own: bool = False
+    machine: str = DEFAULT_MACHINE
 
     @property
     def is_live(self) -> bool:

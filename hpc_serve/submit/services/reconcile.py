@@ -56,21 +56,22 @@ def noted(wanted: Wanted, what_is: WhatIs, now: float) -> Wanted:
     jobs = {job.job_id: job for job in what_is.jobs}
     for job_id in wanted.coming:
         job = jobs.get(job_id)
+        machine = job.machine if job is not None else ""
         has_served = job is not None and (job.is_settled or (job.stage == "ready" and is_due(job, wanted, now)))
         if job is not None and job.is_live and not has_served:
             continue
         wanted = replace(wanted, coming=tuple(one for one in wanted.coming if one != job_id))
         if has_served:
-            wanted = replace(wanted, failures=0, problem="", next_try_at=0.0)
+            wanted = wanted.with_failures(machine, 0)
         elif job is not None and job.job_id not in wanted.ending and wanted.state == "awake":
-            wanted = failed(wanted, f"job {job_id}, which was added, {job.why_over}", now)
+            wanted = failed(wanted, f"job {job_id}, which was added, {job.why_over}", now, machine)
     return replace(wanted, ending=tuple(one for one in wanted.ending if one in jobs and jobs[one].is_live))
 
 
-def failed(wanted: Wanted, problem: str, now: float) -> Wanted:
-    """What is wanted after one more failure: the next try waits, for twice as long each time."""
-    failures = wanted.failures + 1
-    return replace(wanted, failures=failures, problem=problem, next_try_at=now + pause_s(failures))
+def failed(wanted: Wanted, problem: str, now: float, machine: str = "") -> Wanted:
+    """What is wanted after one more failure: the next try on that machine waits, for twice as long each time."""
+    failures = wanted.machines.get(machine, wanted).failures + 1
+    return wanted.with_failures(machine, failures, problem, now + pause_s(failures))
 
 
 def reconcile(wanted: Wanted, what_is: WhatIs, now: float, windows: Windows = _WINDOWS) -> list[Decision]:
@@ -81,6 +82,26 @@ def reconcile(wanted: Wanted, what_is: WhatIs, now: float, windows: Windows = _W
     decided = _move(wanted, what_is, here, now, windows)
     if decided is not None and decided.count == 0:
         return [decided, *_end_all(after(wanted, [decided], now), what_is, now)]
+    if wanted.machines:
+        return _on_each_machine(wanted, what_is, now)
+    return _bring(wanted, what_is, here, decided, now)
+
+
+def _on_each_machine(wanted: Wanted, what_is: WhatIs, now: float) -> list[Decision]:
+    """What to do on each kind of machine, as if it had a service of its own. One kind is submitted to at a time."""
+    found: list[Decision] = []
+    for machine in dict.fromkeys((*wanted.machines, *(job.machine for job in what_is.jobs))):
+        its = replace(what_is, jobs=tuple(job for job in what_is.jobs if job.machine == machine))
+        asked = wanted.on(machine)
+        decisions = [replace(one, machine=machine) for one in _bring(asked, its, counted(asked, its, now), None, now)]
+        is_submitting = any(one.action == "submit" for one in found)
+        found += [one for one in decisions if one.action != "submit" or not is_submitting]
+    return found
+
+
+def _bring(
+    wanted: Wanted, what_is: WhatIs, here: Sequence[Job], decided: Decision | None, now: float
+) -> list[Decision]:
     count = decided.count if decided is not None else wanted.count
     found = [decided] if decided is not None else []
     found += _hand_over(wanted, what_is, here, count, now)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from types import MappingProxyType
 
@@ -38,12 +38,12 @@ from hpc_serve.submit.services.carry_out import end_submission
 from hpc_serve.submit.services.hand_over import (
     JobScript,
     claimed,
-    ended_if_it_fails,
     start_locally,
     submit_chains,
     submit_to_slurm,
 )
 from hpc_serve.submit.services.load import windows_of
+from hpc_serve.submit.services.stop import end_job
 from hpc_serve.submit.services.want import end_what_comes, take_back, want_submission
 from hpc_serve.submit.status.status_reader import read_status
 from hpc_serve.vllm.arguments import differing
@@ -94,23 +94,72 @@ def submit(
     share: str | None = None,
     adapters: Mapping[str, AdapterFiles] = MappingProxyType({}),
 ) -> Submission:
-    """Check the request, claim its name, and hand its script to the scheduler.
+    """Check the request, claim its name, and hand its script to the scheduler; `submit_each` for one request alone."""
+    return submit_each([request], environ=environ, ask_hub=ask_hub, share=share, adapters=adapters)[0]
+
+
+def submit_each(
+    requests: Sequence[ServeRequest],
+    *,
+    environ: Mapping[str, str] = os.environ,
+    ask_hub: bool = False,
+    share: str | None = None,
+    adapters: Mapping[str, AdapterFiles] = MappingProxyType({}),
+) -> tuple[Submission, ...]:
+    """Check the requests of one service, one for each kind of machine, and hand their scripts to the scheduler.
 
     `ask_hub` asks the hub whether the job may fetch weights that are not here. `share` is a Unix group that may use the
     service, until it is submitted without one while none of its jobs is there. `adapters` are LoRA adapters by name.
 
     Raises HpcServeError of every kind; then nothing is submitted and the name is free.
     """
-    check_before_plan(request, environ)
+    store, service = ServiceStore(default_home(environ)), requests[0].service
+    for request in requests:
+        check_before_plan(request, environ)
     windows_of(environ)
-    store, service = ServiceStore(default_home(environ)), request.service
     group = shares.check_share(store, share) if share is not None else None
+    prepared = [_prepared(request, store, environ, ask_hub=ask_hub, adapters=adapters) for request in requests]
+    adapters_wanted = {name: Adapter(path=files.path, added_at=time.time()) for name, files in adapters.items()}
+    store.ensure_service(service)
+    folders = [Path(log_dir_before_job(str(one.request.log_dir))) for one in prepared]
+    log_dirs = [make_log_dir(folder, called="--log-dir") for folder in folders]
+    done: list[Submission] = []
+    with claimed(store, service, prepared[0].job.model) as scripts, contextlib.ExitStack() as undo:
+        for one, log_dir in zip(prepared, log_dirs, strict=True):
+            script = JobScript(text=one.text, job=one.job, folder=scripts, log_dir=log_dir)
+            done.append(_hand_over(store, one, script, group, adapters_wanted, environ, undo))
+        undo.pop_all()
+    end_what_comes(store, service)
+    together = {job.job_id for one in done for job in one.jobs}
+    shared_with = shares.shared_with(store, service)
+    return tuple(_with_others(store, dataclasses.replace(one, shared_with=shared_with), together) for one in done)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """A request that was checked, with its script, and `made`, which makes a submission of the jobs that come of it."""
+
+    request: ServeRequest
+    job: SubmittedJob
+    text: str
+    replicas: int
+    made: Callable[..., Submission]
+
+
+def _prepared(
+    request: ServeRequest,
+    store: ServiceStore,
+    environ: Mapping[str, str],
+    *,
+    ask_hub: bool,
+    adapters: Mapping[str, AdapterFiles],
+) -> _Prepared:
+    service = request.service
     planned = plan_request(request, stand_in=environ.get("HPC_SERVE_MODEL"))
     for files in adapters.values():
         check_room(files, planned.plan.vllm_args, f"{service} would be")
         if not environ.get("HPC_SERVE_MODEL"):
             check_shapes(files, planned.result.model)
-    wanted_ones = {name: Adapter(path=files.path, added_at=time.time()) for name, files in adapters.items()}
     weights_note = check_files(planned, {**environ, **request.env}, ask_hub=ask_hub)
 
     plan = planned.plan
@@ -119,7 +168,6 @@ def submit(
     if positions := planned.result.model.encoder_positions:
         figures = {ENCODER_POSITIONS: positions}
     job = _job_of(request, plan, figures)
-    replicas = replicas_of(request, plan)
     note = " ".join(filter(None, (planned.machines_note, small_memory_note(request, plan)))) or None
     text = render_script(request, plan)
     folder = str(store.service_dir(service))
@@ -127,43 +175,48 @@ def submit(
     made = functools.partial(
         Submission, plan=plan, weights_note=weights_note, machines_note=note, memory=memory, folder=folder
     )
+    return _Prepared(request=request, job=job, text=text, replicas=replicas_of(request, plan), made=made)
 
-    store.ensure_service(service)
-    log_dir = make_log_dir(Path(log_dir_before_job(str(request.log_dir))), called="--log-dir")
-    with claimed(store, service, plan.model) as scripts, contextlib.ExitStack() as undo:
-        script = JobScript(text=text, job=job, folder=scripts, log_dir=log_dir)
-        is_local = request.cluster == "local"
-        if is_local and request.once and (live := _live_job(store, service)):
-            done = made(job_id=live, jobs=(dataclasses.replace(job, job_id=live),), is_there=True)
-        elif is_local:
-            is_new = all(one.is_final for one in store.read(service).records)
-            _share(store, service, group, is_new=is_new)
-            want_adapters(store, service, wanted_ones, is_new=is_new)
-            job_id, jobs = start_locally(store, script)
-            done = made(job_id=job_id, jobs=jobs)
-        else:
-            before = read_wanted(store, service)
-            wanted, there = want_submission(store, request, replicas, environ, wanted_ones)
-            _share(store, service, group, is_new=not there)
-            if wanted.submitting:
-                undo.callback(take_back, store, service, wanted, before)
-                count = -(-wanted.submitting // request.replicas_per_job)
-                if request.chain > 1:
-                    chain = {"length": request.chain, "after_min": request.next_begins_after_min}
-                    job_id, jobs = submit_chains(store, script, **chain, count=count)
-                else:
-                    job_id, jobs = submit_to_slurm(store, script, count=count)
-                with ended_if_it_fails([one.job_id for one in jobs], jobs[0]):
-                    wanted = end_submission(store, service, wanted, jobs) or wanted
-                done = made(job_id=job_id, jobs=jobs, wanted=wanted)
-            else:
-                known = {one.job_id: one for one in store.read_submitted(service)}
-                # A script that was given to sbatch by hand has no entry.
-                jobs = tuple(known.get(one) or dataclasses.replace(job, job_id=one) for one in there)
-                done = made(job_id=jobs[0].job_id, jobs=jobs, wanted=wanted, is_there=True)
-        undo.pop_all()
-    end_what_comes(store, service)
-    return _with_others(store, dataclasses.replace(done, shared_with=shares.shared_with(store, service)))
+
+def _hand_over(
+    store: ServiceStore,
+    prepared: _Prepared,
+    script: JobScript,
+    group: int | None,
+    adapters: Mapping[str, Adapter],
+    environ: Mapping[str, str],
+    undo: contextlib.ExitStack,
+) -> Submission:
+    """Hand one script to the scheduler, or find that its jobs are there. `undo` takes back what was done."""
+    request, job, service = prepared.request, prepared.job, prepared.request.service
+    is_local = request.cluster == "local"
+    if is_local and request.once and (live := _live_job(store, service)):
+        return prepared.made(job_id=live, jobs=(dataclasses.replace(job, job_id=live),), is_there=True)
+    if is_local:
+        is_new = all(one.is_final for one in store.read(service).records)
+        _share(store, service, group, is_new=is_new)
+        want_adapters(store, service, adapters, is_new=is_new)
+        job_id, jobs = start_locally(store, script)
+        return prepared.made(job_id=job_id, jobs=jobs)
+    before = read_wanted(store, service)
+    wanted, there = want_submission(store, request, prepared.replicas, environ, adapters)
+    _share(store, service, group, is_new=not there)
+    if not wanted.submitting:
+        known = {one.job_id: one for one in store.read_submitted(service)}
+        # A script that was given to sbatch by hand has no entry.
+        jobs = tuple(known.get(one) or dataclasses.replace(job, job_id=one) for one in there)
+        return prepared.made(job_id=jobs[0].job_id, jobs=jobs, wanted=wanted, is_there=True)
+    undo.callback(take_back, store, service, wanted, before)
+    count = -(-wanted.submitting // request.replicas_per_job)
+    if request.chain > 1:
+        chain = {"length": request.chain, "after_min": request.next_begins_after_min}
+        job_id, jobs = submit_chains(store, script, **chain, count=count)
+    else:
+        job_id, jobs = submit_to_slurm(store, script, count=count)
+    for one in jobs:
+        undo.callback(end_job, one.job_id, one)
+    wanted = end_submission(store, service, wanted, jobs) or wanted
+    return prepared.made(job_id=job_id, jobs=jobs, wanted=wanted)
 
 
 def _live_job(store: ServiceStore, service: str) -> str:
@@ -179,15 +232,18 @@ def _share(store: ServiceStore, service: str, group: int | None, *, is_new: bool
         shares.unshare(store, service)
 
 
-def _with_others(store: ServiceStore, done: Submission) -> Submission:
-    """Return the submission beside the other replicas of its service, as far as these can be read."""
+def _with_others(store: ServiceStore, done: Submission, together: Set[str]) -> Submission:
+    """Return the submission beside the other replicas of its service, as far as these can be read.
+
+    Jobs that were submitted `together` with it are no others, but their engines may differ.
+    """
     ids = {job.job_id for job in done.jobs}
     try:
         report, submitted = read_status(store, done.job.service), store.read_submitted(done.job.service)
     except HpcServeError:  # the job is submitted all the same
         return done
-    others = tuple(one for one in report.everywhere if not one.is_over and one.job_id not in ids)
-    live = {one.job_id for one in others}
+    others = tuple(one for one in report.everywhere if not one.is_over and one.job_id not in together)
+    live = {one.job_id for one in others} | (together - ids)
     differing_words = {
         job.job_id: differing(done.job.engine_args, job.engine_args)
         for job in submitted
@@ -218,6 +274,7 @@ def _job_of(request: ServeRequest, plan: ServePlan, speed: Mapping[str, float]) 
         engine_args=plan.vllm_args,
         gpu=request.gpu,
         gpu_memory_bytes=request.gpu_memory_bytes,
+        machine=request.machine,
     )
 
 

@@ -15,14 +15,15 @@ from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError
 from hpc_serve.rendezvous.adapters import Adapter
 from hpc_serve.rendezvous.files import remove_file
-from hpc_serve.rendezvous.record import SubmittedJob
+from hpc_serve.rendezvous.record import DEFAULT_MACHINE, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.wanted import Decision, Wanted
 from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted, wanted_file
-from hpc_serve.submit.request.bounds import check_bounds, shown_bounds
+from hpc_serve.submit.request.bounds import check_bounds, shown_bounds, shown_counts
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.services.carry_out import settle, wait_for_others
 from hpc_serve.submit.services.jobs import Job, counted
+from hpc_serve.submit.services.machines import check_whole_jobs, on_others, scaled, without
 from hpc_serve.submit.services.stop import stop
 from hpc_serve.submit.services.what_is import Looker
 from hpc_serve.submit.status.status_reader import find_report, read_status, replicas_here
@@ -40,25 +41,27 @@ def want_submission(
 ) -> tuple[Wanted, list[str]]:
     """Write down what a submission of so many `replicas` asks for, and claim that this program submits what is missing.
 
-    MIN:MAX are the bounds of the whole service; one number is so many more. `adapters` come beside those that the
-    service has. With `once` nothing is added to jobs that are there. Returns what is written, and the jobs that
-    are there already. Raises HpcServeError.
+    MIN:MAX are the bounds of the whole service; one number is so many more, on machines of the request's kind.
+    `adapters` come beside those that the service has. With `once` nothing is added to jobs that are there. Returns what
+    is written, and the jobs that are there already. Raises HpcServeError.
     """
 
-    def change(found: Wanted | None, here: Sequence[Job], now: float) -> Wanted:
+    def change(found: Wanted | None, everywhere: Sequence[Job], now: float) -> Wanted:
+        others = on_others(found, everywhere, request)
+        here = [job for job in everywhere if not others or job.machine == request.machine]
         have = sum(job.replicas for job in here)
-        if request.once and here and found is not None:
+        if request.once and (everywhere if request.machine == DEFAULT_MACHINE else here) and found is not None:
             return replace(found, submitting=0)
         bounded = request.max_replicas is not None
         count = max(replicas, have) if bounded or request.once else have + replicas
-        before = found if found is not None and here else None
+        before = found if found is not None and everywhere else None
         wanted = Wanted(
             least=replicas if bounded else count,
             most=request.max_replicas or count,
             count=count,
             is_kept=request.keep_up or request.is_elastic or (before is not None and before.is_kept),
             keep_up=request.keep_up or (before is not None and before.keep_up),
-            notice_s=float(request.slurm.notice_s or 0),
+            notice_s=max(float(request.slurm.notice_s or 0), before.notice_s if before is not None and others else 0.0),
             idle_stop_s=request.idle_stop_s or (before.idle_stop_s if before is not None else None),
             replicas_per_job=request.replicas_per_job,
             folder=os.getcwd(),
@@ -66,17 +69,21 @@ def want_submission(
             submitting=max(0, count - have),
             submitting_at=now,
             adapters={
-                **(found.adapters if found is not None and (here or found.state == "asleep") else {}),
+                **(found.adapters if found is not None and (everywhere or found.state == "asleep") else {}),
                 **adapters,
             },
         )
         if before is not None:
             kept = {name: getattr(before, name) for name in ("decider", "coming", "ending", "most_running", "decided")}
             wanted = replace(wanted, **kept)
+        if others or request.machine != DEFAULT_MACHINE:
+            wanted = replace(wanted, machines=before.machines if before is not None else {})
+            wanted = wanted.with_counts({**others, request.machine: count})
         return wanted
 
     wanted, here = _change_seen(store, request.service, change)
-    return wanted, [job.job_id for job in here]
+    its = [job for job in here if job.machine == request.machine]
+    return wanted, [job.job_id for job in (here if wanted.submitting else its or here)]
 
 
 def take_back(store: ServiceStore, service: str, claimed: Wanted, before: Wanted | None) -> None:
@@ -129,27 +136,32 @@ class Scaled:
 def scale(
     store: ServiceStore,
     service: str,
-    replicas: int,
+    replicas: int | Mapping[str, int],
     *,
     drain_s: float = 120.0,
     on_stop: Callable[[ReplicaStatus], None] = lambda status: None,
 ) -> Scaled:
     """Bring the service to so many replicas that wait, start or serve. Those of one job come and end together.
 
-    `on_stop` is told of each replica that ends. Raises ServiceNotFoundError, SchedulerError, StoreError, and
-    InvalidRequestError for a number below one, or one that whole jobs do not give.
+    A mapping has the replicas of kinds of machine by name; the other kinds stay as they are. `on_stop` is told of each
+    replica that ends. Raises ServiceNotFoundError, SchedulerError, StoreError, and InvalidRequestError for a number
+    below one, or one that whole jobs do not give.
     """
-    if replicas < 1:
+    if isinstance(replicas, int) and replicas < 1:
         raise InvalidRequestError(f"{service} cannot have {replicas} replicas; `hpc-serve stop {service}` ends it.")
     found = replicas_here(store, find_report(store, service))
     if found[0].job.cluster == "local":
         raise InvalidRequestError(f"{service} runs on this machine alone: it cannot be scaled. Use --cluster slurm.")
     per_job = found[-1].job.replicas_per_job
+    known = {job.machine for job in store.read_submitted(service)}
 
     def change(seen: Wanted | None, here: Sequence[Job], now: float) -> Wanted:
-        _check_whole_jobs(here, replicas, service, per_job)
-        wanted = replace(_awake(seen, per_job), least=replicas, most=replicas, count=replicas)
-        return _by_person(wanted, f"scaled to {replicas}", now)
+        awake = _awake(seen, per_job)
+        if seen is not None and seen.state != "awake":  # nothing is there: kinds that are not named stay away
+            awake = replace(awake, machines={name: replace(one, count=0) for name, one in seen.machines.items()})
+        wanted = scaled(awake, replicas, service, known)
+        check_whole_jobs(here, wanted, service, per_job)
+        return _by_person(wanted, f"scaled to {shown_counts(wanted.counts) or wanted.count}", now)
 
     _, here = _change_seen(store, service, change)
     done = settle(store, service, drain_s=drain_s)
@@ -163,26 +175,9 @@ def scale(
 
 def _awake(seen: Wanted | None, per_job: int) -> Wanted:
     seen = seen or Wanted(least=1, most=1, count=1, replicas_per_job=per_job)
+    for machine in seen.machines:
+        seen = seen.with_failures(machine, 0)
     return replace(seen, state="awake", failures=0, next_try_at=0.0, problem="", coming=())
-
-
-def _check_whole_jobs(here: Sequence[Job], replicas: int, service: str, per_job: int) -> None:
-    """Raises InvalidRequestError where whole jobs do not give so many replicas."""
-    have = sum(job.replicas for job in here)
-    if replicas >= have and (replicas - have) % per_job:
-        below = have + (replicas - have) // per_job * per_job
-        raise InvalidRequestError(
-            f"{service} has {have} replicas, and a job of it has {per_job}: it can have {below + per_job}"
-            + (f", or {below}." if below > have else ".")
-        )
-    over = have - replicas
-    for job in sorted(here, key=lambda job: -job.replicas) if over > 0 else ():
-        over -= job.replicas if job.replicas <= over else 0
-    if over > 0:
-        raise InvalidRequestError(
-            f"{service} cannot lose {have - replicas} of its {have} replicas in whole jobs; "
-            f"`hpc-serve stop {here[0].job_id}-0` ends one of a job, and its GPUs stay with the job."
-        )
 
 
 def set_bounds(store: ServiceStore, service: str, least: int, most: int) -> Wanted:
@@ -190,6 +185,11 @@ def set_bounds(store: ServiceStore, service: str, least: int, most: int) -> Want
     check_bounds(least, most)
 
     def change(found: Wanted | None) -> Wanted | None:
+        if found is not None and found.machines:
+            raise InvalidRequestError(
+                f"{service} has replicas on {shown_counts(found.counts)}: MIN:MAX is for one kind of machine. Give "
+                f"each kind one number: hpc-serve scale {service} {shown_counts(found.counts)}."
+            )
         if found is None or not found.is_kept:
             return None
         count = min(max(found.count, least), most) if found.state == "awake" else found.count
@@ -263,11 +263,15 @@ def want_stop_of(store: ServiceStore, found: Sequence[ReplicaStatus]) -> None:
         live = [one for one in read_status(store, service).replicas if not one.is_over]
         staying = {one.job_id for one in live if one.name not in named}
         ending = {one.job_id: one.job.replicas_per_job for one in live if one.job_id not in staying}
+        machines = {one.job_id: one.machine for one in live}
         if staying and not ending:
             continue
 
         def change(
-            seen: Wanted | None, ending: Mapping[str, int] = ending, is_all: bool = not staying
+            seen: Wanted | None,
+            ending: Mapping[str, int] = ending,
+            machines: Mapping[str, str] = machines,
+            is_all: bool = not staying,
         ) -> Wanted | None:
             if seen is None or (is_all and seen.state == "stopped"):
                 return None
@@ -278,6 +282,7 @@ def want_stop_of(store: ServiceStore, found: Sequence[ReplicaStatus]) -> None:
                 changed = replace(changed, state="stopped", decider="")
             else:
                 changed = replace(changed, least=min(seen.least, count))
+                changed = without(changed, [(machines[job_id], count) for job_id, count in ending.items()])
             return _by_person(changed, "stopped by a person", time.time())
 
         change_wanted(store, service, change)

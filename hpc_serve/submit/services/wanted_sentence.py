@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.durations import duration
-from hpc_serve.rendezvous.wanted import Wanted
+from hpc_serve.rendezvous.wanted import MachineWanted, Wanted
+from hpc_serve.submit.request.bounds import shown_counts
 
 
 def asleep_sentence(service: str, wanted: Wanted) -> str:
@@ -20,6 +21,8 @@ def asleep_sentence(service: str, wanted: Wanted) -> str:
 def bounds_sentence(wanted: Wanted) -> str:
     """How many replicas there may be."""
     words = [f"{_bounds(wanted)} of them" if wanted.least == wanted.most else _bounds(wanted)]
+    if wanted.machines:
+        words = [shown_counts(wanted.counts)]
     if (per_job := wanted.replicas_per_job) > 1 and (wanted.least % per_job or wanted.most % per_job):
         jobs = f"{-(-wanted.least // per_job)} to {-(-wanted.most // per_job)}"
         words.append(f"rounded up to {jobs} whole jobs of {per_job}")
@@ -51,6 +54,9 @@ def wanted_lines(service: str, wanted: Wanted, live: Sequence[ReplicaStatus], no
     if not wanted.is_kept or wanted.state == "stopped" or not (live or wanted.submitting):
         return []
     words = [f"{service}: {sum(one.state != 'draining' for one in live)} of {_bounds(wanted)} replicas"]
+    if wanted.machines:
+        here = {name: sum(one.machine == name for one in live if one.state != "draining") for name in wanted.machines}
+        words.append(", ".join(f"{here[name]} of {count} on {name}" for name, count in wanted.counts.items()))
     if wanted.least != wanted.most:
         words.append(f"{wanted.count} wanted now")
     words += _idle_stop(wanted)
@@ -58,9 +64,11 @@ def wanted_lines(service: str, wanted: Wanted, live: Sequence[ReplicaStatus], no
         words.append("each job is replaced before its time limit")
     if wanted.submitting:
         words.append(f"{wanted.submitting} being submitted")
-    if wanted.problem and not wanted.next_try_at:
-        words.append(wanted.problem)
-    elif wanted.next_try_at > now:
-        again = time.strftime("%H:%M:%S", time.localtime(wanted.next_try_at))
-        words.append(f"{wanted.problem}; trying again at {again}")
+    troubled: list[Wanted | MachineWanted] = [wanted, *wanted.machines.values()]
+    for one in troubled:
+        if one.problem and not one.next_try_at:
+            words.append(one.problem)
+        elif one.next_try_at > now:
+            again = time.strftime("%H:%M:%S", time.localtime(one.next_try_at))
+            words.append(f"{one.problem}; trying again at {again}")
     return ["; ".join(words), *told]

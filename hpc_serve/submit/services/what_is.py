@@ -87,6 +87,7 @@ class Looker:
             why_over=last.sentence if stage == "over" else "",
             is_settled=stage == "ready" and bool(since) and now - max(since) >= SETTLED_S,
             is_own=last.job_id == self.own_job,
+            machine=last.machine,
         )
 
     def _stage(self, found: Sequence[ReplicaStatus], in_queue: JobState | None) -> JobStage:

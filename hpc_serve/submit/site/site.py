@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError, SiteFileError
 from hpc_serve.rendezvous.ownership import check_chosen
+from hpc_serve.rendezvous.record import DEFAULT_MACHINE
 from hpc_serve.sizes import parse_size
+from hpc_serve.submit.request.bounds import is_machine_name
 from hpc_serve.submit.request.environment import CONTAINERS, Environment, EnvironmentKind, JobSettings, variable_of
 from hpc_serve.submit.request.job_env import check_env
 from hpc_serve.submit.request.sbatch_options import SbatchOptions, SlurmOptions
@@ -27,6 +29,7 @@ PYTHONS: Mapping[str, EnvironmentKind] = {
 }
 """The settings of which one says where Python is, and what each makes of the environment."""
 
+_OF_ITS_GPU = ("gpu", "gpu_memory", "gpus_per_node", "gres_type")
 _PATHS = ("venv", "apptainer", "charliecloud", "log_dir", "templates_dir", "models")
 
 
@@ -73,6 +76,30 @@ class SiteProfile(SbatchOptions):
     weights_help: str | None = _setting("How people get weights here; `submit` says it where they are missing.")
     jobs_can_submit: bool | None = _setting("Whether jobs may call `sbatch` (`true`); if not, use `--chain`.")
     models: str | None = _setting("File of the site's own models (below).")
+    machines: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict,
+        metadata={"help": "Other kinds of machine by name, each with its own settings: `{a100: {gpu: a100-80gb}}`."},
+    )
+
+    def of_machine(self, name: str) -> SiteProfile:
+        """Return the settings for one kind of machine: its own, then the site's, but for the site's GPU.
+
+        Raises InvalidRequestError for a kind without settings.
+        """
+        if name == DEFAULT_MACHINE:
+            return self
+        if name not in self.machines:
+            known = ", ".join((DEFAULT_MACHINE, *self.machines))
+            raise InvalidRequestError(
+                f"The site file has no machine {name!r}; it has {known}. Add one: "
+                f"machines: {{{name}: {{gpu: …, partition: …}}}}; `hpc-serve site` shows what holds."
+            )
+        own = dict(self.machines[name])
+        cleared: dict[str, Any] = dict.fromkeys(_OF_ITS_GPU)
+        if any(own.get(python) for python in PYTHONS):
+            cleared |= dict.fromkeys(PYTHONS)
+        env = {**self.env, **own.pop("env", {})}
+        return replace(self, **{**cleared, **own, "env": env, "machines": {}})
 
     @property
     def gpu_memory_bytes(self) -> int | None:
@@ -120,7 +147,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise SiteFileError(f"site file {path} is not YAML: {error}") from error
     settings = dict(fields_of(document, SiteProfile, path)) if document is not None else {}
-    settings |= {name: os.path.expanduser(settings[name]) for name in _PATHS if settings.get(name)}
+    for some in (settings, *settings.get("machines", {}).values()):
+        some |= {name: os.path.expanduser(some[name]) for name in _PATHS if some.get(name)}
     try:
         _check(SiteProfile(**settings), path)
     except InvalidRequestError:
@@ -131,6 +159,16 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def _check(profile: SiteProfile, path: Path) -> None:
+    for name, own in profile.machines.items():
+        if name == DEFAULT_MACHINE or not is_machine_name(name):
+            raise SiteFileError(
+                f"site file {path}: machines: {name!r} is no name: take a letter, then letters, digits, . _ -, and not "
+                f"{DEFAULT_MACHINE}, which is the site itself."
+            )
+        if "machines" in own or not own.get("gpu"):
+            wrong = "has machines of its own" if "machines" in own else "says no gpu; `hpc-serve gpus` lists them"
+            raise SiteFileError(f"site file {path}: machines: {name} {wrong}.")
+        _check(replace(SiteProfile(), **own), path)
     named = [kind for kind in PYTHONS if getattr(profile, kind)]
     if len(named) > 1:
         raise SiteFileError(f"site file {path} sets {' and '.join(named)}: one of them says where Python is.")

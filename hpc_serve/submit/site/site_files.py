@@ -46,8 +46,9 @@ def merge_site(environ: Mapping[str, str], named: str | None = None) -> MergedSi
         if any(own.get(name) for name in PYTHONS):  # one of them replaces the other kinds too
             for name in PYTHONS:
                 settings.pop(name, None)
-        if own.get("env"):  # merged variable by variable
-            own["env"] = {**settings.get("env", {}), **own["env"]}
+        for name in ("env", "machines"):  # merged by their own names
+            if own.get(name):
+                own[name] = {**settings.get(name, {}), **own[name]}
         settings |= own
         sources |= dict.fromkeys(own, file)
     in_force = {name: value for name, value in settings.items() if value not in (None, (), {})}

@@ -73,7 +73,21 @@ def fields_of(node: yaml.Node, kind: type, path: Path) -> Iterator[tuple[str, An
         if name in seen:
             raise SiteFileError(f"{where}: {name} is set twice; keep one of the two.")
         seen.add(name)
-        yield name, _value(value, kinds[name], f"{where}: {name}")
+        if kinds[name] == Mapping[str, Mapping[str, Any]]:  # by name, each with settings as this one has
+            yield name, {str(one.value): dict(fields_of(its, kind, path)) for one, its in _pairs(value, where)}
+        else:
+            yield name, _value(value, kinds[name], f"{where}: {name}")
+
+
+def _pairs(node: yaml.Node, where: str) -> list[tuple[yaml.Node, yaml.Node]]:
+    import yaml
+
+    if node.tag == _NOTHING:
+        return []
+    names = [str(one.value) for one, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+    if not names or len(set(names)) < len(names):
+        raise SiteFileError(f"{where} must have names, each once and with settings: NAME: {{gpu: …}}.")
+    return list(node.value)
 
 
 def _value(node: yaml.Node, kind: Any, where: str) -> Any:

@@ -131,6 +131,7 @@ def _before_its_next_run(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
         scheduler_state=status.scheduler_state,
         time_left=status.time_left,
         predicted=status.predicted,
+        machine=status.machine,
     )
 
 

@@ -37,7 +37,7 @@ STATUS_KEYS = {
     *("num_nodes", "gpus_per_node", "tensor_parallel_size", "pipeline_parallel_size", "restart", "replica", "engine"),
     *("submitted_at", "started_at", "updated_at", "failed_part", "exit_code", "last_log_lines", "end_reported_by_job"),
     *("state_since", "engine_restarts", "cache", "loading", "pending_reason", "time_left", "successor"),
-    *("successor_job_id", "measured", "predicted"),
+    *("successor_job_id", "measured", "predicted", "machine"),
 }
 
 
@@ -158,6 +158,7 @@ def test_submit_as_json(capsys, place, store, tmp_path):
         "model": "meta-llama/Llama-3.1-8B-Instruct",
         "cluster": "slurm",
         "job_id": "101",
+        "machine": "default",
         "replicas": [{"name": "101", "job_id": "101", "log": str(store.log_dir("mine") / "101.log")}],
         "script": str(store.service_dir("mine") / "scripts" / "101_submission.sh"),
         "log": str(store.log_dir("mine") / "101.log"),

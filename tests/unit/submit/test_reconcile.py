@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.rendezvous.gate_headers import EngineLoad, RequestCount
+from hpc_serve.rendezvous.record import DEFAULT_MACHINE
 from hpc_serve.rendezvous.wanted import Decision, Wanted
 from hpc_serve.submit.services.jobs import Job, WhatIs, counted
 from hpc_serve.submit.services.load import LoadHistory, Windows, windows_of
@@ -50,15 +52,19 @@ class Simulated:
         """Let the first jobs be ready."""
         for _ in range(-(-self.wanted.count // self.wanted.replicas_per_job)):
             self.submit()
+        return self.settled()
+
+    def settled(self) -> Simulated:
+        """Let all jobs be ready that can."""
         self.run(self.queue_s + self.start_s + LOOK_S)
         self.told.clear()
         self.most_live = 0
         self.least_ready = None
         return self
 
-    def submit(self, predecessor: str = "") -> None:
+    def submit(self, predecessor: str = "", machine: str = "") -> None:
         name = str(101 + len(self.jobs))
-        job = Job(job_id=name, stage="pending", predecessor=predecessor)
+        job = Job(job_id=name, stage="pending", predecessor=predecessor, machine=machine or DEFAULT_MACHINE)
         self.jobs[name] = replace(
             job, replicas=self.wanted.replicas_per_job, limit_s=self.limit_s, waited_s=self.queue_s
         )
@@ -95,7 +101,7 @@ class Simulated:
         if job.stage == "pending":
             self.until[name] = self.now + self.start_s
             self.jobs[name] = replace(job, stage="starting", ends_at=self.now + self.limit_s)
-        elif job.stage == "starting" and name in self.fails:
+        elif job.stage == "starting" and {name, job.machine} & self.fails:
             self.lose(name)
         elif job.stage == "starting":
             self.jobs[name] = replace(job, stage="ready", start_s=self.start_s)
@@ -131,7 +137,7 @@ class Simulated:
     def _do(self, one: Decision) -> None:
         if one.action == "submit":
             for place in range(-(-one.count // self.wanted.replicas_per_job)):
-                self.submit(one.jobs[place] if one.cause == "handover" and place < len(one.jobs) else "")
+                self.submit(one.jobs[place] if one.cause == "handover" and place < len(one.jobs) else "", one.machine)
         for name in one.jobs if one.action == "drain" else ():
             self.jobs[name] = replace(self.jobs[name], stage="draining")
             self.until[name] = self.now + self.drain_s
@@ -143,6 +149,108 @@ def service(least: int = 1, most: int | None = None, **fields) -> Simulated:
     """A service whose first jobs are ready."""
     wanted = Wanted(least=least, most=most or least, count=least, is_kept=True, notice_s=120.0, **fields)
     return Simulated(wanted).begin()
+
+
+def on_machines(fails: frozenset[str] = frozenset(), **counts: int) -> Simulated:
+    """A service whose replicas on several kinds of machine are ready, but for the kinds on which jobs fail."""
+    wanted = Wanted(least=1, most=1, count=1, is_kept=True, keep_up=True, notice_s=120.0).with_counts(counts)
+    simulated = Simulated(wanted, fails=set(fails))
+    for machine, count in counts.items():
+        for _ in range(count):
+            simulated.submit(machine=machine)
+    return simulated.settled()
+
+
+def machines_of(simulated: Simulated, *stages: str) -> Counter[str]:
+    return Counter(job.machine for job in simulated.jobs.values() if job.stage in (stages or ("ready",)))
+
+
+class TestMachines:
+    """A service on several kinds of machine."""
+
+    def test_what_is_lost_comes_back_on_its_own_kind(self):
+        simulated = on_machines(h100=2, a100=1)
+        assert simulated.run(60) == []
+        simulated.lose("103")
+        told = simulated.run(120)
+        assert [(one.action, one.machine, one.count) for one in told] == [("submit", "a100", 1)]
+        assert told[0].sentence == "submitted 1 on a100: there was no replica, of 1 that are wanted"
+        assert machines_of(simulated) == {"h100": 2, "a100": 1}
+
+    def test_two_kinds_at_once_are_submitted_one_after_the_other(self):
+        simulated = on_machines(h100=2, a100=1)
+        simulated.lose("101")
+        simulated.lose("103")
+        first, second = simulated.run(120)
+        assert {first.machine, second.machine} == {"h100", "a100"}
+        assert machines_of(simulated) == {"h100": 2, "a100": 1}
+
+    def test_a_kind_whose_jobs_fail_holds_no_other(self):
+        simulated = on_machines(frozenset({"a100"}), h100=1, a100=1)
+        simulated.run(300)
+        problem = simulated.wanted.machines["a100"]
+        assert problem.failures > 1
+        assert "was added, failed: the engine ended with 1" in problem.problem
+        simulated.lose("101")
+        assert [one.machine for one in simulated.run(45) if one.action == "submit"] == [
+            "h100"
+        ]  # after its own first pause
+        simulated.run(60)
+        assert machines_of(simulated) == {"h100": 1}
+        assert simulated.wanted.machines["h100"].failures == 1
+        assert simulated.wanted.machines["a100"].failures > 1
+
+    def test_fewer_of_one_kind_leave_the_other_alone(self):
+        simulated = on_machines(h100=2, a100=2)
+        simulated.wanted = simulated.wanted.with_counts({"h100": 2, "a100": 0})
+        told = simulated.run(60)
+        assert {(one.action, one.machine) for one in told} == {("drain", "a100")}
+        assert machines_of(simulated, "ready", "starting", "pending") == {"h100": 2}
+
+    def test_each_hands_over_to_its_own_kind(self):
+        simulated = on_machines(h100=1, a100=1)
+        least = []
+        for _ in range(int(3 * LIMIT_S / LOOK_S)):
+            simulated.run(LOOK_S)
+            least.append(machines_of(simulated))
+        assert all(one == {"h100": 1, "a100": 1} or one.total() > 2 for one in least)
+        assert {one.machine for _, one in simulated.told} == {"h100", "a100"}
+        assert all(
+            simulated.jobs[job.predecessor].machine == job.machine for job in simulated.jobs.values() if job.predecessor
+        )
+
+    def test_all_kinds_sleep_and_their_numbers_stay(self):
+        simulated = on_machines(h100=1, a100=1)
+        simulated.wanted = replace(simulated.wanted, idle_stop_s=30.0)
+        simulated.run(120)
+        assert (simulated.wanted.state, simulated.stages()) == ("asleep", [])
+        assert simulated.wanted.counts == {"h100": 1, "a100": 1}
+        simulated.wanted = replace(simulated.wanted, state="awake", count=2, idle_stop_s=None)
+        simulated.run(120)
+        assert machines_of(simulated) == {"h100": 1, "a100": 1}
+
+    @given(
+        events=st.lists(
+            st.one_of(
+                st.tuples(st.just("lose"), st.integers(0, 20)),
+                st.tuples(st.just("scale"), st.integers(0, 3), st.integers(0, 3)),
+                st.tuples(st.just("run"), st.integers(1, 30)),
+            ),
+            max_size=12,
+        )
+    )
+    @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    def test_whatever_happens_each_kind_has_its_number_in_the_end(self, events):
+        simulated = on_machines(h100=1, a100=1)
+        for what, *numbers in events:
+            if what == "run":
+                simulated.run(numbers[0] * LOOK_S)
+            elif what == "scale" and any(numbers):
+                simulated.wanted = simulated.wanted.with_counts({"h100": numbers[0], "a100": numbers[1]})
+            elif live := [name for name, job in simulated.jobs.items() if job.is_live] if what == "lose" else []:
+                simulated.lose(live[numbers[0] % len(live)])
+        simulated.run(1500)
+        assert machines_of(simulated) == {name: count for name, count in simulated.wanted.counts.items() if count}
 
 
 def short_lived(start_s: float) -> Simulated:

@@ -1,0 +1,299 @@
+"""A service on several kinds of machine: the site file, the scripts, one wanted state; against stand-ins for Slurm."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hpc_serve.cli.main import run
+from hpc_serve.errors import InvalidRequestError, SiteFileError
+from hpc_serve.rendezvous.wanted_file import read_wanted
+from hpc_serve.submit.services.want import scale, set_bounds, wake, want_stop_of
+from hpc_serve.submit.site.site_files import read_site
+from hpc_serve.submit.status.status_reader import find, read_status
+
+SITE = """
+gpu: h100-80gb
+gpu_memory: 79GiB
+gpus_per_node: 4
+partition: hopper
+time: 04:00:00
+env: {HF_HOME: /hf}
+machines:
+  a100: {gpu: a100-80gb, partition: ampere, env: {NCCL_DEBUG: WARN}}
+  l40s:
+    gpu: l40s
+    partition: ada
+    gpus_per_node: 8
+    time:
+"""
+
+
+@pytest.fixture(autouse=True)
+def site(tmp_path, monkeypatch):
+    path = tmp_path / "site.yaml"
+    path.write_text(SITE)
+    monkeypatch.setenv("HPC_SERVE_SITE", str(path))
+    monkeypatch.setenv("HPC_SERVE_SYSTEM_SITE", "")
+    return path
+
+
+def read(site):
+    return read_site({"HPC_SERVE_SITE": str(site), "HPC_SERVE_SYSTEM_SITE": ""})
+
+
+def submit(*words):
+    return run(["submit", "8b", "--name", "s", *words])
+
+
+def wanted(store):
+    return read_wanted(store, "s")
+
+
+def jobs(store):
+    """The kinds of machine of the jobs that are there."""
+    return {status.job_id: status.machine for status in read_status(store, "s").replicas if not status.is_over}
+
+
+_REFUSES_AMPERE = """
+for script; do :; done
+if grep -q partition=ampere "$script"; then echo "sbatch: error: no" >&2; exit 1; fi
+"""
+
+
+class TestSite:
+    def test_a_machine_has_its_own_settings_then_the_sites_but_not_its_gpu(self, site):
+        own = read(site).of_machine("a100")
+        assert (own.gpu, own.partition, own.time) == ("a100-80gb", "ampere", "04:00:00")
+        assert (own.gpus_per_node, own.gpu_memory) == (None, None)
+        assert own.env == {"HF_HOME": "/hf", "NCCL_DEBUG": "WARN"}
+
+    def test_an_empty_setting_takes_the_sites_away(self, site):
+        own = read(site).of_machine("l40s")
+        assert (own.time, own.gpus_per_node) == (None, 8)
+
+    def test_an_image_of_a_machine_replaces_the_sites_environment(self, site):
+        site.write_text("venv: /env\nmachines: {amd: {gpu: mi300x, apptainer: /rocm.sif}}\n")
+        environment = read(site).of_machine("amd").environment({})
+        assert (environment.kind, environment.path) == ("apptainer", "/rocm.sif")
+
+    def test_an_empty_setting_takes_the_systems_machines_away(self, site, tmp_path):
+        system = tmp_path / "system.yaml"
+        system.write_text("machines: {old: {gpu: v100}}\n")
+        site.write_text("machines:\n")
+        assert read_site({"HPC_SERVE_SITE": str(site), "HPC_SERVE_SYSTEM_SITE": str(system)}).machines == {}
+
+    def test_machines_of_two_files_are_merged(self, site, tmp_path):
+        system = tmp_path / "system.yaml"
+        system.write_text("machines: {old: {gpu: v100}, a100: {gpu: v100}}\n")
+        found = read_site({"HPC_SERVE_SITE": str(site), "HPC_SERVE_SYSTEM_SITE": str(system)})
+        assert list(found.machines) == ["old", "a100", "l40s"]
+        assert found.machines["a100"]["gpu"] == "a100-80gb"
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("machines: {a100: {partition: x}}", "a100 says no gpu"),
+            ("machines: {a100: {gpu: }}", "a100 says no gpu"),
+            ("machines: {default: {gpu: l4}}", "'default' is no name"),
+            ("machines: {1x: {gpu: l4}}", "'1x' is no name"),
+            ("machines: {'a b': {gpu: l4}}", "'a b' is no name"),
+            ("machines: {a: {gpu: l4, machines: {b: {gpu: l4}}}}", "a has machines of its own"),
+            ("machines: {a: {gpu: l4}, a: {gpu: l4}}", "each once"),
+            ("machines: [a100]", "must have names"),
+            ("machines: a100", "must have names"),
+            ("machines: {a: l4}", "must hold settings"),
+            ("machines: {a: {gpu: l4, partion: x}}", "Did you mean partition"),
+            ("machines: {a: {gpu: l4, time: soon}}", "soon"),
+            ("machines: {a: {gpu: l4, venv: /x, conda: y}}", "venv and conda"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, site, text, words):
+        site.write_text(text)
+        with pytest.raises(SiteFileError, match=words):
+            read(site)
+
+    def test_the_site_command_shows_them(self, ran):
+        assert "{gpu: a100-80gb, partition: ampere" in " ".join(ran(["site"]).out.split())
+        shown = json.loads(ran(["site", "--json"]).out)["settings"]["machines"]["value"]
+        assert shown["l40s"] == {"gpu": "l40s", "partition": "ada", "gpus_per_node": 8, "time": None}
+
+
+class TestSubmit:
+    def test_each_kind_has_a_script_and_all_are_one_service(self, store, slurm, capsys):
+        assert submit("--replicas", "a100:1,l40s:2", "--keep-up") == 0
+        out = capsys.readouterr().out
+        assert "s: submitted as job 101 (1 node x 1 GPU of a100, " in out
+        assert "s: submitted as job 102 (2 replicas, each 1 node x 1 GPU of l40s, " in out
+        assert "if that is too many" not in out
+        first, second = slurm.scripts
+        assert "#SBATCH --partition=ampere\n" in first
+        assert "#SBATCH --time=04:00:00\n" in first
+        assert "export NCCL_DEBUG=WARN\n" in first
+        assert "#SBATCH --partition=ada\n" in second
+        assert "#SBATCH --array=0-1\n" in second
+        assert "NCCL_DEBUG" not in second
+        assert wanted(store).counts == {"a100": 1, "l40s": 2}
+        assert (wanted(store).least, wanted(store).most, wanted(store).count) == (3, 3, 3)
+        assert jobs(store) == {"101": "a100", "102_0": "l40s", "102_1": "l40s"}
+
+    def test_json_has_each(self, store, slurm, ran):
+        told = json.loads(ran(["submit", "8b", "--name", "s", "--replicas", "default:1,a100:1", "--json"]).out)
+        assert [(one["machine"], one["job_id"]) for one in told["submissions"]] == [("default", "101"), ("a100", "102")]
+        assert told["service"] == "s"
+        status = json.loads(ran(["status", "s", "--json"]).out)
+        assert [one["machine"] for one in status["services"]] == ["default", "a100"]
+        assert status["wanted"]["s"]["machines"]["a100"]["count"] == 1
+
+    def test_a_refused_kind_takes_the_others_back(self, store, slurm):
+        sbatch = slurm.bin / "sbatch"
+        sbatch.write_text(sbatch.read_text().replace("\nid=", f"{_REFUSES_AMPERE}id=", 1))
+        assert submit("--replicas", "l40s:1,a100:1") != 0
+        assert slurm.cancelled == ["101"]
+        assert wanted(store) is None
+
+    def test_a_kind_that_does_not_fit_is_refused_before_anything(self, store, slurm):
+        assert run(["submit", "405b", "--name", "s", "--nodes", "1", "--replicas", "default:1,l40s:1"]) != 0
+        assert slurm.scripts == []
+        assert wanted(store) is None
+
+    def test_a_second_kind_comes_beside_a_service_of_one(self, store, slurm):
+        submit("--replicas", "2")
+        submit("--replicas", "a100:1")
+        assert wanted(store).counts == {"default": 2, "a100": 1}
+        submit("--replicas", "a100:1")
+        assert wanted(store).counts == {"default": 2, "a100": 2}
+
+    def test_all_kinds_have_as_many_replicas_in_a_job(self, store, slurm, capsys):
+        submit("--replicas", "a100:2")
+        assert submit("--replicas", "l40s:2", "--replicas-per-job", "2") != 0
+        assert "--replicas-per-job is 1 for s, and 2 for l40s" in capsys.readouterr().err
+        assert len(slurm.scripts) == 1
+        assert wanted(store).counts == {"a100": 2}
+
+    def test_each_kind_has_a_chain(self, store, slurm):
+        submit("--replicas", "a100:1,l40s:1", "--chain", "2", "--time", "02:00:00")
+        assert jobs(store) == {"101": "a100", "102": "a100", "103": "l40s", "104": "l40s"}
+        assert [job.predecessor for job in store.read_submitted("s")] == ["", "101", "", "103"]
+        assert wanted(store).counts == {"a100": 1, "l40s": 1}
+
+    def test_once_adds_only_the_kind_that_is_missing(self, store, slurm):
+        submit("--replicas", "a100:1", "--once")
+        submit("--replicas", "a100:1,l40s:1", "--once")
+        submit("--once")
+        assert wanted(store).counts == {"a100": 1, "l40s": 1}
+        assert len(slurm.scripts) == 2
+
+    @pytest.mark.parametrize(
+        ("first", "second"), [(("--replicas", "1:3"), "a100:1"), (("--replicas", "a100:1"), "1:3")]
+    )
+    def test_bounds_are_for_one_kind(self, store, slurm, capsys, first, second):
+        submit(*first)
+        assert submit("--replicas", second) != 0
+        assert "MIN:MAX is for a service on one kind of machine" in capsys.readouterr().err
+        assert len(slurm.scripts) == 1
+
+    @pytest.mark.parametrize("words", [("--gpu", "l4"), ("--partition", "x"), ("--gpu-memory", "40GiB")])
+    def test_one_gpu_for_several_kinds_is_refused(self, slurm, capsys, words):
+        assert submit("--replicas", "a100:1,l40s:1", *words) != 0
+        assert f"{words[0]} would be that of a100 and l40s" in capsys.readouterr().err
+        assert slurm.scripts == []
+
+    def test_the_line_rendered_by_gives_the_script_again(self, slurm, ran):
+        script = ran(["render", "8b", "--replicas", "a100:2"]).out
+        line = next(line for line in script.splitlines() if line.startswith("# Rendered by "))
+        assert ran(line.partition("hpc-serve render ")[2].join(["render ", ""]).split()).out == script
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            ("b200:1", "The site file has no machine 'b200'; it has default, a100, l40s"),
+            ("a100:0", "replicas is 0"),
+            ("a100:1,a100:2", "a100 is named twice"),
+            ("a100:", "'a100:' is no number of replicas"),
+            ("a100", "h100:2,a100:1 is for machines"),
+            ("a100:1, l40s:1", "without spaces"),
+            ("a100:1:4", "no MIN:MAX"),
+            ("a100:1,2", "'2' is no number of replicas on a machine"),
+            ("$(id):1", "'$(id):1' is no number of replicas on a machine"),
+            ("a100:9999999", "is no number of replicas on a machine"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, slurm, capsys, words, said):
+        assert submit("--replicas", words) != 0
+        assert said in capsys.readouterr().err
+        assert slurm.scripts == []
+
+    def test_render_takes_one_kind(self, slurm, capsys):
+        assert run(["render", "8b", "--replicas", "a100:1,l40s:2"]) != 0
+        assert "one kind of machine at a time: --replicas a100:1, or --replicas l40s:2" in capsys.readouterr().err
+
+
+class TestScale:
+    def test_each_kind_by_name_and_the_others_stay(self, store, slurm, ran):
+        submit("--replicas", "a100:1,l40s:1")
+        said = ran(["scale", "s", "l40s:3"]).out
+        assert said == "s: submitted as job 103_0\ns: submitted as job 103_1\ns has l40s:3, it had 2.\n"
+        assert slurm.scripts[2] == slurm.scripts[1]
+        assert wanted(store).counts == {"a100": 1, "l40s": 3}
+
+    def test_two_kinds_at_once(self, store, slurm):
+        submit("--replicas", "a100:1,l40s:1")
+        done = scale(store, "s", {"a100": 2, "l40s": 2})
+        assert [(job.job_id, job.machine) for job in done.added] == [("103_0", "a100"), ("104_0", "l40s")]
+
+    def test_none_of_one_kind(self, store, slurm):
+        submit("--replicas", "a100:1,l40s:1")
+        slurm.queue(("101", "PENDING", "Priority"), ("102", "PENDING", "Priority"))
+        slurm.job("101", "CANCELLED", after_cancel=True, nodes="")
+        scale(store, "s", {"a100": 0})
+        assert slurm.cancelled == ["101"]
+        assert wanted(store).counts == {"l40s": 1}
+
+    @pytest.mark.parametrize(
+        ("replicas", "said"),
+        [
+            (3, "s has replicas on a100:1,l40s:1: say which"),
+            ({"b200": 1}, "s has no script for b200"),
+            ({"a100": 0, "l40s": 0}, "`hpc-serve stop s` ends it"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, store, slurm, replicas, said):
+        submit("--replicas", "a100:1,l40s:1")
+        before = wanted(store)
+        with pytest.raises(InvalidRequestError, match=said):
+            scale(store, "s", replicas)
+        with pytest.raises(InvalidRequestError, match="MIN:MAX is for one kind"):
+            set_bounds(store, "s", 1, 3)
+        assert wanted(store) == before
+
+    def test_of_a_stopped_service_only_what_is_named_comes(self, store, slurm):
+        submit("--replicas", "a100:1,l40s:1")
+        want_stop_of(store, find(store, "s"))
+        for job_id in ("101", "102"):
+            slurm.job(job_id, "CANCELLED", nodes="")
+        assert [job.machine for job in scale(store, "s", {"l40s": 2}).added] == ["l40s", "l40s"]
+        assert wanted(store).counts == {"l40s": 2}
+
+    def test_one_number_is_for_the_only_kind(self, store, slurm):
+        submit("--replicas", "a100:1")
+        scale(store, "s", 2)
+        assert wanted(store).counts == {"a100": 2}
+
+
+def test_a_job_that_a_person_stops_is_wanted_no_more(store, slurm):
+    submit("--replicas", "a100:1,l40s:2")
+    want_stop_of(store, find(store, "102_0"))
+    assert wanted(store).counts == {"a100": 1, "l40s": 1}
+    want_stop_of(store, find(store, "101"))
+    assert wanted(store).counts == {"l40s": 1}
+
+
+def test_all_kinds_are_woken(store, slurm):
+    submit("--replicas", "a100:1,l40s:1", "--idle-stop", "30m")
+    want_stop_of(store, find(store, "s"))
+    for job_id in ("101", "102"):
+        slurm.job(job_id, "CANCELLED", nodes="")
+    woken = wake(store, "s")
+    assert [(job.machine, job.job_id) for job in woken.jobs] == [("a100", "103_0"), ("l40s", "104_0")]
