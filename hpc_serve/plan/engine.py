@@ -1,8 +1,8 @@
 """The engine's options, in vLLM's own names, and vLLM's defaults for the options that are not given.
 
 Defaults depend on vLLM's version and on the accelerator, and only this module looks them up. One version is pinned.
-Earlier versions are known as far as published measurements need them. The defaults and the memory model of 0.33 are
-those of 0.32, read in its source; a newer version is planned as the nearest one.
+Earlier versions are known as far as published measurements need them. 0.33 is planned
+with the memory model of 0.32: no default that is looked up here differs. A newer version is planned as 0.33.
 """
 
 from __future__ import annotations
