@@ -64,8 +64,8 @@ real-replicas: packages venv ## several real vLLM engines in one job, and data-p
 		tests/e2e/test_real_data_parallel.py $(ARGS)
 
 .PHONY: kinds
-kinds: packages venv ## an embedder, a reranker, Whisper and adapters with real vLLM, asked and stopped: five minutes, no Slurm
-	@HPC_SERVE_REAL_KINDS=1 $(VENV)/bin/python -m pytest -p no:cacheprovider tests/e2e/test_real_kinds.py tests/e2e/test_real_adapters.py $(ARGS)
+kinds: packages venv ## an embedder, a reranker, Whisper and adapters with real vLLM, and the table of kinds: ten minutes and more, no Slurm
+	@HPC_SERVE_REAL_KINDS=1 $(VENV)/bin/python -m pytest -p no:cacheprovider tests/e2e/test_real_kinds.py tests/e2e/test_real_kinds_table.py tests/e2e/test_real_adapters.py $(ARGS)
 
 .PHONY: faults
 faults: packages venv ## what users get while parts of a service break; ARGS="--only NAME" selects, --short needs no Slurm

@@ -6,13 +6,14 @@ the script, not in a file of arguments: it names code or opens the engine); "our
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.vllm.arguments import ARGS_FILE, Argument, check_keys, check_value, read_arguments, value_of
-from hpc_serve.vllm.options import completions, load_data, options, pinned_version
+from hpc_serve.vllm.options import completions, known_versions, load_data, nearest_version, options, pinned_version
 
 OVERRULE = "--allow-unknown-vllm-options"
 """The option of `submit` and `render` that accepts options which the pinned version does not know."""
@@ -29,13 +30,14 @@ _READ_BY_LAUNCHER = (
 )
 
 
-def check_arguments(words: Iterable[str], *, allow_unknown: bool) -> None:
+def check_arguments(words: Iterable[str], *, allow_unknown: bool, version: str = "") -> None:
     """Raise InvalidRequestError for words that the engine must not get. The value of a refused option is not repeated.
 
-    Without `allow_unknown`, the pinned version must have every option and accept its value. With `allow_unknown`,
-    options and values of another version pass: for the launcher, and if a person says so. A refused option stays
-    refused.
+    Without `allow_unknown`, vLLM of this version must have every option and accept its value; "" is the pinned version,
+    and the nearest one with data decides. With `allow_unknown`, options and values of another version pass: for the
+    launcher, and if a person says so. A refused option stays refused.
     """
+    version = nearest_version(version or pinned_version())
     arguments = read_arguments(words)
     for argument in arguments:
         if argument.spelling == "--":
@@ -43,13 +45,31 @@ def check_arguments(words: Iterable[str], *, allow_unknown: bool) -> None:
         _check_not_refused(argument)
         _check_no_credential(argument)
         check_keys(argument)
-        if argument.option is None:
-            _check_unknown(argument, allow_unknown)
+        option = options(version).get(argument.spelling)
+        if argument.option is None or (option is None and not allow_unknown):
+            _check_unknown(argument, allow_unknown, version)
         elif not allow_unknown:
-            _check_value(argument)
+            _check_value(replace(argument, option=option))
     for name, reason in _classes()["only_one"].items():
         if (size := value_of(arguments, name)) is not None and size != 1:
             raise InvalidRequestError(f"{name} {size} cannot be given to the engine: {reason}.")
+
+
+def options_of_others(words: Iterable[str], version: str) -> Iterator[tuple[str, str]]:
+    """Yield the options that vLLM of this version lacks, each with a known version that has it.
+
+    An option that no known version has is not among them.
+
+    >>> list(options_of_others(["--monokernel", "--seed", "1", "--not-known"], "0.32.0"))
+    [('--monokernel', '0.33.0')]
+    """
+    for argument in read_arguments(words):
+        if argument.option is not None and argument.spelling not in options(nearest_version(version)):
+            yield argument.spelling, _owner(argument.spelling)
+
+
+def _owner(spelling: str) -> str:
+    return next(version for version in reversed(known_versions()) if spelling in options(version))
 
 
 def check_file_arguments(words: Iterable[str]) -> None:
@@ -107,7 +127,7 @@ def _meant(argument: Argument) -> tuple[str, ...]:
     return tuple(dict.fromkeys(options()[spelling].name for spelling in completions(argument.spelling)))
 
 
-def _check_unknown(argument: Argument, allow_unknown: bool) -> None:
+def _check_unknown(argument: Argument, allow_unknown: bool, version: str) -> None:
     spelling, meant = argument.spelling, _meant(argument)
     if allow_unknown and not any(name in _READ_BY_LAUNCHER for name in meant):
         return
@@ -118,8 +138,9 @@ def _check_unknown(argument: Argument, allow_unknown: bool) -> None:
             f"{spelling} is not the full name of an option: write {' or '.join(meant[:3])}, and its value as a "
             "separate word. vLLM completes abbreviations, hpc-serve does not guess."
         )
+    hint = f", {_owner(spelling)} has it" if argument.option is not None else ""
     raise InvalidRequestError(
-        f"vLLM {pinned_version()} has no option {spelling}{_hint(spelling)} (for another version of vLLM: {OVERRULE})."
+        f"vLLM {version} has no option {spelling}{_hint(spelling) or hint} (for another version of vLLM: {OVERRULE})."
     )
 
 
@@ -138,7 +159,7 @@ def _hint(spelling: str) -> str:
     import difflib  # seldom needed, and never by the launcher
 
     near = difflib.get_close_matches(spelling, options(), n=1, cutoff=0.75)
-    return f": did you mean {near[0]}?" if near else ""
+    return f": did you mean {near[0]}?" if near and near[0] != spelling else ""
 
 
 def _check_keys(argument: Argument) -> None:

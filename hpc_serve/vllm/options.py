@@ -1,7 +1,8 @@
-"""The options of `vllm serve` in the version that hpc-serve pins: their names, their short forms and what they take.
+"""The options of `vllm serve`: their names, their short forms and what they take.
 
-They are data (`data/options.json`), made from vLLM's own parser by `python -m tests.support.vllm_options`. How a
-command line is read with them is in `arguments`, which of them may be used in `allowed`.
+They are data (`data/options.json`), made from vLLM's own parser by `python -m tests.support.vllm_options`: those of the
+version that hpc-serve pins, and for each later version what differs. How a command line is read with them is in
+`arguments`, which of them may be used in `allowed`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Option:
     """One option. `name` is its first long spelling; `negated` are the spellings that switch it off.
 
     `values` says how many values follow: none ("0"), one ("1"), one or none ("?"), one or more ("+"). If
-    `is_optional`, "None" stands for no value. `choices` is empty where vLLM's parser takes any.
+    `is_optional`, "None" stands for no value. `choices` is empty where vLLM's parser takes any. `version` is vLLM's,
+    "" for the option as all known versions have it.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Option:
     is_optional: bool
     repeats: bool
     choices: tuple[str | int, ...]
+    version: str = ""
 
     @property
     def takes_json(self) -> bool:
@@ -62,29 +65,81 @@ def load_data(name: str) -> Any:
 
 
 @lru_cache(maxsize=1)
+def known_versions() -> tuple[str, ...]:
+    """Return the versions of vLLM with data, oldest first: the pinned one, and later ones."""
+    data = _data()
+    return (data["version"], *(later["version"] for later in data["later"]))
+
+
 def pinned_version() -> str:
-    """Return the version of vLLM that has these options."""
-    return str(load_data("options.json")["version"])
+    """Return the version of vLLM that hpc-serve is tested with."""
+    return known_versions()[0]
 
 
-@lru_cache(maxsize=1)
-def options() -> Mapping[str, Option]:
-    """Return every option, by each of its spellings."""
+def nearest_version(version: str) -> str:
+    """Return the newest version with data that is not newer than `version`. Before the pinned version it is this one.
+
+    >>> nearest_version("0.11.2"), nearest_version("0.33.1"), nearest_version("1.0")
+    ('0.32.0', '0.33.0', '0.33.0')
+    """
+    older = (known for known in known_versions() if _minor(known) <= _minor(version))
+    return max(older, key=_minor, default=pinned_version())
+
+
+def is_known(version: str) -> bool:
+    """Return whether there is data of this version. The last number does not count."""
+    return _minor(nearest_version(version)) == _minor(version)
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+@lru_cache(maxsize=8)
+def options(version: str = "") -> Mapping[str, Option]:
+    """Return every option of a known version, by each of its spellings.
+
+    "" stands for all known versions: command lines are read with it. A value is a choice if one version takes it.
+    """
+    entries: dict[str, dict[str, Any]] = {}
+    for known in (version,) if version else known_versions():
+        for name, entry in _entries(known).items():
+            before = entries.get(name, {}).get("choices") or ()
+            choices = dict.fromkeys((*before, *(entry.get("choices") or ())))
+            entries[name] = {**entry, "choices": tuple(choices)}
     found: dict[str, Option] = {}
-    for entry in load_data("options.json")["options"]:
-        negated = tuple(entry.get("negated", ()))
+    for entry in entries.values():
+        negated = tuple(entry.get("negated") or ())
         option = Option(
             name=entry["names"][0],
             spellings=(*entry["names"], *negated),
             negated=negated,
             values=entry["values"],
             kind=entry["kind"],
-            is_optional=entry.get("optional", False),
-            repeats=entry.get("repeats", False),
-            choices=tuple(entry.get("choices", ())),
+            is_optional=bool(entry.get("optional")),
+            repeats=bool(entry.get("repeats")),
+            choices=entry["choices"],
+            version=version,
         )
         found |= dict.fromkeys(option.spellings, option)
     return found
+
+
+@lru_cache(maxsize=1)
+def _data() -> Any:
+    return load_data("options.json")
+
+
+def _entries(version: str) -> dict[str, dict[str, Any]]:
+    """Return the data of a version's options, by name: the pinned version's, with what differs in a later one."""
+    entries = {entry["names"][0]: entry for entry in _data()["options"]}
+    for later in _data()["later"]:
+        if later["version"] == version:
+            entries = {name: entry for name, entry in entries.items() if name not in later["gone"]}
+            for change in later["options"]:
+                name = change["names"][0]
+                entries[name] = {**entries.get(name, {}), **change}
+    return entries
 
 
 def completions(spelling: str) -> tuple[str, ...]:
@@ -113,7 +168,7 @@ def convert(option: Option, text: str) -> Any:
     except ValueError:
         raise ValueError(f"it must be {_EXPECTED[option.kind]}") from None
     if option.choices and value not in option.choices:
-        raise ValueError(f"vLLM {pinned_version()} takes {', '.join(map(str, option.choices))}")
+        raise ValueError(f"{f'vLLM {option.version}'.strip()} takes {', '.join(map(str, option.choices))}")
     return value
 
 

@@ -1,19 +1,26 @@
-"""Writes which options the installed vLLM's `vllm serve` has, as hpc_serve/vllm/data/options.json holds them.
+"""Write the options of `vllm serve` into hpc_serve/vllm/data/options.json, from vLLM's own parser.
 
-It asks vLLM's own parser. Run it when the pinned version changes, and then decide for each new option in classes.json:
+    python -m tests.support.vllm_options            the pinned version's, of the installed vLLM
+    python -m tests.support.vllm_options FOLDER     those of a newer vLLM: what differs from the pinned version
 
-    python -m tests.support.vllm_options > hpc_serve/vllm/data/options.json
+FOLDER holds `vllm/`: an unpacked wheel or source distribution. It is read, not installed. Its parser needs the packages
+that vLLM imports; those of the pinned version may be enough. Decide for each new option that the program prints: its
+class in classes.json, and its line in uncounted.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import importlib
 import importlib.metadata
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+_FILE = Path(__file__).parents[2] / "hpc_serve/vllm/data/options.json"
 
 _KINDS: dict[str, str] = {
     "str": "text",
@@ -24,6 +31,7 @@ _KINDS: dict[str, str] = {
     "loads": "json",
     "parse_dataclass": "json with sizes",
     "union_dict_and_str": "json or text",
+    "parse_reasoning_parser": "text",
 }
 _VALUES = {None: "1", 0: "0", "?": "?", "+": "+"}
 # vLLM offers the device it runs on beside these; the file is made and read on machines without one too.
@@ -31,13 +39,65 @@ _ADDED_CHOICES = {"--mm-processor-device": ["cuda", "tpu", "xpu"]}
 
 
 def main() -> None:
-    with contextlib.redirect_stdout(sys.stderr):
-        options = read_options()
-    lines = ",\n".join(f"  {json.dumps(option)}" for option in options)
-    print(
-        f'{{\n "made_by": "python -m tests.support.vllm_options",\n "version": "{installed_version()}",\n'
-        f' "options": [\n{lines}\n ]\n}}'
+    if len(sys.argv) > 1:
+        sys.path.insert(0, str(Path(sys.argv[1]).resolve()))
+    options = read_options()
+    data = json.loads(_FILE.read_text())
+    if len(sys.argv) > 1:
+        data = with_later(data, version_of_imported(), options)
+    else:
+        data |= {"version": installed_version(), "options": options}
+    _FILE.write_text(as_text(data))
+    known = json.loads(_FILE.with_name("classes.json").read_text())
+    named = {name for group in known.values() if isinstance(group, (dict, list)) for name in group}
+    new = [option["names"][0] for option in options if option["names"][0] not in named]
+    print("without a class:", " ".join(new) or "none")
+
+
+def with_later(data: dict[str, Any], version: str, options: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the data with a later version, as what differs from the pinned one."""
+    pinned = {option["names"][0]: option for option in data["options"]}
+    found = {option["names"][0]: option for option in options}
+    later = {
+        "version": version,
+        "gone": [name for name in pinned if name not in found],
+        "options": [changed(pinned.get(name, {}), one) for name, one in found.items() if pinned.get(name) != one],
+    }
+    others = [one for one in data.get("later", []) if one["version"] != version]
+    return data | {"later": sorted([*others, later], key=lambda one: [int(n) for n in one["version"].split(".")])}
+
+
+def changed(pinned: dict[str, Any], option: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an option that differ from the pinned version's, and its names; a field that is gone is
+    null."""
+    if not pinned:
+        return option
+    differing = {key: option.get(key) for key in {**pinned, **option} if pinned.get(key) != option.get(key)}
+    return {"names": option["names"], **differing}
+
+
+def as_text(data: dict[str, Any]) -> str:
+    """One option a line."""
+    later = ",\n".join(
+        f'  {{\n   "version": "{one["version"]}",\n   "gone": {json.dumps(one["gone"])},\n'
+        f'   "options": [\n{_lines(one["options"], 4)}\n   ]\n  }}'
+        for one in data.get("later", [])
     )
+    return (
+        f'{{\n "made_by": "python -m tests.support.vllm_options",\n "version": "{data["version"]}",\n'
+        f' "options": [\n{_lines(data["options"], 2)}\n ],\n "later": [\n{later}\n ]\n}}\n'
+    )
+
+
+def _lines(options: list[dict[str, Any]], indent: int) -> str:
+    return ",\n".join(" " * indent + json.dumps(option) for option in options)
+
+
+def version_of_imported() -> str:
+    """The version that the imported vLLM states of itself."""
+    import vllm
+
+    return str(vllm.__version__).partition("+")[0]
 
 
 def installed_version() -> str:
@@ -47,21 +107,28 @@ def installed_version() -> str:
 
 def read_options() -> list[dict[str, Any]]:
     """One entry an option, in the parser's order."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    # 0.33 moved the parser.
+    place = "common" if importlib.util.find_spec("vllm.entrypoints.common.cli_args") else "launchers"
+    make_arg_parser = importlib.import_module(f"vllm.entrypoints.{place}.cli_args").make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
     assert parser.allow_abbrev, "vLLM's parser used to complete abbreviations, which arguments.py refuses for it"
-    return [_entry(action) for action in parser._actions if action.option_strings]
+    # An action shows the spellings of its help. Those that the parser takes may be more.
+    spellings: dict[int, list[str]] = {}
+    for name, action in parser._option_string_actions.items():
+        spellings.setdefault(id(action), []).append(name)
+    return [_entry(action, spellings[id(action)]) for action in parser._actions if action.option_strings]
 
 
-def _entry(action: argparse.Action) -> dict[str, Any]:
+def _entry(action: argparse.Action, spellings: list[str]) -> dict[str, Any]:
+    inverse = getattr(action, "negative_option_strings", ())
     negated = [
         name
-        for name in action.option_strings
-        if isinstance(action, argparse.BooleanOptionalAction) and name.startswith("--no-")
+        for name in spellings
+        if isinstance(action, argparse.BooleanOptionalAction) and (name.startswith("--no-") or name in inverse)
     ]
-    names = [name for name in action.option_strings if name not in negated]
+    names = [name for name in spellings if name not in negated]
     names.sort(key=lambda name: not name.startswith("--"))  # stable: the first long one names the option
     values = _VALUES[action.nargs]
     kind, is_optional = ("switch", False) if values == "0" else _kind(action.type)

@@ -29,7 +29,7 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 @click.command("plan", cls=CommandWithVllmOptions, groups=PLAN_GROUPS)
 @plan_options
 @click.option("--replicas", type=int, metavar="N", help="Engines that share those GPUs [default: 1].")
-@click.option("--vllm-version", metavar="X.Y.Z", help="Version to plan for [default: the pinned one].")
+@click.option("--vllm-version", metavar="X.Y.Z", help="Version to plan for, as 0.33 [default: the pinned one].")
 @click.option(
     "--usd-per-gpu-hour",
     type=click.FloatRange(min=0, min_open=True),
@@ -125,7 +125,7 @@ def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
 
     site = read_site(os.environ)
     words, own = engine_words(options, site)
-    check_arguments(words, allow_unknown=False)
+    check_arguments(words, allow_unknown=False, version=options.get("vllm_version") or "")
     asked = dict(options) | read_fields(words)  # vLLM's own words win, as they do for `submit`
     engine = {option.name: asked[option.name] for option in fields(EngineConfig) if option.name in asked}
     return PlanRequest(

@@ -157,7 +157,8 @@ def request_of_plan(options: Mapping[str, Any]) -> ServeRequest:
     """The request that `submit` makes of the options of `plan`. Raises HpcServeError."""
     unset = {one.name: unset_value(one) for one in (*OPTIONS, *SLURM_FIELDS)}
     further = {"site": None, "log_dir": None, "stage": None, "env": (), "extra": ()}
-    return make_request({**unset, **further, **options, "replicas": None})
+    # The plan has checked the engine's options, for its version of vLLM.
+    return make_request({**unset, **further, **options, "replicas": None, "allow_unknown_vllm_options": True})
 
 
 def _job_settings(site: SiteProfile, stage: bool | None, environ: Mapping[str, str]) -> JobSettings:

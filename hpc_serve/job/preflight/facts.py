@@ -22,7 +22,7 @@ class Needs:
     is the part of the weights that each rank keeps in the node's memory. `staged_bytes` of the model are copied to each
     node before the start. `sets_cache_bytes`: the engine was told its cache's size. `has_own_tokenizer`: the engine was
     told of another tokenizer than the model's, or to use none. `has_own_gloo_interface`: somebody chose the interface
-    of torch's processes.
+    of torch's processes. `engine_words` are the engine's options.
     """
 
     num_nodes: int
@@ -39,6 +39,7 @@ class Needs:
     staged_bytes: int = 0
     has_own_gloo_interface: bool = False
     ignores_ray_versions: bool = False
+    engine_words: tuple[str, ...] = ()
 
     def asked_bytes(self, total_bytes: int) -> float:
         """Return how much of a GPU must be free at the engine's start."""

@@ -57,6 +57,7 @@ def needs_of(node: Node) -> Needs:
         load_format=str(_value(given, "--load-format", "auto")),
         has_own_gloo_interface=bool(environ.get("GLOO_SOCKET_IFNAME")),
         ignores_ray_versions=bool(environ.get("RAY_IGNORE_VERSION_MISMATCH")),
+        engine_words=tuple(_engine_words(node)),
     )
 
 

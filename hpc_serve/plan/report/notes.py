@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpc_serve.plan import catalog
-from hpc_serve.plan.engine import EngineConfig
+from hpc_serve.plan.engine import PINNED_VERSION, EngineConfig
 from hpc_serve.plan.memory.loaded import is_left_out, is_text_only, kinds_read
 from hpc_serve.plan.model.adapters import ON_CPUS
 from hpc_serve.plan.model.spec import ModelSpec
+from hpc_serve.vllm.options import is_known, nearest_version
 
 _WITHOUT_DRAFT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
@@ -19,6 +20,11 @@ def plan_notes(model: ModelSpec, engine: EngineConfig, *, on_cpus: bool) -> Iter
         yield (
             f"Note: the config has {', '.join(model.unknown_keys)}, which this planner does not know. It is left out, "
             "at your own risk: the model may be of another size."
+        )
+    if engine.is_at_least(PINNED_VERSION) and not is_known(engine.vllm_version):
+        yield (
+            f"Note: hpc-serve has no data of vLLM {engine.vllm_version}: the plan and its options are those of "
+            f"{nearest_version(engine.vllm_version)}, the nearest."
         )
     entry = catalog.find(model.name)
     if entry is not None and entry.min_vllm is not None and not engine.is_at_least(entry.min_vllm):

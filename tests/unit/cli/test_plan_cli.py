@@ -165,6 +165,12 @@ def test_every_option_reaches_the_planner(plan: Plan) -> None:
         assert plan("--model", "70b", "-tp", "8", *words)[key] != base[key], words
 
 
+def test_a_plan_for_a_later_version_takes_its_options(ran: Ran) -> None:
+    assert "Not counted: --monokernel" in printed_wide(ran, "70b", "--vllm-version", "0.33", "--", "--monokernel")
+    refused = ran(["plan", "70b", "--vllm-version", "0.32", "--", "--monokernel"], code=2)
+    assert "vLLM 0.32.0 has no option --monokernel, 0.33.0 has it" in refused.err
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [

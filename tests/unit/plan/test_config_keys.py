@@ -276,6 +276,14 @@ def test_the_plan_tells_what_was_left_out() -> None:
     assert "Note: the config has moe_latent_size (1024), which this planner does not know" in reasons[-1]
 
 
+@pytest.mark.parametrize(("version", "notes"), [("0.20.0", 0), ("0.32.1", 0), ("0.33", 0), ("0.34.0", 1)])
+def test_a_plan_for_a_version_without_data_says_so_and_names_the_nearest(version: str, notes: int) -> None:
+    found = FoundParts(model=built(resolve("8b").config), cluster=cluster_named("h100-80gb"))
+    reasons = make_plan(PlanRequest(model="8b", engine=EngineConfig(vllm_version=version)), found).chosen.reasons
+    says = f"no data of vLLM {version}: the plan and its options are those of 0.33.0, the nearest"
+    assert sum(says in reason for reason in reasons) == notes
+
+
 @pytest.mark.parametrize(("version", "notes"), [("0.20.0", 1), ("0.27.0", 0), ("0.32.0", 0)])
 def test_a_vllm_that_is_too_old_for_a_model_is_named(version: str, notes: int) -> None:
     name = "moonshotai/Kimi-K3"

@@ -8,8 +8,9 @@ import shlex
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.vllm.allowed import check_arguments, check_file_arguments, classes
-from hpc_serve.vllm.options import load_data, options
+from hpc_serve.vllm.allowed import check_arguments, check_file_arguments, classes, options_of_others
+from hpc_serve.vllm.arguments import read_arguments, value_of
+from hpc_serve.vllm.options import known_versions, load_data, nearest_version, options, pinned_version
 
 CODE = (
     "--middleware a.b",
@@ -188,7 +189,7 @@ def test_free_keys_are_of_free_json_options() -> None:
 
 def test_successors_are_of_options_that_are_gone_and_name_those_that_are_there() -> None:
     for gone, advice in load_data("classes.json")["successors"].items():
-        assert gone not in options()
+        assert gone not in options(pinned_version())
         for name in re.findall(r"(?<![\w-])--[a-z0-9-]+", advice):
             assert name in options() or name == "--backend", f"{gone}: {advice}"
 
@@ -210,3 +211,45 @@ def test_a_value_of_another_version_is_refused_with_the_switch_that_lets_it_pass
 def test_quoting_of_a_line_does_not_matter() -> None:
     with pytest.raises(InvalidRequestError, match="cannot be given"):
         check_arguments(shlex.split("'--api-key' \"k\""), allow_unknown=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "version", "why"),
+    [
+        ("--monokernel", "", "vLLM 0.32.0 has no option --monokernel, 0.33.0 has it"),
+        ("--monokernel", "0.32.0", "vLLM 0.32.0 has no option --monokernel, 0.33.0 has it"),
+        ("--disable-prefix-caching", "0.20.0", "vLLM 0.32.0 has no option --disable-prefix-caching, 0.33.0 has it"),
+        ("--gdn-prefill-backend sycl", "0.32.0", "vLLM 0.32.0 takes aiter_flydsl,"),
+        ("--gdn-prefill-backend new", "0.33.0", "vLLM 0.33.0 takes aiter_flydsl, cutedsl, flashinfer, sycl,"),
+        ("--no-such-option", "0.34.0", "vLLM 0.33.0 has no option --no-such-option"),
+    ],
+)
+def test_an_option_is_refused_for_a_version_that_lacks_it(line: str, version: str, why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(why)):
+        check_arguments(line.split(), allow_unknown=False, version=version)
+
+
+@pytest.mark.parametrize("version", ["0.33", "0.33.0", "0.33.1", "0.34.0"])
+def test_options_of_a_later_version_pass_for_it_and_what_is_newer(version: str) -> None:
+    words = "--monokernel --disable-prefix-caching --kv-cache-dtype octave_k3v4 --gdn-prefill-backend sycl -ep"
+    check_arguments(words.split(), allow_unknown=False, version=version)
+
+
+def test_a_later_spelling_is_read_as_the_option_that_it_switches_off() -> None:
+    assert value_of(read_arguments(["--disable-prefix-caching"]), "--enable-prefix-caching") is False
+
+
+def test_a_later_version_has_the_pinned_options_but_for_what_differs() -> None:
+    """The differences alone are stored."""
+    later = options(known_versions()[-1])
+    assert len(later) > len(options(pinned_version()))
+    assert later["--max-num-seqs"].kind == options(pinned_version())["--max-num-seqs"].kind == "integer"
+    assert options(pinned_version())["--kv-cache-dtype"].choices
+    assert not later["--kv-cache-dtype"].choices
+    assert nearest_version("0.31.2") == pinned_version()
+
+
+def test_options_that_an_installed_version_lacks_are_named() -> None:
+    words = ["--monokernel", "--disable-eplb", "--seed", "1", "--of-a-stand-in", "x"]
+    assert dict(options_of_others(words, "0.32.0+cpu")) == {"--monokernel": "0.33.0", "--disable-eplb": "0.33.0"}
+    assert not dict(options_of_others(words, "0.33.0"))

@@ -12,6 +12,8 @@ from hpc_serve.job.preflight.facts import FolderFacts, LimitFacts, MemoryFacts, 
 from hpc_serve.job.preflight.verdict import Seen, found, not_checked, ok, worst
 from hpc_serve.rendezvous.preflight import Level
 from hpc_serve.sizes import GIB, MIB
+from hpc_serve.vllm.allowed import options_of_others
+from hpc_serve.vllm.options import is_known, nearest_version
 
 # A rank of vLLM takes 1 to 3 GiB of the node's memory beside its weights; one compiles with more.
 _BYTES_PER_RANK = 2 * GIB
@@ -135,9 +137,15 @@ def _words(value: int) -> str:
 
 
 def commands(seen: SoftwareFacts, facts: NodeFacts, needs: Needs) -> Seen:
-    """Check that the engine's command, and Ray's, are in the node's environment."""
+    """Check that the engine's command, and Ray's, are in the node's environment, and that this vLLM has the options."""
     if seen.missing_commands:
         return found("no command", names=" and ".join(seen.missing_commands))
+    installed = seen.versions.get("vllm", "")
+    if installed and not is_known(installed):
+        return found("unknown version", installed=installed, nearest=nearest_version(installed))
+    if installed and (lacking := dict(options_of_others(needs.engine_words, installed))):
+        owners = ", ".join(sorted(set(lacking.values())))
+        return found("no option", installed=installed, options=", ".join(lacking), owners=owners)
     return ok(", ".join(f"{name} {version}" for name, version in seen.versions.items()))
 
 

@@ -70,6 +70,7 @@ def case(check, level, words, *, facts=FACTS, needs=NEEDS, **changes):
     return check, replace(facts, **changes), needs, level, words
 
 
+NEW_OPTION = ("--monokernel", "--seed", "1")
 CASES = {
     "no room for a copy": case(
         "staging",
@@ -358,6 +359,16 @@ CASES = {
     "no command": case(
         "commands", "failed", "no command vllm and ray", software=replace(SOFTWARE, missing_commands=("vllm", "ray"))
     ),
+    "an option of a later version": case(
+        "commands", "failed", "vLLM 0.32.0 has no option --monokernel", needs=replace(NEEDS, engine_words=NEW_OPTION)
+    ),
+    "a version without data": case(
+        "commands",
+        "warning",
+        "no data of vLLM 0.41.0: plan and options are those of 0.33.0, the nearest",
+        needs=replace(NEEDS, engine_words=NEW_OPTION),
+        software=replace(SOFTWARE, versions={**VERSIONS, "vllm": "0.41.0"}),
+    ),
     "a long path": case(
         "paths",
         "failed",
@@ -376,6 +387,12 @@ def test_a_check_names_what_it_saw_and_what_to_do(name):
     assert not seen.seen.endswith(".")
     assert bool(seen.cure) == (level in ("warning", "failed"))
     assert not seen.cure or seen.cure.endswith((".", ")"))
+
+
+def test_a_later_version_has_its_options():
+    software = replace(SOFTWARE, versions={**VERSIONS, "vllm": "0.33.0+cu130"})
+    seen = judged("commands", replace(FACTS, software=software), replace(NEEDS, engine_words=NEW_OPTION))
+    assert seen.level == "ok"
 
 
 def test_versions_of_healthy_nodes_are_shown():
