@@ -23,10 +23,10 @@ class PlanRequest:
     `gpu` names the accelerators of the nodes, as in plan/hardware/cluster.py, and `gpu_memory_bytes` is the memory of
     one. `engines_per_node` engines divide one node. Each uses all of its part unless a size of the layout is asked for.
     `target` is text that plan/speed/target.py reads. `input_tokens` and `output_tokens` are the tokens of one request,
-    `longest_output_tokens` those of the longest answer if answers differ. `arrivals`: how requests come. `prefix_hits`:
-    the share of each prompt that is in the cache. `acceptance_length`: tokens of a step with accepted drafts.
-    `decode_only`: prompts are read elsewhere. `ideal`: print only the
-    figures that no engine can beat. `measured`: speeds count runs that were measured here. If
+    `longest_output_tokens` those of the longest answer if answers differ. `arrivals`: how requests come. So many
+    `requests` come at once, and some may wait. `prefix_hits`: the share of each prompt that is in the cache.
+    `acceptance_length`: tokens of a step with accepted drafts. `decode_only`: prompts are read elsewhere. `ideal`:
+    print only the figures that no engine can beat. `measured`: speeds count runs that were measured here. If
     `allow_unknown_config_keys` is set, a config may have sizes that the planner does not know.
     """
 
@@ -42,6 +42,7 @@ class PlanRequest:
     input_tokens: int | None = None
     output_tokens: int | None = None
     longest_output_tokens: int | None = None
+    requests: int | None = None
     arrivals: Arrivals = "steady"
     decode_only: bool = False
     prefix_hits: float | None = None
@@ -69,16 +70,17 @@ def asked_traffic(asked: PlanRequest, model: ModelSpec, max_model_len: int) -> T
     if asked.prefix_hits and not asked.engine.caches_prefixes:
         raise InvalidRequestError("--prefix-hits: the engine keeps no prefixes (--no-enable-prefix-caching).")
     longest = asked.longest_output_tokens
-    if longest is not None and asked.arrivals != "burst":
+    arrivals: Arrivals = "burst" if asked.requests else asked.arrivals
+    if longest is not None and arrivals != "burst":
         raise InvalidRequestError(
-            "The longest answer matters where all requests arrive at once: add --arrivals burst, or leave out "
+            "The longest answer matters where all requests arrive at once: add --requests N, or leave out "
             "--longest-output-tokens."
         )
     return Traffic(
         input_tokens=inputs,
         output_tokens=outputs,
-        concurrency=asked.workload.concurrency,
-        arrivals=asked.arrivals,
+        concurrency=asked.requests or asked.workload.concurrency,
+        arrivals=arrivals,
         longest_output_tokens=longest,
         decode_only=asked.decode_only,
         prefix_hits=asked.prefix_hits or 0.0,
@@ -136,7 +138,10 @@ def _pooling_traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
     tokens = asked.input_tokens or min(DEFAULT_TEXT_TOKENS, max_model_len)
     if tokens > max_model_len:
         raise InvalidRequestError(f"A text has {tokens:,} tokens, and at most {max_model_len:,} are read.")
-    concurrency = asked.workload.concurrency
     return Traffic(
-        input_tokens=tokens, output_tokens=1, concurrency=concurrency, arrivals=asked.arrivals, generates=False
+        input_tokens=tokens,
+        output_tokens=1,
+        concurrency=asked.requests or asked.workload.concurrency,
+        arrivals="burst" if asked.requests else asked.arrivals,
+        generates=False,
     )

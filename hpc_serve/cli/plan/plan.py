@@ -136,7 +136,7 @@ def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
         **{
             name: options[name]
             for name in (
-                *("target", "input_tokens", "output_tokens", "arrivals", "longest_output_tokens"),
+                *("target", "input_tokens", "output_tokens", "requests", "arrivals", "longest_output_tokens"),
                 *("prefix_hits", "acceptance_length", "decode_only", "ideal", "measured", "usd_per_gpu_hour"),
                 "allow_unknown_config_keys",
             )

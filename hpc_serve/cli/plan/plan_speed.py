@@ -37,7 +37,7 @@ OF_SPEECH = "Speed: not planned for models that attend to an encoder of sound."
 _ARRIVALS = {
     "steady": (
         "so many always in flight",
-        " For N at once and then no more: --concurrency N --arrivals burst.",
+        " For N at once and then no more: --requests N.",
     ),
     "burst": ("all at once and then no more", ""),
     "decoding": ("decoding alone", ""),

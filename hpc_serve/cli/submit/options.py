@@ -98,6 +98,7 @@ _JOB_OPTIONS = (
 _LAYOUT = ("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_bytes", "replicas_per_job", "backend")
 _REQUESTS = (
     "concurrency",
+    "requests",
     "target",
     "input_tokens",
     "output_tokens",

@@ -92,7 +92,7 @@ def time_of(estimate: SpeedEstimate) -> float:
 
 def arrivals_text(traffic: Traffic) -> str:
     """Say in words how requests arrive, and name the option for the other way."""
-    others = {"steady": "; --arrivals burst: all at once", "burst": "; --arrivals steady: so many are always in flight"}
+    others = {"steady": "; --requests N: N at once", "burst": "; --arrivals steady: so many are always in flight"}
     return formula_text(traffic) + ("" if traffic.decode_only else others[traffic.arrivals])
 
 

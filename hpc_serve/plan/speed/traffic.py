@@ -48,8 +48,8 @@ class Traffic:
             raise InvalidRequestError(f"arrivals is {self.arrivals!r}: use {' or '.join(get_args(Arrivals))}.")
         if self.decode_only and self.arrivals == "burst":
             raise InvalidRequestError(
-                "decoding alone has no arrivals, since prompts are read elsewhere: leave out --arrivals burst, or "
-                "--decode-only."
+                "decoding alone has no arrivals, since prompts are read elsewhere: leave out --requests or "
+                "--arrivals burst, or --decode-only."
             )
         if not 0 <= self.prefix_hits < 1 or (self.prefix_hits and self.decode_only):
             raise InvalidRequestError(

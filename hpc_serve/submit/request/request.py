@@ -138,6 +138,13 @@ class ServeRequest:
     output_tokens: int | None = option(
         "Answer of a request [default: 256].", "N", kind="positive", least=1, of_plan=True
     )
+    requests: int | None = option(
+        "N requests arrive at once, and then no more come: a burst, of which some may wait.",
+        "N",
+        kind="positive",
+        least=1,
+        of_plan=True,
+    )
     arrivals: Arrivals = option(
         "steady: always so many requests in flight; burst: all at once, then no more [default: steady].",
         default="steady",

@@ -158,3 +158,21 @@ def test_a_share_of_the_cache_is_said_and_has_no_range(capsys: pytest.CaptureFix
     ):
         assert run(["plan", *SMALL, *words]) == 2
         assert why in capsys.readouterr().err
+
+
+def test_a_burst_is_a_number_of_requests_and_not_the_size_of_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*words: str) -> dict[str, Any]:
+        assert run(["plan", "8b", "--json", *words]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    burst, plain = planned("--requests", "1000"), planned()
+    sizes = ("num_nodes", "gpus_per_node", "kv_cache_tokens")
+    assert [burst[name] for name in sizes] == [plain[name] for name in sizes]
+    assert burst["performance"]["arrivals"] == "burst"
+    last = burst["performance"]["by_concurrency"][-1]
+    assert last["concurrency"] == 1000
+    assert last["running"] < 1000
+    assert last["expected"]["queue_s"] > 0
+    assert run(["plan", "8b", "--requests", "5", "--decode-only"]) != 0
+    assert "leave out --requests or" in capsys.readouterr().err

@@ -126,7 +126,7 @@ def test_requests_that_wait_for_decoding(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--decode-only", "--arrivals", "burst"), "leave out --arrivals burst"),
+        (("--decode-only", "--arrivals", "burst"), "leave out --requests or --arrivals burst"),
         (("--decode-only", "--target", "ttft=2s"), "--decode-only has prompts read elsewhere"),
         (("--ideal", "--target", "throughput"), "what is expected of a real engine"),
     ],
@@ -141,7 +141,7 @@ def test_a_target_for_replicas_that_decode(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_decoding_alone_has_no_bursts() -> None:
-    with pytest.raises(InvalidRequestError, match="leave out --arrivals burst"):
+    with pytest.raises(InvalidRequestError, match="leave out --requests or --arrivals burst"):
         Traffic(arrivals="burst", decode_only=True)
 
 
