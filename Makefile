@@ -57,6 +57,13 @@ apptainer: IMAGE = $(LATER_DEBIANS)/sid
 apptainer: packages venv ## the same by Apptainer, from a folder and from a SIF file, on hosts of Debian's unstable branch (700 MB)
 	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster tests/e2e/test_container.py -k apptainer $(ARGS)
 
+.PHONY: podman-hpc
+podman-hpc: SLURM = sid
+podman-hpc: IMAGE = $(LATER_DEBIANS)/sid
+podman-hpc: packages venv ## the same by podman-hpc (rootless podman), as an ordinary user, on those hosts
+	@VENV=.venv-podman-hpc envs/venv.sh podman-hpc
+	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster tests/e2e/test_container.py -k podman $(ARGS)
+
 .PHONY: real-replicas
 real-replicas: REAL_REPLICAS = 1
 real-replicas: packages venv ## several real vLLM engines in one job, and data-parallel ranks: half an hour, 7 GB of memory
