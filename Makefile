@@ -10,6 +10,7 @@ LATER_DEBIANS = /var/lib/hpc-serve-debian
 SLURM_ROOT ?= $(if $(SLURM),$(LATER_DEBIANS)/$(SLURM))
 PYTHON_AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 COVERED_CHECKOUT="$(CURDIR)" \
 	$(if $(SLURM_ROOT),HPC_SERVE_CLUSTER_OS="$(SLURM_ROOT)") $(if $(IMAGE),HPC_SERVE_IMAGE_BASE="$(IMAGE)") \
+	$(if $(TRANSCRIPTS),HPC_SERVE_TRANSCRIPTS="$(TRANSCRIPTS)") \
 	$(if $(REAL_REPLICAS),HPC_SERVE_REAL_REPLICAS=$(REAL_REPLICAS)) $(VENV)/bin/python
 # Two processes, each with a cluster: real engines in one, the stub in the other (tests/support/two_processes.py).
 TWO_PROCESSES = --numprocesses=2 --dist=loadscope

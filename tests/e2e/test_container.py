@@ -36,6 +36,8 @@ PODMAN_HPC = CHECKOUT / ".venv-podman-hpc" / "bin"
 PAUSE = ("/usr/bin/podman",)
 """It holds a user's namespaces on a node; podman leaves it there by design."""
 IMAGE = "localhost/hpc-serve:test"
+SKIPPED = ("  log ", "  next ", "      ", "  tools ", "  note ")
+"""How lines of `submit` begin that are the same without an image, and not in a transcript."""
 pytestmark = [
     pytest.mark.slurm,
     pytest.mark.skipif(not BASE, reason="HPC_SERVE_IMAGE_BASE names no folder with a Debian: `make charliecloud`"),
@@ -52,7 +54,9 @@ class Told(User):
 
     def hpc_serve(self, *words: str, **options):
         done = super().hpc_serve(*words, **options)
-        self.lines.append(f"$ hpc-serve {shlex.join(words)}\n{(done.stdout + done.stderr).strip()}\n")
+        said = (done.stdout + done.stderr).strip().splitlines()
+        told = (line for line in said if not line.startswith(SKIPPED))
+        self.lines.append("\n".join((f"$ hpc-serve {shlex.join(words)}", *told, "")))
         return done
 
     def write_transcript(self, title: str) -> None:
@@ -171,7 +175,8 @@ def submit_and_ask(alice: User, site: Path, *words: str) -> dict:
     answer = alice.hpc_serve("chat", "boxed", "Why is the sky blue?")
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.strip()
-    jobs = json.loads(alice.hpc_serve_said("status", "boxed", "--json"))["services"]  # one that ended may be shown, too
+    said = User(alice.cluster, alice.environ).hpc_serve_said("status", "boxed", "--json")  # too long for a transcript
+    jobs = json.loads(said)["services"]  # one that ended may be shown, too
     (ready,) = [job for job in jobs if job["state"] == "ready"]
     return ready
 
@@ -234,9 +239,11 @@ def test_real_vllm_runs_in_the_image_with_the_environment_bound_into_it(alice, r
     copied = alice.run("cp", "--recursive", "--no-target-directory", str(tiny_models / "8b"), str(alice.home / "8b"))
     assert copied.returncode == 0, copied.stderr
     alice.environ["HPC_SERVE_MODEL"] = str(alice.home / "8b")
+    alice.environ["APPTAINERENV_PREPEND_PATH"] = f"{sys.prefix}/bin"  # the others take the PATH of outside
     status = submit_and_ask(alice, site, "8b", *layout)
     assert status["stand_in"]
     assert len(status["nodes"]) == (2 if layout else 1)
     assert bool([process for process in alice.processes() if "raylet" in process.argv[0]]) == ("ray" in layout)
+    assert not [process for process in alice.processes() if any("stub_engine" in word for word in process.argv)]
     stop(alice)
     alice.write_transcript(f"{runtime}-vllm-{layout[-1] if layout else 'one-node'}")
