@@ -10,6 +10,7 @@ LATER_DEBIANS = /var/lib/hpc-serve-debian
 SLURM_ROOT ?= $(if $(SLURM),$(LATER_DEBIANS)/$(SLURM))
 PYTHON_AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 COVERED_CHECKOUT="$(CURDIR)" \
 	$(if $(SLURM_ROOT),HPC_SERVE_CLUSTER_OS="$(SLURM_ROOT)") $(if $(IMAGE),HPC_SERVE_IMAGE_BASE="$(IMAGE)") \
+	$(if $(TRANSCRIPTS),HPC_SERVE_TRANSCRIPTS="$(TRANSCRIPTS)") \
 	$(if $(REAL_REPLICAS),HPC_SERVE_REAL_REPLICAS=$(REAL_REPLICAS)) $(VENV)/bin/python
 # Two processes, each with a cluster: real engines in one, the stub in the other (tests/support/two_processes.py).
 TWO_PROCESSES = --numprocesses=2 --dist=loadscope
@@ -56,6 +57,13 @@ apptainer: SLURM = sid
 apptainer: IMAGE = $(LATER_DEBIANS)/sid
 apptainer: packages venv ## the same by Apptainer, from a folder and from a SIF file, on hosts of Debian's unstable branch (700 MB)
 	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster tests/e2e/test_container.py -k apptainer $(ARGS)
+
+.PHONY: podman-hpc
+podman-hpc: SLURM = sid
+podman-hpc: IMAGE = $(LATER_DEBIANS)/sid
+podman-hpc: packages venv ## the same by podman-hpc (rootless podman), as an ordinary user, on those hosts
+	@VENV=.venv-podman-hpc envs/venv.sh podman-hpc
+	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster tests/e2e/test_container.py -k podman $(ARGS)
 
 .PHONY: real-replicas
 real-replicas: REAL_REPLICAS = 1

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Writes the lock.txt of envs/cpu, envs/dev, envs/docs, envs/browser (Python 3.11) and envs/versions (Python 3.10 and
+# Writes the lock.txt of envs/cpu, envs/dev, envs/docs, envs/browser, envs/podman-hpc (Python 3.11) and envs/versions (Python 3.10 and
 # later) for Linux on x86_64, with the SHA-256 of every wheel on PyPI that pip may choose there.
 # Versions that are locked stay, what is asked for newly is added; with --upgrade all versions are chosen anew.
 # Look at the difference, run `make test`, commit. Usage: envs/lock.sh [--upgrade]
@@ -32,11 +32,13 @@ here=(--no-deps "${python_here[@]}")
 : > "$work/kept"
 : > "$work/kept-docs"
 : > "$work/kept-browser"
+: > "$work/kept-podman-hpc"
 : > "$work/kept-versions"
 if [[ ${1:-} != --upgrade ]]; then
     versions_in envs/cpu/lock.txt envs/dev/lock.txt > "$work/kept"
     [[ ! -f envs/docs/lock.txt ]] || versions_in envs/docs/lock.txt > "$work/kept-docs"
     [[ ! -f envs/browser/lock.txt ]] || versions_in envs/browser/lock.txt > "$work/kept-browser"
+    [[ ! -f envs/podman-hpc/lock.txt ]] || versions_in envs/podman-hpc/lock.txt > "$work/kept-podman-hpc"
     [[ ! -f envs/versions/lock.txt ]] || versions_in envs/versions/lock.txt > "$work/kept-versions"
 fi
 
@@ -71,10 +73,14 @@ header() {
     hashed browser "${python_here[@]}" --constraint "$work/kept-browser" < envs/browser/requirements.txt
 } > "$work/browser-lock.txt"
 {
+    header "Python 3.11, x86_64: podman-hpc, for the test cluster." podman-hpc
+    hashed podman-hpc "${python_here[@]}" --constraint "$work/kept-podman-hpc" < envs/podman-hpc/requirements.txt
+} > "$work/podman-hpc-lock.txt"
+{
     header "Python 3.10 and later: what hpc-serve needs and what runs its unit tests, without an engine." versions
     "$work/venv/bin/python" envs/lock_lines.py --wanted setup.cfg |
         hashed versions --universal --python-version 3.10 --constraint "$work/kept-versions"
 } > "$work/versions-lock.txt"
-for name in cpu dev docs browser versions; do
+for name in cpu dev docs browser podman-hpc versions; do
     mv "$work/$name-lock.txt" "envs/$name/lock.txt"
 done

@@ -1,9 +1,10 @@
 #!/bin/bash
 # Makes .venv: hpc-serve (editable) and vLLM on CPUs, at the locked versions; with `dev`, what tests and checks need too.
 # `unit` makes one for the Python that PYTHON names, with what unit tests need and no engine (envs/versions.sh).
-# `docs` makes one with the programs that build the documentation site, `browser` one with that which looks at it.
+# `docs` makes one with the programs that build the documentation site, `browser` one with that which looks at it,
+# `podman-hpc` one with podman-hpc.
 # pip takes no file whose SHA-256 is not in the locks, and asks no index but its own and one that TORCH_INDEX names.
-# Installs again only what changed. Usage: envs/venv.sh [dev | unit | docs | browser]
+# Installs again only what changed. Usage: envs/venv.sh [dev | unit | docs | browser | podman-hpc]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${VENV:-.venv}
@@ -81,6 +82,8 @@ install_docs() { locked -r envs/docs/lock.txt; }
 
 install_browser() { locked -r envs/browser/lock.txt; }
 
+install_podman-hpc() { locked -r envs/podman-hpc/lock.txt; }
+
 install_unit() { locked -r envs/versions/lock.txt; }
 
 # Programs that tests start count the lines that they run, where a variable asks for it.
@@ -103,7 +106,7 @@ if [[ ! -x $venv/bin/pip ]]; then
     fi
     "$python" -m venv --clear "$venv"
 fi
-if [[ $what == docs || $what == browser ]]; then
+if [[ $what == @(docs|browser|podman-hpc) ]]; then
     install "$what" "envs/$what/lock.txt"
     exit
 elif [[ $what == unit ]]; then

@@ -4,7 +4,8 @@
 # The mirror is the one that apt has on this machine (DEBIAN_MIRROR names another).
 set -euo pipefail
 folder=$1 suite=$2
-[[ $(cat "$folder/.suite" 2> /dev/null) == "$suite" ]] && exit 0
+made_as="$suite $(cksum < "$0")"  # a root that another state of this file made is made anew
+[[ $(cat "$folder/.suite" 2> /dev/null) == "$made_as" ]] && exit 0
 [[ $(id -u) -eq 0 ]] || { echo "$0 needs root" >&2; exit 1; }
 "$(dirname "$0")/../../envs/packages.sh" debootstrap
 # shellcheck disable=SC2016  # apt's own variable
@@ -20,10 +21,11 @@ debootstrap --variant=minbase --include="$packages" "$suite" "$folder" "$mirror"
 chroot "$folder" apt-get -qq -o Acquire::Check-Valid-Until=false update
 chroot "$folder" env DEBIAN_FRONTEND=noninteractive \
     apt-get -qq install --yes --no-install-recommends python3-cryptography > /dev/null
-# Apptainer is a package of the unstable branch alone (sid); it mounts an image file by squashfuse.
+# Apptainer is a package of the unstable branch alone (sid). It and podman-hpc mount an image file by squashfuse.
 if chroot "$folder" apt-cache show apptainer > /dev/null 2>&1; then
     chroot "$folder" env DEBIAN_FRONTEND=noninteractive \
-        apt-get -qq install --yes --no-install-recommends apptainer squashfuse squashfs-tools fuse2fs > /dev/null
+        apt-get -qq install --yes --no-install-recommends apptainer squashfuse squashfs-tools fuse2fs \
+        podman crun fuse-overlayfs inotify-tools > /dev/null
 fi
 rm -rf "$folder"/var/cache/apt/archives/*.deb "$folder.log"
-echo "$suite" > "$folder/.suite"
+echo "$made_as" > "$folder/.suite"

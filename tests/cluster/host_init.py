@@ -65,6 +65,9 @@ def change_root(os_root: str, overlay: Path, shown: list[Path], holding: Path) -
     fuse.chmod(0o666)
     if (new / "dev" / "fuse").exists():
         mount("--bind", fuse, new / "dev" / "fuse")
+    queues = new / "dev" / "mqueue"
+    queues.mkdir(exist_ok=True)
+    mount("-t", "mqueue", "mqueue", queues)
     subprocess.run(["pivot_root", new, new / "mnt"], check=True)
     os.chdir("/")
     subprocess.run(["umount", "--lazy", "/mnt"], check=True)
@@ -85,9 +88,13 @@ def main(settings_path: str) -> None:
         change_root(settings["os_root"], Path(settings["overlay"]), [Path(path) for path in settings["shown"]], holding)
 
     # A new sysfs shows this network namespace's interfaces; the machine's cgroups stay what they are.
+    # Another system sees those of version 2: its container runtimes refuse a machine that has both versions.
     cgroups = holding / "cgroup"
     cgroups.mkdir()
-    mount("--rbind", "/sys/fs/cgroup", cgroups)
+    if "os_root" in settings:
+        mount("-t", "cgroup2", "cgroup2", cgroups)
+    else:
+        mount("--rbind", "/sys/fs/cgroup", cgroups)
     mount("-t", "sysfs", "sysfs", "/sys")
     mount("--rbind", cgroups, "/sys/fs/cgroup")
 

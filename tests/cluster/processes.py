@@ -51,9 +51,9 @@ def is_alive(pid: int) -> bool:
 
 
 def namespace_of(pid: int) -> str:
-    """Names the PID namespace a process lives in; "" if the process has gone, or is closed even to root."""
+    """Names the network that a process is in, which is its host's in a container too; "" if the process has gone."""
     try:
-        return os.readlink(f"/proc/{pid}/ns/pid")
+        return os.readlink(f"/proc/{pid}/ns/net")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return ""
 

@@ -18,7 +18,9 @@ def pinned(name: str) -> list[str]:
     return [re.sub(r"[_.]", "-", match[1]).lower() for match in PINNED.finditer(text)]
 
 
-@pytest.mark.parametrize(("name", "least"), [("cpu", 20), ("dev", 20), ("docs", 20), ("browser", 2), ("versions", 20)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("cpu", 20), ("dev", 20), ("docs", 20), ("browser", 2), ("podman-hpc", 4), ("versions", 20)]
+)
 def test_every_package_has_hashes(name: str, least: int) -> None:
     assert len(pinned(name)) >= least
 
@@ -43,3 +45,12 @@ def test_no_script_names_an_index() -> None:
     scripts = "\n".join(path.read_text(encoding="utf-8") for path in ENVS.glob("*.sh"))
     assert re.findall(r"https?://\S+", scripts) == []
     assert re.findall(r"--(?:extra-)?index-url \S+", scripts) == ['--extra-index-url "$TORCH_INDEX")']
+
+
+def test_each_line_of_the_recipes_files_is_one_source_and_one_destination() -> None:
+    """Apptainer takes the second word of a line as the destination, and leaves out the words after it."""
+    lines = (ENVS / "container" / "hpc-serve.def").read_text().split("%files\n")[1].split("\n\n")[0].splitlines()
+    copied = dict(line.split() for line in lines)
+    assert copied == {name: f"/opt/hpc-serve/{name}" for name in copied}
+    assert {"setup.cfg", "pyproject.toml", "hpc_serve", "templates"} <= set(copied)
+    assert all((ENVS.parent / name).exists() for name in copied)
