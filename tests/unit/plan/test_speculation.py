@@ -134,6 +134,12 @@ def test_the_explanation_counts_accepted_drafts_in_decoding_alone(capsys: pytest
     assert drafts[1] == pytest.approx(2.4 * none[1], rel=1e-3)
 
 
+def test_an_answer_of_one_token_is_no_sooner_there(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("8b", "--acceptance-length", "5", "--output-tokens", "1", "--decode-only")
+    text = plan(capsys, *asked, "--", "--speculative-config", NGRAM)
+    assert float(text.partition("5 tokens a step: × ")[2].split()[0]) <= 1
+
+
 def test_the_ideal_gain_is_of_ideal_speeds(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("8b", "--acceptance-length", "2.4", "--decode-only")
     ideal = plan(capsys, *asked, "--ideal", "--", "--speculative-config", NGRAM).partition("Speculation")[2]
