@@ -9,6 +9,7 @@ import pytest
 from hpc_serve.cli.main import run
 from hpc_serve.errors import InvalidRequestError, SiteFileError
 from hpc_serve.rendezvous.wanted_file import read_wanted, wanted_file
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.services.want import scale, set_bounds, wake, want_stop_of
 from hpc_serve.submit.site.site_files import read_site
 from hpc_serve.submit.status.status_reader import find, read_status
@@ -251,6 +252,11 @@ class TestSubmit:
         assert submit("--replicas", words) != 0
         assert said in capsys.readouterr().err
         assert slurm.scripts == []
+
+    @pytest.mark.parametrize("machine", ["", "a b", "../x", "a100\n#SBATCH --qos=x"])
+    def test_a_request_of_python_names_a_machine_as_the_site_file_does(self, machine):
+        with pytest.raises(InvalidRequestError, match="machine is "):
+            ServeRequest(model="8b", service="s", machine=machine)
 
     def test_render_takes_one_kind(self, slurm, capsys):
         assert run(["render", "8b", "--replicas", "a100:1,l40s:2"]) != 0
