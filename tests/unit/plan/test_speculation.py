@@ -120,6 +120,13 @@ def test_a_cache_in_the_nodes_memory_is_not_across_pcie_on_cpus(capsys: pytest.C
     assert "PCIe" not in plan(capsys, "8b", *cpu, "--", "--kv-offloading-size", "100")
 
 
+def test_the_explanation_says_the_gains_too(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--speculative-config", NGRAM, "--kv-offloading-size", "100")
+    text = plan(capsys, "8b", "--explain", "--acceptance-length", "2.4", "--", *options)
+    assert "Speculation, 2.4 tokens a step: × 2.3" in text
+    assert "1,000 tokens of a prefix come from the node's memory" in text
+
+
 def test_the_explanation_counts_accepted_drafts_in_decoding_alone(capsys: pytest.CaptureFixture[str]) -> None:
     def figures(*words: str) -> tuple[str, float]:
         assert run(["plan", "8b", "--explain", *words, "--", "--speculative-config", NGRAM]) == 0
