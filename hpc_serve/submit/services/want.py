@@ -193,7 +193,7 @@ def set_bounds(store: ServiceStore, service: str, least: int, most: int) -> Want
     check_bounds(least, most)
 
     def change(found: Wanted | None) -> Wanted | None:
-        if found is not None and found.machines:
+        if found is not None and found.machines.keys() - {DEFAULT_MACHINE}:
             raise InvalidRequestError(
                 f"{service} has replicas on {shown_counts(found.counts)}: MIN:MAX is for one kind of machine. Give "
                 f"each kind one number: hpc-serve scale {service} {shown_counts(found.counts)}."
@@ -201,7 +201,7 @@ def set_bounds(store: ServiceStore, service: str, least: int, most: int) -> Want
         if found is None or not found.is_kept:
             return None
         count = min(max(found.count, least), most) if found.state == "awake" else found.count
-        wanted = replace(found, least=least, most=most, count=count)
+        wanted = replace(found, least=least, most=most, count=count, machines={})
         return _by_person(wanted, f"bounds set to {shown_bounds(least, most)}", time.time())
 
     changed = change_wanted(store, service, change)

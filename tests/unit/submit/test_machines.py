@@ -344,6 +344,13 @@ class TestScale:
         assert [job.machine for job in scale(store, "s", {"l40s": 2}).added] == ["l40s", "l40s"]
         assert wanted(store).counts == {"l40s": 2}
 
+    def test_bounds_come_back_where_only_the_default_is_left(self, store, slurm):
+        submit("--replicas", "1:4")
+        scale(store, "s", {"default": 2})
+        assert wanted(store).counts == {"default": 2}
+        set_bounds(store, "s", 1, 4)
+        assert (wanted(store).counts, wanted(store).least, wanted(store).most) == ({}, 1, 4)
+
     def test_one_number_is_for_the_only_kind(self, store, slurm):
         submit("--replicas", "a100:1")
         scale(store, "s", 2)
