@@ -224,7 +224,7 @@ class Woken:
 def wake(store: ServiceStore, service: str) -> Woken:
     """Submit the least number of replicas of a service, unless some wait, start or serve.
 
-    Raises ServiceNotFoundError, and HpcServeError of every kind; then it is asleep as before.
+    Raises ServiceNotFoundError, and HpcServeError of every kind; then it is asleep as before if no job came of it.
     """
     found = replicas_here(store, find_report(store, service))
     before = read_wanted(store, service)
@@ -255,7 +255,8 @@ def _sleep_again(store: ServiceStore, service: str, before: Wanted | None) -> No
     state = before.state if before is not None else "stopped"
 
     def change(found: Wanted | None) -> Wanted | None:
-        return replace(found, state=state, count=0) if found is not None and found.state == "awake" else None
+        has_come_to_nothing = found is not None and found.state == "awake" and not found.coming
+        return replace(found, state=state, count=0) if found is not None and has_come_to_nothing else None
 
     change_wanted(store, service, change)
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hpc_serve.cli.main import run
-from hpc_serve.errors import InvalidRequestError, SiteFileError
+from hpc_serve.errors import HpcServeError, InvalidRequestError, SiteFileError
 from hpc_serve.rendezvous.wanted_file import read_wanted, wanted_file
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.services.want import scale, set_bounds, wake, want_stop_of
@@ -61,6 +61,11 @@ _REFUSES_AMPERE = """
 for script; do :; done
 if grep -q partition=ampere "$script"; then echo "sbatch: error: no" >&2; exit 1; fi
 """
+
+
+def refuse_ampere(slurm):
+    sbatch = slurm.bin / "sbatch"
+    sbatch.write_text(sbatch.read_text().replace("\nid=", f"{_REFUSES_AMPERE}id=", 1))
 
 
 class TestSite:
@@ -148,8 +153,7 @@ class TestSubmit:
         assert status["wanted"]["s"]["machines"]["a100"]["count"] == 1
 
     def test_a_refused_kind_takes_the_others_back(self, store, slurm):
-        sbatch = slurm.bin / "sbatch"
-        sbatch.write_text(sbatch.read_text().replace("\nid=", f"{_REFUSES_AMPERE}id=", 1))
+        refuse_ampere(slurm)
         assert submit("--replicas", "l40s:1,a100:1") != 0
         assert slurm.cancelled == ["101"]
         assert wanted(store) is None
@@ -344,6 +348,14 @@ class TestScale:
         assert [job.machine for job in scale(store, "s", {"l40s": 2}).added] == ["l40s", "l40s"]
         assert wanted(store).counts == {"l40s": 2}
 
+    def test_a_refused_kind_does_not_keep_the_others_away(self, store, slurm, ran):
+        submit("--replicas", "a100:1,l40s:1", "--keep-up")
+        refuse_ampere(slurm)
+        with pytest.raises(HpcServeError, match="sbatch refused"):
+            scale(store, "s", {"a100": 2, "l40s": 2})
+        assert list(jobs(store).values()) == ["a100", "l40s", "l40s"]
+        assert "on a100: one could not be added: sbatch refused" in " ".join(ran(["status", "s"]).out.split())
+
     def test_bounds_come_back_where_only_the_default_is_left(self, store, slurm):
         submit("--replicas", "1:4")
         scale(store, "s", {"default": 2})
@@ -372,3 +384,16 @@ def test_all_kinds_are_woken(store, slurm):
         slurm.job(job_id, "CANCELLED", nodes="")
     woken = wake(store, "s")
     assert [(job.machine, job.job_id) for job in woken.jobs] == [("a100", "103_0"), ("l40s", "104_0")]
+
+
+def test_where_one_kind_is_refused_the_others_wake_and_stay_awake(store, slurm):
+    submit("--replicas", "a100:1,l40s:1", "--idle-stop", "30m")
+    want_stop_of(store, find(store, "s"))
+    for job_id in ("101", "102"):
+        slurm.job(job_id, "CANCELLED", nodes="")
+    before = {job.job_id: job.machine for job in store.read_submitted("s")}.items()
+    refuse_ampere(slurm)
+    with pytest.raises(HpcServeError, match="sbatch refused"):
+        wake(store, "s")
+    assert {job.job_id: job.machine for job in store.read_submitted("s")}.items() - before == {("103_0", "l40s")}
+    assert wanted(store).state == "awake"
