@@ -51,7 +51,7 @@ _SHARD = Written("K/N", _read_shard)
 @click.argument("output", type=_FILE)
 @click.option("--service", metavar="NAME", shell_complete=live_service_names, help="Service [default: the ready one].")
 @click.option("--model", help="Start this model if the service is not there, and stop it afterwards.")
-@click.option("--replicas", metavar="N|MIN:MAX", help="With --model: replicas of the service that is started.")
+@click.option("--replicas", metavar="N|MIN:MAX|NAME:N,…", help="With --model: replicas of the service that is started.")
 @click.option("--stop", "stops", is_flag=True, help="Stop the service afterwards, whoever has started it.")
 @click.option("--detach", is_flag=True, help="Run as a Slurm job of its own, without a GPU, and return.")
 @click.option(

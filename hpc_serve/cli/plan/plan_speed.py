@@ -100,11 +100,13 @@ def _bounds(result: PlanResult, shown: Mapping[int, SpeedEstimate]) -> str:
 
 
 def gain_lines(result: PlanResult) -> Iterator[str]:
-    """What the engine's options gain. Nothing where the speed is not known."""
+    """What the engine's options gain. Nothing where the speed is not known, or no text is generated."""
     shown = list(_shown(result).values())
-    if shown and result.inputs.engine.kv_offloading_size:
+    if not shown or not result.traffic.generates:
+        return
+    if result.inputs.engine.kv_offloading_size and result.accelerator.kind == "gpu":
         yield offloading_text(result.roofline())
-    if (plain := result.plain_roofline()) is None or not shown:
+    if (plain := result.plain_roofline()) is None:
         return
     engine = result.inputs.engine
     known = known_draft(result.model.name, engine)

@@ -73,6 +73,8 @@ def print_explanation(result: PlanResult, words: Sequence[str], *, note: str | N
     _print_choice(console, result, chosen.candidates, note, memory)
     _print_sharing(console, result)
     print_speed(console, result)
+    for line in gain_lines(result):
+        console.print(Text(line))
     console.print()
     for line in explain(result.inputs, chosen.layout, chosen.memory, chosen.minimum_gpus, note=result.note):
         click.echo(line)

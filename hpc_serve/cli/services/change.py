@@ -140,9 +140,10 @@ def scale_command(service: str, replicas: tuple[int, int | None] | dict[str, int
         click.echo(f"{service}: submitted as job {job.job_id}")
     for status in done.ended:
         click.echo(f"{status.service} (job {status.name}) is over: {status.sentence}")
-    change = "as before" if done.before == count else f"it had {done.before}"
-    has = f"{count} replica{'s' if count > 1 else ''}" if isinstance(count, int) else shown_counts(count)
-    click.echo(f"{service} has {has}, {change}.")
+    total = count if isinstance(count, int) else sum(done.counts.values())
+    change = "as before" if done.before == total else f"it had {done.before}"
+    each = f" ({shown_counts(done.counts)})" if done.counts else ""
+    click.echo(f"{service} has {total} replica{'s' if total > 1 else ''}{each}, {change}.")
 
 
 @click.command("wake")

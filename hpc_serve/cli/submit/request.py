@@ -94,6 +94,10 @@ def make_requests(options: Mapping[str, Any]) -> list[ServeRequest]:
     if not isinstance(counts, dict):
         return [make_request(options)]
     if len(counts) > 1:
+        if options["cluster"] == "local":
+            raise InvalidRequestError(
+                f"--cluster local runs on this machine alone, not on {' and '.join(counts)}: use --cluster slurm."
+            )
         for name in ("gpu", "gpus_per_node", "gpu_memory_bytes", "partition"):
             if options[name] is not None:
                 raise InvalidRequestError(

@@ -100,10 +100,13 @@ def submission_text(submission: Submission, *, gpu_note: str | None = None) -> s
     lines += [f"  note    {note}" for note in (submission.weights_note, submission.machines_note) if note]
     if gpu_note and job.cluster == "slurm":
         lines.append(f"  note    {gpu_note}")
-    if others:
+    if others and not submission.is_there:
         there = ", ".join(f"job {other.name} ({other.state})" for other in others)
+        ahead = {other.successor_job_id for other in others}
+        before = sum(other.job_id not in ahead for other in others)
+        now = max(before + count, wanted.count if wanted is not None else 0)
         lines += [
-            f"  note    {job.service} has {len(others) + count} replicas now; it had {len(others)} before, {there};",
+            f"  note    {job.service} has {now} replicas now; it had {before} before, {there};",
             f"          if that is too many: hpc-serve stop {submission.job_id}",
         ]
     for job_id, words in submission.differing.items():

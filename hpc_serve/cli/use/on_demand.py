@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpc_serve.cli.submit.request import make_request
+from hpc_serve.cli.submit.request import make_requests
 from hpc_serve.cli.submit.submit import submit_command
 from hpc_serve.errors import HpcServeError, SiteFileError
 from hpc_serve.rendezvous.names import validate_service_name
@@ -69,9 +69,12 @@ def _gpus_of(service: str, words: tuple[str, ...]) -> int:
     with submit_command.make_context("submit", list(words)) as ctx:
         if ctx.params["wait"]:
             raise click.UsageError("leave out --wait: the gateway waits.")
-        request = make_request(ctx.params)
-    if request.service != service:
+        requests = make_requests(ctx.params)
+    if requests[0].service != service:
         raise click.UsageError("leave out --name: the list has the name.")
-    plan = plan_service(request)
-    replicas = request.max_replicas or replicas_of(request, plan)
-    return devices_per_node(plan) * plan.layout.num_nodes * replicas
+    gpus = 0
+    for request in requests:
+        plan = plan_service(request)
+        replicas = request.max_replicas or replicas_of(request, plan)
+        gpus += devices_per_node(plan) * plan.layout.num_nodes * replicas
+    return gpus

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,32 +23,51 @@ def speculation_text(
 
     `plain` is the replica without speculation. `estimates` are those to name, by requests in flight.
     """
-    traffic, drafts = estimates[0].traffic, roofline.engine.speculative_tokens
+    traffic = estimates[0].traffic
     if traffic.acceptance_length == 1:
         return (
-            f"Speculation: it is not known how many of {drafts} drafts are accepted, so the speed counts none. It pays "
-            f"where a step gives more than {_break_even(roofline, plain, estimates)} (vLLM logs it as 'Mean acceptance "
-            "length'; --acceptance-length counts it)."
+            "Speculation: the speed counts no draft as accepted. It pays where a step gives more than "
+            f"{_break_even(roofline, plain, estimates)} (vLLM logs it as 'Mean acceptance length'; "
+            "--acceptance-length counts it)."
         )
 
     def gain(concurrency: int) -> float:
-        asked = replace(traffic, concurrency=concurrency)
-        without = estimate_speed(plain, replace(asked, acceptance_length=1), memory)
-        return (
-            estimate_speed(roofline, asked, memory).expected.output_tokens_per_s / without.expected.output_tokens_per_s
-        )
+        asked, is_ideal = replace(traffic, concurrency=concurrency), estimates[0].is_ideal
+        with_drafts = estimate_speed(roofline, asked, memory, is_ideal=is_ideal).speed
+        without = estimate_speed(plain, replace(asked, acceptance_length=1), memory, is_ideal=is_ideal).speed
+        return with_drafts.output_tokens_per_s / without.output_tokens_per_s
 
     whence = f" (published for {known.texts}: {known.source})" if known else ""
     gains = ", ".join(
         f"× {gain(one.traffic.concurrency):.2f} with {one.traffic.concurrency:,} in flight" for one in estimates
     )
     held = held_at_once(roofline, traffic, memory)
-    counts = [*(1 << power for power in range(held.bit_length())), held]
-    paid = [count for count in counts if gain(count) >= 1]
-    end = f"It pays up to about {paid[-1]:,} in flight" if paid else "It does not pay"
-    if paid and paid[-1] == held:
-        end = f"It pays up to the {held:,} that are held at once"
+    counts = sorted({*(1 << power for power in range(held.bit_length())), held})
+    end = _where_it_pays([(count, gain(count) >= 1) for count in counts])
     return f"Speculation, {traffic.acceptance_length:.3g} tokens a step{whence}: {gains}. {end}."
+
+
+def _where_it_pays(found: Sequence[tuple[int, bool]]) -> str:
+    """Say with how many requests in flight it pays, by what is `found` for growing numbers of them.
+
+    More requests read more experts, so drafts may cost less with many requests in flight than with few.
+
+    >>> _where_it_pays([(1, False), (2, True), (4, True), (8, False)])
+    'It pays with about 2 to 4 in flight'
+    """
+    runs = [list(run) for pays, run in itertools.groupby(found, key=lambda one: one[1]) if pays]
+    if not runs:
+        return "It does not pay"
+    first, most = found[0][0], found[-1][0]
+    (low, _), (high, _) = runs[0][0], runs[0][-1]
+    if len(runs) == 1 and low == first:
+        return (
+            f"It pays up to the {most:,} that are held at once"
+            if high == most
+            else f"It pays up to about {high:,} in flight"
+        )
+    parts = [f"{run[0][0]:,}" + (f" to {run[-1][0]:,}" if len(run) > 1 else "") for run in runs]
+    return f"It pays with about {' and '.join(parts)} in flight"
 
 
 def _break_even(roofline: Roofline, plain: Roofline, estimates: Sequence[SpeedEstimate]) -> str:

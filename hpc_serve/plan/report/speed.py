@@ -237,7 +237,8 @@ def explain_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
         causes.append(("bubble_s", "waiting for the slowest stage"))
     for key, text in causes:
         yield f"  {text:34}{_ms(getattr(ideal.step, key))}{_ms(getattr(expected.step, key))}"
-    yield f"  {'= one step, a token for each':34}{_ms(ideal.step.total_s)}{_ms(expected.step.total_s)}"
+    each = "a token" if traffic.acceptance_length == 1 else f"{traffic.acceptance_length:.3g} tokens"
+    yield f"  {f'= one step, {each} for each':34}{_ms(ideal.step.total_s)}{_ms(expected.step.total_s)}"
     between = "time between tokens" if traffic.decode_only else "time between tokens, with prompts"
     yield f"  {between:34}{_ms(ideal.tpot_s)}{_ms(expected.tpot_s)}"
     yield f"  {'time to the first token':34}{_ms(ideal.ttft_s)}{_ms(expected.ttft_s)}"
@@ -288,7 +289,7 @@ def _cost_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
 def _separate_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
     """Yield lines on decoding alone, with prompts read on other replicas, and the number of those replicas.
 
-    A prompt alone takes p seconds. A replica that decodes ends batch / (output tokens x step) requests a second. So p
+    A prompt alone takes p seconds. A replica that decodes ends batch / (output steps x step) requests a second. So p
     times as many replicas of the same layout read prompts for it (How To Scale Your Model, part 8).
     """
     traffic = estimate.traffic
@@ -299,7 +300,7 @@ def _separate_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str
         tokens = stages * inputs / chunks
         alone = roofline.step(tokens, 0, traffic.mean_context, factors, inputs, cached_tokens=cached)
         prefills.append((chunks + stages - 1) / stages * alone.total_s)
-        rates.append(estimate.batch / speed.step.total_s)
+        rates.append(estimate.batch * traffic.acceptance_length / speed.step.total_s)
         shares.append(prefills[-1] * rates[-1] / traffic.output_tokens)
     if not traffic.decode_only:
         yield f"  {'output tokens/s, decoding alone':34}{rates[0]:12,.0f}{rates[1]:12,.0f}"

@@ -76,8 +76,8 @@ class Traffic:
 
     @property
     def output_steps(self) -> float:
-        """Steps that generate an answer, on average."""
-        return self.output_tokens / self.acceptance_length
+        """Steps that generate an answer, on average: one at least."""
+        return max(1.0, self.output_tokens / self.acceptance_length)
 
     @property
     def mean_context(self) -> float:

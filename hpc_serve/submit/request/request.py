@@ -15,7 +15,13 @@ from hpc_serve.plan.engine import LONGEST_THAT_FITS, Arrivals
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.rendezvous.names import expanded_log_dir, validate_service_name
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE
-from hpc_serve.submit.request.bounds import check_elastic, check_jobs_can_submit, check_replicas, check_shared_port
+from hpc_serve.submit.request.bounds import (
+    check_elastic,
+    check_jobs_can_submit,
+    check_replicas,
+    check_shared_port,
+    is_machine_name,
+)
 from hpc_serve.submit.request.chain import begins_after_min, check_chain
 from hpc_serve.submit.request.environment import Environment, JobSettings
 from hpc_serve.submit.request.job_env import check_env
@@ -258,6 +264,8 @@ class ServeRequest:
 
     def __post_init__(self) -> None:
         validate_service_name(self.service)
+        if not is_machine_name(self.machine):
+            raise InvalidRequestError(f"machine is {self.machine!r}: it must be a name of the site file's machines.")
         check_elastic(self.replicas, self.max_replicas, self.idle_stop_s)
         for one in OPTIONS:
             value, least = getattr(self, one.name), one.metadata["least"]

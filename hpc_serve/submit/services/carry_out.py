@@ -101,16 +101,25 @@ def step(
 def settle(store: ServiceStore, service: str, *, drain_s: float = _DRAIN_S) -> Done:
     """Do all that is to be done now for what is wanted, in turns with other programs that do the same.
 
+    If the jobs of one kind of machine are refused, those of the other kinds are submitted before the error is raised.
     Raises HpcServeError; SchedulerUnavailableError where Slurm does not answer.
     """
-    done = Done()
+    done, refused = Done(), list[HpcServeError]()
     for _ in range(_MOST_TRIES):
         seen, looker = wait_for_others(store, service), Looker(store=store, service=service)
         if seen is None:
             return done
-        changed, more = step(looker, seen, windows=Windows(), drain_s=drain_s)
+        try:
+            changed, more = step(looker, seen, windows=Windows(), drain_s=drain_s)
+        except HpcServeError as error:
+            refused.append(error)
+            if len(refused) >= len(seen.machines):
+                raise refused[0] from None
+            continue
         done += more
         if changed is not None and not more.decisions:
+            if refused:
+                raise refused[0]
             if looker.slurm.problem:
                 raise SchedulerUnavailableError(looker.slurm.problem)
             return done

@@ -18,10 +18,8 @@ def on_others(found: Wanted | None, here: Sequence[Job], request: ServeRequest) 
 
     Raises InvalidRequestError where they cannot be one service.
     """
-    others: dict[str, int] = {}
-    if found is not None and here:
-        others = found.counts or {DEFAULT_MACHINE: sum(job.replicas for job in here)}
-        others = {name: count for name, count in others.items() if name != request.machine}
+    counts = ((found.counts if found is not None else {}) or counts_of(here)) if here else {}
+    others = {name: count for name, count in counts.items() if name != request.machine}
     is_elastic = request.max_replicas is not None or (found is not None and here and found.least < found.most)
     if is_elastic and (others or request.machine != DEFAULT_MACHINE):
         raise InvalidRequestError(
@@ -37,6 +35,12 @@ def on_others(found: Wanted | None, here: Sequence[Job], request: ServeRequest) 
     return others
 
 
+def counts_of(here: Sequence[Job]) -> dict[str, int]:
+    """Return the replicas of these jobs on each kind of machine."""
+    names = dict.fromkeys(job.machine for job in here)
+    return {name: sum(job.replicas for job in here if job.machine == name) for name in names}
+
+
 def scaled(wanted: Wanted, replicas: int | Mapping[str, int], service: str, known: Set[str]) -> Wanted:
     """Return what is wanted with so many replicas. Raises InvalidRequestError for machines that are not `known`."""
     if isinstance(replicas, int):
@@ -48,10 +52,12 @@ def scaled(wanted: Wanted, replicas: int | Mapping[str, int], service: str, know
                 f"{shown_counts(wanted.counts)}`."
             )
         replicas = dict.fromkeys(wanted.machines, replicas)
-    if unknown := [name for name, count in replicas.items() if count and name not in known]:
+    unknown = [name for name, count in replicas.items() if name not in known and (count or name not in wanted.counts)]
+    if unknown:
+        count = max(1, replicas[unknown[0]])
         raise InvalidRequestError(
             f"{service} has no script for {unknown[0]}: `hpc-serve submit` with --name {service} and "
-            f"--replicas {unknown[0]}:{replicas[unknown[0]]} makes one. It has been on {', '.join(sorted(known))}."
+            f"--replicas {unknown[0]}:{count} makes one. It has been on {', '.join(sorted(known))}."
         )
     counts = {**(wanted.counts or {DEFAULT_MACHINE: wanted.count}), **replicas}
     if not any(counts.values()):

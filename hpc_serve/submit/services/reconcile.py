@@ -90,7 +90,7 @@ def reconcile(wanted: Wanted, what_is: WhatIs, now: float, windows: Windows = _W
 def _on_each_machine(wanted: Wanted, what_is: WhatIs, now: float) -> list[Decision]:
     """What to do on each kind of machine, as if it had a service of its own. One kind is submitted to at a time."""
     found: list[Decision] = []
-    for machine in dict.fromkeys((*wanted.machines, *(job.machine for job in what_is.jobs))):
+    for machine in dict.fromkeys((*filter(None, wanted.machines), *(job.machine for job in what_is.jobs))):
         its = replace(what_is, jobs=tuple(job for job in what_is.jobs if job.machine == machine))
         asked = wanted.on(machine)
         decisions = [replace(one, machine=machine) for one in _bring(asked, its, counted(asked, its, now), None, now)]
@@ -201,7 +201,7 @@ def _submit(
         jobs = tuple(job.job_id for job in leaving)
         return [Decision(action="submit", cause="handover", why=why, jobs=jobs, count=missing)]
     if not why:
-        why = f"there was {_replicas(have)}, of {count} that are wanted"
+        why = f"there {'were' if have > 1 else 'was'} {_replicas(have)}, of {count} that are wanted"
     return [Decision(action="submit", cause=cause, why=why, count=missing)]
 
 

@@ -23,7 +23,7 @@ from hpc_serve.submit.request.bounds import check_bounds, shown_bounds, shown_co
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.services.carry_out import settle, wait_for_others
 from hpc_serve.submit.services.jobs import Job, counted
-from hpc_serve.submit.services.machines import check_whole_jobs, on_others, scaled, without
+from hpc_serve.submit.services.machines import check_whole_jobs, counts_of, on_others, scaled, without
 from hpc_serve.submit.services.stop import stop
 from hpc_serve.submit.services.what_is import Looker
 from hpc_serve.submit.status.status_reader import find_report, read_status, replicas_here
@@ -126,9 +126,13 @@ def _by_person(wanted: Wanted, why: str, now: float) -> Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """What was done: jobs that were `added`, replicas that have `ended`. `before` is how many there were."""
+    """What was done: jobs that were `added`, replicas that have `ended`. `before` is how many there were.
+
+    `counts` are the replicas that are wanted on each kind of machine, if kinds are named.
+    """
 
     before: int
+    counts: Mapping[str, int]
     added: tuple[SubmittedJob, ...] = ()
     ended: tuple[ReplicaStatus, ...] = ()
 
@@ -157,20 +161,24 @@ def scale(
 
     def change(seen: Wanted | None, here: Sequence[Job], now: float) -> Wanted:
         awake = _awake(seen, per_job)
+        counts = counts_of(here) if seen is None else {}  # there is no file, or it is damaged
+        if not isinstance(replicas, int) or counts.keys() - {DEFAULT_MACHINE}:
+            awake = awake.with_counts(counts) if counts else awake
         if seen is not None and seen.state != "awake":  # nothing is there: kinds that are not named stay away
             awake = replace(awake, machines={name: replace(one, count=0) for name, one in seen.machines.items()})
         wanted = scaled(awake, replicas, service, known)
         check_whole_jobs(here, wanted, service, per_job)
         return _by_person(wanted, f"scaled to {shown_counts(wanted.counts) or wanted.count}", now)
 
-    _, here = _change_seen(store, service, change)
+    changed, here = _change_seen(store, service, change)
     done = settle(store, service, drain_s=drain_s)
     seen = {one.name: one for one in (*read_status(store, service).replicas, *found)}  # as they were before
     ended = [one for one in seen.values() if one.job_id in done.ended and not one.is_over]
     for status in ended:
         on_stop(status)
     before = sum(job.replicas for job in here)
-    return Scaled(before=before, added=done.added, ended=stop(store, ended, drain_s=drain_s, is_asked=True))
+    over = stop(store, ended, drain_s=drain_s, is_asked=True)
+    return Scaled(before=before, counts=changed.counts, added=done.added, ended=over)
 
 
 def _awake(seen: Wanted | None, per_job: int) -> Wanted:
@@ -185,7 +193,7 @@ def set_bounds(store: ServiceStore, service: str, least: int, most: int) -> Want
     check_bounds(least, most)
 
     def change(found: Wanted | None) -> Wanted | None:
-        if found is not None and found.machines:
+        if found is not None and found.machines.keys() - {DEFAULT_MACHINE}:
             raise InvalidRequestError(
                 f"{service} has replicas on {shown_counts(found.counts)}: MIN:MAX is for one kind of machine. Give "
                 f"each kind one number: hpc-serve scale {service} {shown_counts(found.counts)}."
@@ -193,7 +201,7 @@ def set_bounds(store: ServiceStore, service: str, least: int, most: int) -> Want
         if found is None or not found.is_kept:
             return None
         count = min(max(found.count, least), most) if found.state == "awake" else found.count
-        wanted = replace(found, least=least, most=most, count=count)
+        wanted = replace(found, least=least, most=most, count=count, machines={})
         return _by_person(wanted, f"bounds set to {shown_bounds(least, most)}", time.time())
 
     changed = change_wanted(store, service, change)
@@ -216,7 +224,7 @@ class Woken:
 def wake(store: ServiceStore, service: str) -> Woken:
     """Submit the least number of replicas of a service, unless some wait, start or serve.
 
-    Raises ServiceNotFoundError, and HpcServeError of every kind; then it is asleep as before.
+    Raises ServiceNotFoundError, and HpcServeError of every kind; then it is asleep as before if no job came of it.
     """
     found = replicas_here(store, find_report(store, service))
     before = read_wanted(store, service)
@@ -247,7 +255,8 @@ def _sleep_again(store: ServiceStore, service: str, before: Wanted | None) -> No
     state = before.state if before is not None else "stopped"
 
     def change(found: Wanted | None) -> Wanted | None:
-        return replace(found, state=state, count=0) if found is not None and found.state == "awake" else None
+        has_come_to_nothing = found is not None and found.state == "awake" and not found.coming
+        return replace(found, state=state, count=0) if found is not None and has_come_to_nothing else None
 
     change_wanted(store, service, change)
 

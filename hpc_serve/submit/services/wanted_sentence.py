@@ -64,11 +64,14 @@ def wanted_lines(service: str, wanted: Wanted, live: Sequence[ReplicaStatus], no
         words.append("each job is replaced before its time limit")
     if wanted.submitting:
         words.append(f"{wanted.submitting} being submitted")
-    troubled: list[Wanted | MachineWanted] = [wanted, *wanted.machines.values()]
-    for one in troubled:
+    troubled: dict[str, Wanted | MachineWanted] = {
+        "": wanted,
+        **{f"on {at}: ": one for at, one in wanted.machines.items()},
+    }
+    for where, one in troubled.items():
         if one.problem and not one.next_try_at:
-            words.append(one.problem)
+            words.append(f"{where}{one.problem}")
         elif one.next_try_at > now:
             again = time.strftime("%H:%M:%S", time.localtime(one.next_try_at))
-            words.append(f"{one.problem}; trying again at {again}")
+            words.append(f"{where}{one.problem}; trying again at {again}")
     return ["; ".join(words), *told]

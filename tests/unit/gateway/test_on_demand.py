@@ -318,6 +318,16 @@ def test_a_list_says_what_each_model_takes(tmp_path):
     assert found.models["small"].words == ("--name", "small", "8b", "--gpu", "h100", "--", "--max-num-seqs", "4")
 
 
+def test_a_listed_model_may_be_on_several_kinds_of_machine(tmp_path, monkeypatch):
+    from hpc_serve.cli.use.on_demand import read_on_demand
+
+    site, path = tmp_path / "site.yaml", tmp_path / "models.yaml"
+    site.write_text("machines: {a100: {gpu: a100-80gb}, l40s: {gpu: l40s}}\n")
+    monkeypatch.setenv("HPC_SERVE_SITE", str(site))
+    path.write_text("models:\n  small: 8b --replicas a100:1,l40s:2\n")
+    assert read_on_demand(path).models["small"].gpus == 3
+
+
 @pytest.fixture
 def seen(monkeypatch) -> list[Any]:
     """What each decision knew of the listed services that run."""

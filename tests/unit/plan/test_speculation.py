@@ -91,13 +91,67 @@ def test_plan_says_what_drafts_gain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Speculation, 1.85 tokens a step (published for several topics: arXiv:2412.19437" in text
     assert "in flight. It pays up to" in text
     text = plan(capsys, "8b", "--", "--speculative-config", NGRAM)
-    assert "how many of 4 drafts are accepted" in text
+    assert "the speed counts no draft as accepted" in text
     assert "1.0 tokens with 1 in flight" in text
     text = plan(capsys, "8b", "--acceptance-length", "2.2", "--", "--speculative-config", NGRAM)
     assert "Speculation, 2.2 tokens a step: × 2.1" in text
     assert "It pays up to about 64 in flight" in text
     text = plan(capsys, "8b", "--acceptance-length", "1.01", "--", "--speculative-config", NGRAM)
     assert "It does not pay" in text or "It pays up to about 1 in flight" in text
+
+
+def test_where_drafts_pay_does_not_contradict_what_they_gain(capsys: pytest.CaptureFixture[str]) -> None:
+    # One request reads few experts, and its drafts read others. Many requests read them all.
+    text = plan(capsys, "mixtral-8x7b", "--acceptance-length", "1.5", "--", "--speculative-config", NGRAM)
+    assert "1.5 tokens a step: × 0.8" in text
+    assert "It pays with about " in text
+    assert "It pays up to" not in text
+
+
+@pytest.mark.parametrize("words", [("--speculative-config", NGRAM), ("--kv-offloading-size", "100")])
+def test_an_option_for_answers_gains_an_embedder_nothing(capsys: pytest.CaptureFixture[str], words: tuple[str]) -> None:
+    text = plan(capsys, "Qwen/Qwen3-Embedding-0.6B", "--", *words)
+    assert "Speculation" not in text
+    assert "first token" not in text
+
+
+def test_a_cache_in_the_nodes_memory_is_not_across_pcie_on_cpus(capsys: pytest.CaptureFixture[str]) -> None:
+    cpu = ("--gpu", "cpu-spr-2s", "--gpu-memory", "256GiB")
+    assert "PCIe" not in plan(capsys, "8b", *cpu, "--", "--kv-offloading-size", "100")
+
+
+def test_the_explanation_says_the_gains_too(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--speculative-config", NGRAM, "--kv-offloading-size", "100")
+    text = plan(capsys, "8b", "--explain", "--acceptance-length", "2.4", "--", *options)
+    assert "Speculation, 2.4 tokens a step: × 2.3" in text
+    assert "1,000 tokens of a prefix come from the node's memory" in text
+
+
+def test_the_explanation_counts_accepted_drafts_in_decoding_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    def figures(*words: str) -> tuple[str, float]:
+        assert run(["plan", "8b", "--explain", *words, "--", "--speculative-config", NGRAM]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        step = next(line for line in lines if "= one step" in line)
+        alone = next(line for line in lines if "tokens/s, decoding alone" in line)
+        return step, float(alone.split()[-1].replace(",", ""))
+
+    none, drafts = figures(), figures("--acceptance-length", "2.4")
+    assert "a token for each" in none[0]
+    assert "2.4 tokens for each" in drafts[0]
+    assert drafts[1] == pytest.approx(2.4 * none[1], rel=1e-3)
+
+
+def test_an_answer_of_one_token_is_no_sooner_there(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("8b", "--acceptance-length", "5", "--output-tokens", "1", "--decode-only")
+    text = plan(capsys, *asked, "--", "--speculative-config", NGRAM)
+    assert float(text.partition("5 tokens a step: × ")[2].split()[0]) <= 1
+
+
+def test_the_ideal_gain_is_of_ideal_speeds(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("8b", "--acceptance-length", "2.4", "--decode-only")
+    ideal = plan(capsys, *asked, "--ideal", "--", "--speculative-config", NGRAM).partition("Speculation")[2]
+    expected = plan(capsys, *asked, "--", "--speculative-config", NGRAM).partition("Speculation")[2]
+    assert ideal != expected
 
 
 def test_drafts_count_in_both_kinds_of_arrivals(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from hpc_serve.cli.main import run
-from hpc_serve.errors import InvalidRequestError, SiteFileError
-from hpc_serve.rendezvous.wanted_file import read_wanted
+from hpc_serve.errors import HpcServeError, InvalidRequestError, SiteFileError
+from hpc_serve.rendezvous.wanted_file import read_wanted, wanted_file
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.services.want import scale, set_bounds, wake, want_stop_of
 from hpc_serve.submit.site.site_files import read_site
 from hpc_serve.submit.status.status_reader import find, read_status
@@ -60,6 +61,11 @@ _REFUSES_AMPERE = """
 for script; do :; done
 if grep -q partition=ampere "$script"; then echo "sbatch: error: no" >&2; exit 1; fi
 """
+
+
+def refuse_ampere(slurm):
+    sbatch = slurm.bin / "sbatch"
+    sbatch.write_text(sbatch.read_text().replace("\nid=", f"{_REFUSES_AMPERE}id=", 1))
 
 
 class TestSite:
@@ -147,8 +153,7 @@ class TestSubmit:
         assert status["wanted"]["s"]["machines"]["a100"]["count"] == 1
 
     def test_a_refused_kind_takes_the_others_back(self, store, slurm):
-        sbatch = slurm.bin / "sbatch"
-        sbatch.write_text(sbatch.read_text().replace("\nid=", f"{_REFUSES_AMPERE}id=", 1))
+        refuse_ampere(slurm)
         assert submit("--replicas", "l40s:1,a100:1") != 0
         assert slurm.cancelled == ["101"]
         assert wanted(store) is None
@@ -184,6 +189,33 @@ class TestSubmit:
         submit("--once")
         assert wanted(store).counts == {"a100": 1, "l40s": 1}
         assert len(slurm.scripts) == 2
+
+    def test_once_speaks_of_no_replicas_too_many(self, store, slurm, capsys):
+        submit("--replicas", "a100:1,l40s:1")
+        capsys.readouterr()
+        submit("--replicas", "a100:2", "--once")
+        out = capsys.readouterr().out
+        assert "is there already, as job 101" in out
+        assert "too many" not in out
+
+    def test_the_note_on_too_many_counts_all_kinds_and_no_job_that_is_ahead(self, store, slurm, capsys):
+        submit("--replicas", "a100:1,l40s:1", "--chain", "3", "--time", "02:00:00")
+        capsys.readouterr()
+        submit("--replicas", "a100:1,l40s:1", "--chain", "3", "--time", "02:00:00")
+        out = capsys.readouterr().out
+        assert "s has 3 replicas now; it had 2 before" in out
+        assert "s has 4 replicas now; it had 2 before" in out
+
+    def test_one_machine_is_not_of_several_kinds(self, store, slurm, capsys):
+        assert submit("--replicas", "a100:1,l40s:1", "--cluster", "local") != 0
+        assert "--cluster local runs on this machine alone, not on a100 and l40s" in capsys.readouterr().err
+        assert not store.read_submitted("s")
+
+    def test_another_kind_ends_nothing_where_the_file_is_gone(self, store, slurm):
+        submit("--replicas", "l40s:2", "--keep-up")
+        wanted_file(store, "s").unlink()
+        submit("--replicas", "a100:1", "--keep-up")
+        assert wanted(store).counts == {"l40s": 2, "a100": 1}
 
     @pytest.mark.parametrize(
         ("first", "second"), [(("--replicas", "1:3"), "a100:1"), (("--replicas", "a100:1"), "1:3")]
@@ -225,6 +257,11 @@ class TestSubmit:
         assert said in capsys.readouterr().err
         assert slurm.scripts == []
 
+    @pytest.mark.parametrize("machine", ["", "a b", "../x", "a100\n#SBATCH --qos=x"])
+    def test_a_request_of_python_names_a_machine_as_the_site_file_does(self, machine):
+        with pytest.raises(InvalidRequestError, match="machine is "):
+            ServeRequest(model="8b", service="s", machine=machine)
+
     def test_render_takes_one_kind(self, slurm, capsys):
         assert run(["render", "8b", "--replicas", "a100:1,l40s:2"]) != 0
         assert "one kind of machine at a time: --replicas a100:1, or --replicas l40s:2" in capsys.readouterr().err
@@ -234,9 +271,43 @@ class TestScale:
     def test_each_kind_by_name_and_the_others_stay(self, store, slurm, ran):
         submit("--replicas", "a100:1,l40s:1")
         said = ran(["scale", "s", "l40s:3"]).out
-        assert said == "s: submitted as job 103_0\ns: submitted as job 103_1\ns has l40s:3, it had 2.\n"
+        assert (
+            said
+            == "s: submitted as job 103_0\ns: submitted as job 103_1\ns has 4 replicas (a100:1,l40s:3), it had 2.\n"
+        )
         assert slurm.scripts[2] == slurm.scripts[1]
         assert wanted(store).counts == {"a100": 1, "l40s": 3}
+
+    @pytest.mark.parametrize("text", ["{", None])
+    @pytest.mark.parametrize(
+        ("replicas", "counts"), [("a100:1,l40s:2", {"a100": 2, "l40s": 2}), ("2", {"default": 2, "a100": 2})]
+    )
+    def test_a_file_that_is_damaged_or_gone_is_made_of_the_jobs(self, store, slurm, text, replicas, counts):
+        submit("--replicas", replicas)
+        if "default" in counts:
+            submit("--replicas", "a100:1")
+        path = wanted_file(store, "s")
+        path.write_text(text) if text else path.unlink()
+        scale(store, "s", {"a100": 2})
+        assert wanted(store).counts == counts
+        assert len(jobs(store)) == 4
+
+    def test_a_kind_without_a_name_is_not_submitted_for_ever(self, store, slurm):
+        submit("--replicas", "a100:1")
+        path = wanted_file(store, "s")
+        found = json.loads(path.read_text())
+        path.write_text(json.dumps({**found, "machines": {**found["machines"], "": found["machines"]["a100"]}}))
+        scale(store, "s", {"a100": 2})
+        assert len(slurm.scripts) == 2
+
+    def test_the_script_of_a_kind_is_not_forgotten_while_it_is_wanted(self, store, slurm, capsys):
+        submit("--replicas", "a100:1,l40s:1", "--keep-up")
+        slurm.queue(("101", "PENDING", "Priority"))
+        slurm.job("102", "FAILED")
+        assert run(["forget", "102"]) != 0
+        assert "job 102) has the script that replicas on l40s are submitted with" in capsys.readouterr().err
+        scale(store, "s", {"l40s": 0})
+        assert run(["forget", "102"]) == 0
 
     def test_two_kinds_at_once(self, store, slurm):
         submit("--replicas", "a100:1,l40s:1")
@@ -256,6 +327,7 @@ class TestScale:
         [
             (3, "s has replicas on a100:1,l40s:1: say which"),
             ({"b200": 1}, "s has no script for b200"),
+            ({"b200": 0}, "s has no script for b200"),
             ({"a100": 0, "l40s": 0}, "`hpc-serve stop s` ends it"),
         ],
     )
@@ -275,6 +347,21 @@ class TestScale:
             slurm.job(job_id, "CANCELLED", nodes="")
         assert [job.machine for job in scale(store, "s", {"l40s": 2}).added] == ["l40s", "l40s"]
         assert wanted(store).counts == {"l40s": 2}
+
+    def test_a_refused_kind_does_not_keep_the_others_away(self, store, slurm, ran):
+        submit("--replicas", "a100:1,l40s:1", "--keep-up")
+        refuse_ampere(slurm)
+        with pytest.raises(HpcServeError, match="sbatch refused"):
+            scale(store, "s", {"a100": 2, "l40s": 2})
+        assert list(jobs(store).values()) == ["a100", "l40s", "l40s"]
+        assert "on a100: one could not be added: sbatch refused" in " ".join(ran(["status", "s"]).out.split())
+
+    def test_bounds_come_back_where_only_the_default_is_left(self, store, slurm):
+        submit("--replicas", "1:4")
+        scale(store, "s", {"default": 2})
+        assert wanted(store).counts == {"default": 2}
+        set_bounds(store, "s", 1, 4)
+        assert (wanted(store).counts, wanted(store).least, wanted(store).most) == ({}, 1, 4)
 
     def test_one_number_is_for_the_only_kind(self, store, slurm):
         submit("--replicas", "a100:1")
@@ -297,3 +384,16 @@ def test_all_kinds_are_woken(store, slurm):
         slurm.job(job_id, "CANCELLED", nodes="")
     woken = wake(store, "s")
     assert [(job.machine, job.job_id) for job in woken.jobs] == [("a100", "103_0"), ("l40s", "104_0")]
+
+
+def test_where_one_kind_is_refused_the_others_wake_and_stay_awake(store, slurm):
+    submit("--replicas", "a100:1,l40s:1", "--idle-stop", "30m")
+    want_stop_of(store, find(store, "s"))
+    for job_id in ("101", "102"):
+        slurm.job(job_id, "CANCELLED", nodes="")
+    before = {job.job_id: job.machine for job in store.read_submitted("s")}.items()
+    refuse_ampere(slurm)
+    with pytest.raises(HpcServeError, match="sbatch refused"):
+        wake(store, "s")
+    assert {job.job_id: job.machine for job in store.read_submitted("s")}.items() - before == {("103_0", "l40s")}
+    assert wanted(store).state == "awake"
