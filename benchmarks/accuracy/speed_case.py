@@ -53,9 +53,24 @@ _GLM_45_AIR = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-CONFIGS = {"Qwen/Qwen3-14B": _QWEN3_14B, "zai-org/GLM-4.5-Air": _GLM_45_AIR}
+_QWEN35_27B = resolve("Qwen/Qwen3.5-27B").config
+_QWEN35_9B = {
+    **_QWEN35_27B,
+    "text_config": {
+        **_QWEN35_27B["text_config"],
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "linear_num_value_heads": 32,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 32,
+    },
+    "vision_config": {**_QWEN35_27B["vision_config"], "out_hidden_size": 4096},
+}
+CONFIGS = {"Qwen/Qwen3-14B": _QWEN3_14B, "zai-org/GLM-4.5-Air": _GLM_45_AIR, "Qwen/Qwen3.5-9B": _QWEN35_9B}
 """Public config.json files of models that the catalogue does not have. The dimensions are those of
-sglang/Model_Config.md of citsjtu2020/LLM-Prof (Qwen3-14B) and scripts/models of THUDM/slime (GLM-4.5-Air)."""
+sglang/Model_Config.md of citsjtu2020/LLM-Prof (Qwen3-14B) and scripts/models of THUDM/slime (GLM-4.5-Air). Those of
+Qwen3.5-9B are of a public program that checks its shapes; its layers and linear heads follow from nine billion
+parameters and the series."""
 CHECKPOINTS = {
     "quark-mxfp4": {
         "quant_method": "quark",
