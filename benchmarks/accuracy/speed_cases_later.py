@@ -35,9 +35,9 @@ ENGINE = "vLLM"
 UNKNOWN_VERSION = "0.11.0"
 
 
-def load_later() -> list[Case]:
-    """All rows of the later file."""
-    return [later_case(json.loads(line)) for line in (DATA / "speed_cases_later.jsonl").read_text().splitlines()]
+def load_later(name: str = "speed_cases_later.jsonl") -> list[Case]:
+    """All rows of the later file, or of another one in its form."""
+    return [later_case(json.loads(line)) for line in (DATA / name).read_text().splitlines()]
 
 
 def later_case(row: dict[str, Any]) -> Case:

@@ -24,6 +24,7 @@ from benchmarks.accuracy.speed_scores import (
     source_errors,
     table,
 )
+from benchmarks.accuracy.speed_unseen import unseen
 from hpc_serve.plan.catalog import SPEED_ACCURACY
 from hpc_serve.plan.speed.classes import class_texts, measured_classes, own_classes, speed_range, wide_classes
 from hpc_serve.plan.speed.estimate import speed_column
@@ -288,3 +289,9 @@ def test_what_is_left_out_says_why_and_is_little(cases: list[Case], later: list[
 def test_no_later_row_is_in_the_file_that_factors_are_fitted_on(cases: list[Case], later: list[Case]) -> None:
     assert not {one.id for one in cases} & {one.id for one in later}
     assert not {one.source for one in cases} & {one.source for one in later}
+
+
+def test_sources_that_nobody_had_used_are_told_as_they_scored() -> None:
+    found = unseen()
+    held, error = sum(one.is_held for one in found), statistics.median(abs(1 / one.ratio - 1) for one in found)
+    assert f"{held} of {len(found)} lie in the printed range, and the median error is {100 * error:.0f} %" in PAGE
