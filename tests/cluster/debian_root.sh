@@ -13,7 +13,7 @@ mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(REPO_URI)' 'Created-B
 echo "making a root of Debian $suite in $folder (300 MB, one to four minutes; remove it with rm -r) …"
 rm -rf "$folder"
 mkdir -p "$folder"
-packages=slurm-wlm,munge,iproute2,charliecloud-runtime,python3
+packages=slurm-wlm,munge,iproute2,charliecloud-runtime,python3,curl
 debootstrap --variant=minbase --include="$packages" "$suite" "$folder" "$mirror" > "$folder.log" 2>&1 ||
     { tail -n 20 "$folder.log" >&2; exit 1; }
 # Not by debootstrap, which does not find what provides a virtual package (python3-cffi-backend-api-min).

@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.slurm import sbatch_argv
 from hpc_serve.submit.slurm.slurm_answers import parse_sbatch, says_unreachable
 from hpc_serve.submit.slurm.slurm_messages import refusal, refusal_hint
+
+_FIRST_LOOK_S, _ASKED_EVERY_S = 5.0, 0.5
 
 
 class ScriptSlurmExecutor(submitit.SlurmExecutor):  # type: ignore[misc]  # submitit is not typed strictly
@@ -102,9 +105,12 @@ def start_locally(script_text: str, folder: Path, log_dir: Path) -> tuple[int, P
 def why_it_never_starts(job_id: str) -> str:
     """Return Slurm's own reason why an accepted job can never start, with a cure; "" if there is none.
 
-    Slurm knows the reason at once. It also knows plugins, QOS and reservations, unlike a comparison before sbatch.
+    Slurm also knows plugins, QOS and reservations, unlike a comparison before sbatch. It knows the reason at once; Slurm
+    26.05 does once it has looked at the job.
     """
-    job = scheduler.job_state(job_id)
+    deadline = time.monotonic() + _FIRST_LOOK_S
+    while (job := scheduler.job_state(job_id)).is_pending and not job.reason and time.monotonic() < deadline:
+        time.sleep(_ASKED_EVERY_S)
     return refusal(job, scheduler.partitions_if_known()) if refusal(job, ()) else ""
 
 

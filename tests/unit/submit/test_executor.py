@@ -6,6 +6,7 @@ import inspect
 import os
 import stat
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from submitit.core import core, utils
 from hpc_serve.errors import SchedulerError, SchedulerUnavailableError, SubmissionRefusedError
 from hpc_serve.rendezvous.files import make_private_folder
 from hpc_serve.rendezvous.record import SubmittedJob
-from hpc_serve.submit.slurm.executor import ScriptSlurmExecutor, start_locally, submit_to_slurm
+from hpc_serve.submit.slurm.executor import ScriptSlurmExecutor, start_locally, submit_to_slurm, why_it_never_starts
 from hpc_serve.submit.slurm.local import local_job_state, process_start_time, stop_local_job
 from hpc_serve.submit.slurm.slurm import GONE, UNKNOWN
+from tests.support.fake_slurm import FakeSlurm
 
 DEADLINE_S = 60.0
 
@@ -211,3 +213,19 @@ def test_a_zombie_is_over():
     child = subprocess.Popen(["true"])
     wait_for(lambda: process_start_time(child.pid) is None, "a zombie counts as alive")
     child.wait()
+
+
+def test_a_job_that_slurm_has_not_looked_at_yet_is_asked_for_again(slurm: FakeSlurm) -> None:
+    """As with Slurm 26.05, the first answers have no reason."""
+
+    def answer(reason: str) -> None:
+        slurm.queue(("7", "PENDING", reason))
+        slurm.job("7", "PENDING", reason=reason)
+
+    answer("None")
+    later = threading.Timer(0.7, answer, ["PartitionTimeLimit"])
+    later.start()
+    try:
+        assert "more time than its partition allows" in why_it_never_starts("7")
+    finally:
+        later.join()
