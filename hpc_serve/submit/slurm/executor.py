@@ -105,8 +105,8 @@ def start_locally(script_text: str, folder: Path, log_dir: Path) -> tuple[int, P
 def why_it_never_starts(job_id: str) -> str:
     """Return Slurm's own reason why an accepted job can never start, with a cure; "" if there is none.
 
-    Slurm also knows plugins, QOS and reservations, unlike a comparison before sbatch. It knows the reason at once; Slurm
-    26.05 does once it has looked at the job.
+    Slurm also knows plugins, QOS and reservations, unlike a comparison before sbatch. Slurm knows the reason at once,
+    26.05 once it has looked at the job.
     """
     deadline = time.monotonic() + _FIRST_LOOK_S
     while (job := scheduler.job_state(job_id)).is_pending and not job.reason and time.monotonic() < deadline:
