@@ -76,7 +76,9 @@ def test_gpu_cpu_and_amd_are_one_service(alice, asking, show_table):
     assert again["amd"]["nodes"][0]["name"] == "n3"
     assert again["amd"]["job_id"] != job_ids["amd"]
     assert {again[machine]["job_id"] for machine in ("gpu", "intel")} == {job_ids["gpu"], job_ids["intel"]}
-    assert f"{SERVICE} has intel:0,amd:1, it had 3." in alice.hpc_serve_said("scale", SERVICE, "intel:0,amd:1")
+    assert f"{SERVICE} has 2 replicas (gpu:1,amd:1), it had 3." in alice.hpc_serve_said(
+        "scale", SERVICE, "intel:0,amd:1"
+    )
     assert list(status(alice)) == ["gpu", "amd"]
     load = told_at_the_end(program)
     assert load["errors"] == []
