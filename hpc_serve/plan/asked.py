@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.engine import Arrivals, EngineConfig, Workload
@@ -52,6 +53,13 @@ class PlanRequest:
     usd_per_gpu_hour: float | None = None
     allow_unknown_config_keys: bool = False
 
+    @property
+    def traffic(self) -> dict[str, Any]:
+        """How many requests there are, and how they come, by Traffic's names."""
+        if self.requests:
+            return {"concurrency": self.requests, "arrivals": "burst"}
+        return {"concurrency": self.workload.concurrency, "arrivals": self.arrivals}
+
 
 def asked_traffic(asked: PlanRequest, model: ModelSpec, max_model_len: int) -> Traffic:
     """Return each request's lengths: those asked for, else the defaults as far as the context allows.
@@ -70,8 +78,7 @@ def asked_traffic(asked: PlanRequest, model: ModelSpec, max_model_len: int) -> T
     if asked.prefix_hits and not asked.engine.caches_prefixes:
         raise InvalidRequestError("--prefix-hits: the engine keeps no prefixes (--no-enable-prefix-caching).")
     longest = asked.longest_output_tokens
-    arrivals: Arrivals = "burst" if asked.requests else asked.arrivals
-    if longest is not None and arrivals != "burst":
+    if longest is not None and asked.traffic["arrivals"] != "burst":
         raise InvalidRequestError(
             "The longest answer matters where all requests arrive at once: add --requests N, or leave out "
             "--longest-output-tokens."
@@ -79,8 +86,7 @@ def asked_traffic(asked: PlanRequest, model: ModelSpec, max_model_len: int) -> T
     return Traffic(
         input_tokens=inputs,
         output_tokens=outputs,
-        concurrency=asked.requests or asked.workload.concurrency,
-        arrivals=arrivals,
+        **asked.traffic,
         longest_output_tokens=longest,
         decode_only=asked.decode_only,
         prefix_hits=asked.prefix_hits or 0.0,
@@ -138,10 +144,4 @@ def _pooling_traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
     tokens = asked.input_tokens or min(DEFAULT_TEXT_TOKENS, max_model_len)
     if tokens > max_model_len:
         raise InvalidRequestError(f"A text has {tokens:,} tokens, and at most {max_model_len:,} are read.")
-    return Traffic(
-        input_tokens=tokens,
-        output_tokens=1,
-        concurrency=asked.requests or asked.workload.concurrency,
-        arrivals="burst" if asked.requests else asked.arrivals,
-        generates=False,
-    )
+    return Traffic(input_tokens=tokens, output_tokens=1, **asked.traffic, generates=False)

@@ -81,19 +81,19 @@ def speed_line(result: PlanResult) -> str:
     whence = None if result.ideal else measured_text(list(shown.values()))
     measured = f"; {whence}" if whence else ""
     line = f"{figures}{whose}: {', '.join(parts)}; {requests_text(traffic)}, {arrivals}{measured}.{other}"
-    return f"{line} {_bounds(result, shown)}"
+    return f"{line} {_bounds(result, roofline, shown)}"
 
 
-def _bounds(result: PlanResult, shown: Mapping[int, SpeedEstimate]) -> str:
+def _bounds(result: PlanResult, roofline: Roofline, shown: Mapping[int, SpeedEstimate]) -> str:
     """What takes most of the time, and how the range is known."""
     bounds: dict[str, list[str]] = {}
     for count, one in shown.items():
         bounds.setdefault(_CAUSES[one.bound], []).append(f"{count:,}")
     each = [f"{bound} with {' and '.join(counts)} in flight" for bound, counts in bounds.items()]
     most = f"Most of the time goes to {', to '.join(each) if len(each) > 1 else next(iter(bounds))}."
-    found = speed_range(result.roofline(), result.traffic)
     if result.ideal or any(one.measured for one in shown.values()):
         return most
+    found = speed_range(roofline, result.traffic)
     if found is None:
         return f"{most} Too few runs of this kind were published to give a range."
     return f"{most} The range is that of {found['sources']} published sources."
@@ -101,14 +101,17 @@ def _bounds(result: PlanResult, shown: Mapping[int, SpeedEstimate]) -> str:
 
 def gain_lines(result: PlanResult) -> Iterator[str]:
     """What the engine's options gain. Nothing where the speed is not known, or no text is generated."""
-    shown = list(_shown(result).values())
-    if not shown or not result.traffic.generates:
+    engine = result.inputs.engine
+    has_offloading = engine.kv_offloading_size and result.accelerator.kind == "gpu"
+    if not result.traffic.generates or not (has_offloading or engine.speculative_tokens):
         return
-    if result.inputs.engine.kv_offloading_size and result.accelerator.kind == "gpu":
+    shown = list(_shown(result).values())
+    if not shown:
+        return
+    if has_offloading:
         yield offloading_text(result.roofline())
     if (plain := result.plain_roofline()) is None:
         return
-    engine = result.inputs.engine
     known = known_draft(result.model.name, engine)
     if known and known.acceptance_length(engine.speculative_tokens) != result.traffic.acceptance_length:
         known = None

@@ -1,8 +1,7 @@
 """What encoders have beside their layers: tables of positions and of segments, a norm, and the head of a classifier.
 
 Encoders attend in both directions and keep no cache. catalog/architectures.json describes their layers, ordinary.py
-builds them. Sources: vLLM's models/bert.py, roberta.py, modernbert.py, bert_with_rope.py and
-colbert.py.
+builds them. Sources: vLLM's models/bert.py, roberta.py, modernbert.py, bert_with_rope.py and colbert.py.
 """
 
 from __future__ import annotations
