@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -64,9 +65,15 @@ FACTS = NodeFacts(
 )
 
 
-def with_cuda(**changes: Any) -> NodeFacts:
-    """A node on which CUDA says something else."""
-    return replace(FACTS, gpus=replace(GPUS, cuda=replace(CUDA, **changes)))
+def changed(value: Any, changes: Mapping[str, Any]) -> Any:
+    """Return facts with other values at these paths, as `{"gpus.cuda.error": "…"}`."""
+    for path, new in changes.items():
+        name, _, rest = path.partition(".")
+        if isinstance(value, Mapping):
+            value = {**value, name: new}
+        else:
+            value = replace(value, **{name: changed(getattr(value, name), {rest: new}) if rest else new})
+    return value
 
 
 def report(name: str = "n1", **changes: Any) -> NodeReport:
