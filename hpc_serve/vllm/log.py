@@ -7,7 +7,6 @@ It reads one line at a time. The words are vLLM's (0.6 to 0.32 use them); an unk
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from hpc_serve.sizes import GIB
@@ -43,73 +42,32 @@ _STAGES = (
 )
 _HEALTH_ANSWER = re.compile(r'"(GET|HEAD) /health HTTP/[\d.]+" 200\b')
 
-_NUMBER = r"(-?[\d.,]+)"
-
-
-def _gib(text: str) -> float:
-    return round(float(text.replace(",", "")) * GIB)
-
-
-def _number(text: str) -> float:
-    value = float(text.strip(",.").replace(",", ""))
-    return int(value) if value.is_integer() else value
-
-
-_Figure = tuple[str, re.Pattern[str], tuple[tuple[str, Callable[[str], float]], ...]]
-
-
-def _figure(hint: str, pattern: str, *fields: tuple[str, Callable[[str], float]]) -> _Figure:
-    return hint, re.compile(pattern.replace("<n>", _NUMBER)), fields
-
-
-# A line that cannot hold a figure is dismissed by a substring, before any pattern is tried.
-_FIGURES: tuple[_Figure, ...] = (
-    _figure("Checkpoint size", r"Checkpoint size: <n> GiB", ("checkpoint_bytes", _gib)),
-    _figure("Model loading took", r"Model loading took <n> GiB", ("model_loading_bytes", _gib)),
-    _figure("Loading model weights took", r"Loading model weights took <n> GB", ("model_loading_bytes", _gib)),
-    _figure("Loading weights took", r"Loading weights took <n> seconds", ("loading_weights_s", _number)),
-    _figure("KV cache memory", r"Available KV cache memory: <n> GiB", ("kv_cache_bytes", _gib)),
-    _figure("GiB for KV cache", r"\(<n>/<n>\) GiB for KV cache", ("kv_cache_bytes", _gib), ("total_bytes", _gib)),
-    _figure("KV cache size", r"KV cache size: <n> tokens", ("kv_cache_tokens", _number)),
-    _figure(
-        "Maximum concurrency",
-        r"Maximum concurrency for <n> tokens per request: <n>x",
-        ("max_model_len", _number),
-        ("max_concurrency", _number),
-    ),
-    _figure("# ", r"# (?:GPU|cuda|CUDA) blocks: <n>", ("num_blocks", _number)),
-    _figure(
-        "model weights take",
-        r"model weights take <n>GiB; non_torch_memory takes <n>GiB; PyTorch activation peak memory takes <n>GiB; "
-        r"the rest of the memory reserved for KV Cache is <n>GiB",
-        ("model_loading_bytes", _gib),
-        ("non_torch_bytes", _gib),
-        ("activation_bytes", _gib),
-        ("kv_cache_bytes", _gib),
-    ),
-    _figure(
-        "Actual usage is",
-        r"Actual usage is <n> GiB for weight, <n> GiB for peak activation, <n> GiB for non-torch memory, "
-        r"and <n> GiB for CUDAGraph",
-        ("model_loading_bytes", _gib),
-        ("activation_bytes", _gib),
-        ("non_torch_bytes", _gib),
-        ("cuda_graph_bytes", _gib),
-    ),
-    _figure(
-        "for consumed memory",
-        r"Actual usage is <n> GiB for consumed memory \(weights \+ non-torch\), <n> GiB for peak activation, "
-        r"and <n> GiB for CUDAGraph",
-        ("consumed_bytes", _gib),
-        ("activation_bytes", _gib),
-        ("cuda_graph_bytes", _gib),
-    ),
-    _figure("Graph capturing finished", r"Graph capturing finished in .* took <n> GiB", ("cuda_graph_bytes", _gib)),
-    _figure(
-        "Estimated CUDA graph memory", r"Estimated CUDA graph memory: <n> GiB", ("cuda_graph_estimate_bytes", _gib)
-    ),
-    _figure("init engine (", r"init engine \(.*\) took <n> s", ("init_engine_s", _number)),
-)
+# Lines with figures: a part by which a line is found before any pattern is tried, and the pattern. A name in angle
+# brackets stands for a number; sizes are GiB.
+_FIGURES = {
+    hint: re.compile(re.sub(r"<(\w+)>", r"(?P<\1>-?[\\d.,]+)", pattern))
+    for hint, pattern in {
+        "Checkpoint size": r"Checkpoint size: <checkpoint_bytes> GiB",
+        "Model loading took": r"Model loading took <model_loading_bytes> GiB",
+        "Loading model weights took": r"Loading model weights took <model_loading_bytes> GB",
+        "Loading weights took": r"Loading weights took <loading_weights_s> seconds",
+        "KV cache memory": r"Available KV cache memory: <kv_cache_bytes> GiB",
+        "GiB for KV cache": r"\(<kv_cache_bytes>/<total_bytes>\) GiB for KV cache",
+        "KV cache size": r"KV cache size: <kv_cache_tokens> tokens",
+        "Maximum concurrency": r"Maximum concurrency for <max_model_len> tokens per request: <max_concurrency>x",
+        "# ": r"# (?:GPU|cuda|CUDA) blocks: <num_blocks>",
+        "model weights take": r"model weights take <model_loading_bytes>GiB; non_torch_memory takes "
+        r"<non_torch_bytes>GiB; PyTorch activation peak memory takes <activation_bytes>GiB; the rest of the memory "
+        r"reserved for KV Cache is <kv_cache_bytes>GiB",
+        "Actual usage is": r"Actual usage is <model_loading_bytes> GiB for weight, <activation_bytes> GiB for peak "
+        r"activation, <non_torch_bytes> GiB for non-torch memory, and <cuda_graph_bytes> GiB for CUDAGraph",
+        "for consumed memory": r"Actual usage is <consumed_bytes> GiB for consumed memory \(weights \+ non-torch\), "
+        r"<activation_bytes> GiB for peak activation, and <cuda_graph_bytes> GiB for CUDAGraph",
+        "Graph capturing finished": r"Graph capturing finished in .* took <cuda_graph_bytes> GiB",
+        "Estimated CUDA graph memory": r"Estimated CUDA graph memory: <cuda_graph_estimate_bytes> GiB",
+        "init engine (": r"init engine \(.*\) took <init_engine_s> s",
+    }.items()
+}
 
 
 @dataclass(frozen=True)
@@ -147,10 +105,12 @@ def read_figures(line: str) -> dict[str, float]:
     {'kv_cache_tokens': 410128, 'max_model_len': 131072, 'max_concurrency': 3.13}
     """
     found: dict[str, float] = {}
-    for hint, pattern, fields in _FIGURES:
+    for hint, pattern in _FIGURES.items():
         if hint in line and (match := pattern.search(line)):
-            for (name, convert), text in zip(fields, match.groups()):
-                found[name] = convert(text)
+            for name, text in match.groupdict().items():
+                value = float(text.strip(",.").replace(",", ""))
+                value = round(value * GIB) if name.endswith("_bytes") else value
+                found[name] = int(value) if value == int(value) else value
     return found
 
 

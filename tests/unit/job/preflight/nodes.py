@@ -17,7 +17,6 @@ from hpc_serve.job.preflight.facts import (
     Needs,
     NetworkFacts,
     NodeFacts,
-    NodeReport,
     SoftwareFacts,
     WeightsFacts,
 )
@@ -76,13 +75,9 @@ def changed(value: Any, changes: Mapping[str, Any]) -> Any:
     return value
 
 
-def report(name: str = "n1", **changes: Any) -> NodeReport:
+def report(name: str = "n1", **changes: Any) -> NodeFacts:
     """A healthy node of a run; `changes` are of its facts."""
     number = int(name[1:])
     address = f"10.0.0.{number}"
     network = replace(NETWORK, resolved=(address,))
-    return NodeReport(
-        name=name,
-        facts=replace(FACTS, **{"name": name, "address": address, "network": network, **changes}),
-        unreached={},
-    )
+    return replace(FACTS, **{"name": name, "address": address, "network": network, "unreached": {}, **changes})

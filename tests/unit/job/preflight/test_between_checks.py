@@ -8,7 +8,7 @@ import pytest
 
 from hpc_serve.diagnose.causes import find_causes, note_lines
 from hpc_serve.diagnose.evidence import LogEvidence
-from hpc_serve.job.preflight.facts import NodeFacts, NodeReport
+from hpc_serve.job.preflight.facts import NodeFacts
 from hpc_serve.job.preflight.judge import judge, look
 from hpc_serve.rendezvous.fields import from_json_text, to_json_text
 from hpc_serve.rendezvous.files import write_json
@@ -33,19 +33,23 @@ HEALTHY = (report("n1"), report("n2"), report("n3"))
 A100 = replace(DEVICE, name="NVIDIA A100-SXM4-40GB", total_bytes=40 * GIB)
 
 
+def by_name(nodes):
+    return {facts.name: facts for facts in nodes}
+
+
 def seen_by(check, nodes, needs):
     """What a check finds on each node."""
-    return next(seen for name, _, seen in look(nodes, needs) if name == check)
+    return next(seen for name, _, seen in look(by_name(nodes), needs) if name == check)
 
 
 def test_healthy_nodes_pass_every_check():
-    verdicts = judge(HEALTHY, NEEDS)
+    verdicts = judge(by_name(HEALTHY), NEEDS)
     assert [(verdict.check, verdict.seen) for verdict in verdicts if verdict.level != "ok"] == []
     assert verdicts[0].nodes == ("n1", "n2", "n3")
 
 
 def test_one_node_alone_has_nobody_to_reach():
-    verdicts = judge([report("n1")], replace(NEEDS, num_nodes=1, world_size=8))
+    verdicts = judge({"n1": report()}, replace(NEEDS, num_nodes=1, world_size=8))
     unchecked = {verdict.check for verdict in verdicts if verdict.level != "ok"}
     assert unchecked == {"reach", "interfaces", "links", "clocks", "versions"}
 
@@ -69,49 +73,49 @@ def test_an_interface_that_is_there_may_be_chosen(gpus, variable, words):
 
 
 UNREACHED = {"unreached": {"n3": "timed out", "n1": "timed out"}}
-CHOSEN = {"facts.network.interfaces": ("lo", "eth0")}
-OTHER_PYTHON = {"facts.software.versions": {**VERSIONS, "python": "3.11.9"}}
+CHOSEN = {"network.interfaces": ("lo", "eth0")}
+OTHER_PYTHON = {"software.versions": {**VERSIONS, "python": "3.11.9"}}
 # A check of three nodes, the result on the second, and what is different there.
 CASES = [
     ("reach", "failed", "cannot connect to n3 from 10.0.0.2", UNREACHED, NEEDS),
     ("reach", "warning", "1 others no better", UNREACHED, replace(NEEDS, has_own_gloo_interface=True)),
     ("reach", "not checked", "not tried", {"unreached": None}, NEEDS),
-    ("addresses", "failed", "2 nodes say that their address is 10.0.0.1", {"facts.address": "10.0.0.1"}, NEEDS),
+    ("addresses", "failed", "2 nodes say that their address is 10.0.0.1", {"address": "10.0.0.1"}, NEEDS),
     (
         "interfaces",
         "failed",
         "GLOO_SOCKET_IFNAME is ib9, and the node has lo, eth0",
-        {**CHOSEN, "facts.network.chosen": {"GLOO_SOCKET_IFNAME": "ib9"}},
+        {**CHOSEN, "network.chosen": {"GLOO_SOCKET_IFNAME": "ib9"}},
         NEEDS,
     ),
     (
         "interfaces",
         "failed",
         "NCCL_SOCKET_IFNAME is ib,=eth",
-        {**CHOSEN, "facts.network.chosen": {"NCCL_SOCKET_IFNAME": "ib,=eth"}},
+        {**CHOSEN, "network.chosen": {"NCCL_SOCKET_IFNAME": "ib,=eth"}},
         NEEDS,
     ),
     (
         "addresses",
         "warning",
         "resolves to 127.0.1.1, 10.0.0.2, which no other node reaches",
-        {"facts.network.resolved": ("127.0.1.1", "10.0.0.2")},
+        {"network.resolved": ("127.0.1.1", "10.0.0.2")},
         NEEDS,
     ),
-    ("addresses", "warning", "not to that first", {"facts.network.resolved": ("10.9.0.2", "10.0.0.2")}, NEEDS),
-    ("addresses", "warning", "does not resolve", {"facts.network.resolved": ()}, NEEDS),
-    ("addresses", "warning", "took 5.0 s to resolve", {"facts.network.resolving_s": 5.0}, NEEDS),
-    ("links", "warning", "MTU 1500", {"facts.network.mtu": 1500}, NEEDS),
-    ("links", "warning", "0 InfiniBand ports are active, 4 on the others", {"facts.network.active_ib_ports": 0}, NEEDS),
+    ("addresses", "warning", "not to that first", {"network.resolved": ("10.9.0.2", "10.0.0.2")}, NEEDS),
+    ("addresses", "warning", "does not resolve", {"network.resolved": ()}, NEEDS),
+    ("addresses", "warning", "took 5.0 s to resolve", {"network.resolving_s": 5.0}, NEEDS),
+    ("links", "warning", "MTU 1500", {"network.mtu": 1500}, NEEDS),
+    ("links", "warning", "0 InfiniBand ports are active, 4 on the others", {"network.active_ib_ports": 0}, NEEDS),
     ("clocks", "warning", "100.0 s behind the head's", {"clock_ahead_s": -100.0}, NEEDS),
     ("clocks", "failed", "certificates are not valid", {"clock_ahead_s": -100000.0}, NEEDS),
     ("clocks", "warning", "ahead of the head's", {"clock_ahead_s": 100000.0}, NEEDS),
-    ("gpus-alike", "warning", "A100-SXM4-40GB 40 GiB; most are", {"facts.gpus.cuda.devices": (A100,) * 8}, NEEDS),
-    ("versions", "failed", "ray 2.59.0", {"facts.software.versions": {**VERSIONS, "ray": "2.59.0"}}, NEEDS),
+    ("gpus-alike", "warning", "A100-SXM4-40GB 40 GiB; most are", {"gpus.cuda.devices": (A100,) * 8}, NEEDS),
+    ("versions", "failed", "ray 2.59.0", {"software.versions": {**VERSIONS, "ray": "2.59.0"}}, NEEDS),
     ("versions", "failed", "python 3.11.9 (head: 3.12.3)", OTHER_PYTHON, NEEDS),
-    ("versions", "warning", "python 3.12.9", {"facts.software.versions": {**VERSIONS, "python": "3.12.9"}}, NEEDS),
+    ("versions", "warning", "python 3.12.9", {"software.versions": {**VERSIONS, "python": "3.12.9"}}, NEEDS),
     ("versions", "warning", "python 3.11.9", OTHER_PYTHON, replace(NEEDS, backend="mp")),
-    ("versions", "warning", "vllm 0.31.0", {"facts.software.versions": {**VERSIONS, "vllm": "0.31.0"}}, NEEDS),
+    ("versions", "warning", "vllm 0.31.0", {"software.versions": {**VERSIONS, "vllm": "0.31.0"}}, NEEDS),
 ]
 
 
@@ -139,7 +143,7 @@ def test_slow_links_without_infiniband_are_said():
 def test_a_verdict_names_the_nodes_that_it_is_about_and_the_slowest_time():
     bad = replace(MEMORY, shm_is_writable=False)
     nodes = [report("n1"), report("n2", memory=bad, took_s={"memory": 0.4}), report("n3", memory=bad)]
-    shm = next(verdict for verdict in judge(nodes, NEEDS) if verdict.check == "shm")
+    shm = next(verdict for verdict in judge(by_name(nodes), NEEDS) if verdict.check == "shm")
     assert (shm.level, shm.nodes, shm.took_s) == ("failed", ("n2", "n3"), 0.4)
     assert shm.sentence.startswith(
         "preflight check shm: failed on n2, n3: /dev/shm is not there, or not writable. To do: "
@@ -148,19 +152,19 @@ def test_a_verdict_names_the_nodes_that_it_is_about_and_the_slowest_time():
 
 def test_of_many_nodes_some_are_named():
     nodes = [report(f"n{number}", weights=replace(WEIGHTS, error="gone")) for number in range(1, 21)]
-    verdict = next(one for one in judge(nodes, replace(NEEDS, num_nodes=20)) if one.check == "weights")
+    verdict = next(one for one in judge(by_name(nodes), replace(NEEDS, num_nodes=20)) if one.check == "weights")
     assert verdict.where == "n1, n2, n3, n4, n5, n6, n7, n8 and 12 more"
 
 
-@pytest.mark.parametrize("first", [report("n1"), NodeReport(name="n1", facts=None)])
+@pytest.mark.parametrize("first", [report("n1"), None])
 def test_a_node_that_says_nothing_fails_nothing(first):
-    verdicts = judge([first, NodeReport(name="n2", facts=None)], NEEDS)
+    verdicts = judge({"n1": first, "n2": None}, NEEDS)
     assert {verdict.level for verdict in verdicts} <= {"ok", "not checked"}
 
 
 def test_facts_and_reports_travel_as_json(tmp_path):
     assert from_json_text(NodeFacts, to_json_text(FACTS), source="facts") == FACTS
-    made = PreflightReport(verdicts=judge(HEALTHY, NEEDS), num_nodes=3, took_s=0.5, began_at=1.0)
+    made = PreflightReport(verdicts=judge(by_name(HEALTHY), NEEDS), num_nodes=3, took_s=0.5, began_at=1.0)
     write_json(tmp_path / "report", made)
     assert read_preflight(tmp_path / "report") == made
     assert made.summary == "preflight of 3 nodes in 0.5 s: 20 ok"
@@ -177,7 +181,7 @@ BROKEN = (
 
 
 def test_the_doctor_names_what_failed_first_with_its_cure():
-    failed = [verdict for verdict in judge(BROKEN, NEEDS) if verdict.level == "failed"]
+    failed = [verdict for verdict in judge(by_name(BROKEN), NEEDS) if verdict.level == "failed"]
     assert [verdict.check for verdict in failed] == ["versions", "gpus", "weights"]
     for verdict in failed:
         found = cause_in(verdict.sentence)

@@ -10,7 +10,7 @@ import pytest
 
 import hpc_serve.job.preflight.checks
 from hpc_serve.job.preflight.checks import node
-from hpc_serve.job.preflight.facts import CudaFacts, GpusFacts, LimitFacts, NodeReport
+from hpc_serve.job.preflight.facts import CudaFacts, GpusFacts, LimitFacts
 from hpc_serve.job.preflight.judge import CHECKS, judge
 from hpc_serve.job.preflight.verdict import findings
 from hpc_serve.sizes import GIB, MIB
@@ -35,7 +35,7 @@ def judged(check, changes):
     of_run = {path.removeprefix("needs."): new for path, new in changes.items() if path.startswith("needs.")}
     needs = changed(changes.get("needs", NEEDS), of_run)
     facts = changed(FACTS, {path: new for path, new in changes.items() if not path.startswith("needs")})
-    (verdict,) = (one for one in judge([NodeReport(name="n1", facts=facts)], needs) if one.check == check)
+    (verdict,) = (one for one in judge({"n1": facts}, needs) if one.check == check)
     return verdict
 
 
