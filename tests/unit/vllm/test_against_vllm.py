@@ -97,25 +97,8 @@ def random_lines(count: int) -> list[list[str]]:
     """Words that may meet in any order: spellings whole, shortened, with values of all kinds or none."""
     rng = random.Random(SEED)
     spellings = [spelling for name in NAMES for spelling in options()[name].spellings]
-    values = [
-        "1",
-        "8",
-        "7",
-        "-1",
-        "0.5",
-        "-0.5",
-        "16k",
-        "auto",
-        "fp8",
-        "x",
-        "None",
-        "",
-        '{"a":1}',
-        "a b",
-        "-",
-        "-a b",
-        "=",
-    ]
+    values = ["1", "8", "7", "-1", "0.5", "-0.5", "16k", "auto", "fp8", "x", "None", "", '{"a":1}', "a b", "-", "="]
+    values.append("-a b")
 
     def word() -> list[str]:
         spelling = rng.choice(spellings)
