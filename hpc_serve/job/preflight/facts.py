@@ -84,7 +84,7 @@ class CudaFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class GpusFacts:
-    """The GPUs of a node that this job sees. `tool` is the program that listed them, "" if there is none here.
+    """The GPUs of a node that this job sees. `tool` is the program that listed them, nvidia-smi, "" without it.
 
     `error` is what the tool said in place of a list. `gpus` are those of this job, None
     where that cannot be told (MIG). `cuda` is None where no process tried CUDA.

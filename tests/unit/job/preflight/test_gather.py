@@ -13,7 +13,7 @@ import pytest
 
 from hpc_serve.hub.hub_settings import HubSettings
 from hpc_serve.job.machine import node_memory
-from hpc_serve.job.preflight.facts import CudaFacts, GpuFacts
+from hpc_serve.job.preflight.facts import CudaFacts
 from hpc_serve.job.preflight.gather import cuda_probe, gpus, machine, network, software, weights
 from tests.unit.job.preflight.nodes import CUDA, DEVICE, NEEDS
 
@@ -37,34 +37,17 @@ LISTED = """\
     ],
 )
 def test_the_gpus_of_this_job_are_those_that_it_may_see(visible, found):
-    chosen = gpus.choose_visible(gpus.parse_nvidia(LISTED), visible)
+    chosen = gpus.choose_visible(gpus.parse_listing(LISTED), visible)
     assert (chosen if chosen is None else [gpu["index"] for gpu in chosen]) == found
 
 
 def test_a_gpu_is_read_as_its_tool_lists_it():
-    first, row = gpus.parse_nvidia(LISTED)
+    first, row = gpus.parse_listing(LISTED)
     second = gpus.read_gpu(row)
     assert (second.name, second.uncorrected_errors) == ("NVIDIA H100 80GB HBM3", 2)
     assert second.total_bytes == 81559 * 2**20
     assert gpus.read_gpu({**first, "ecc.errors.uncorrected.volatile.total": "[N/A]"}).uncorrected_errors == 0
-    assert gpus.parse_nvidia("No devices were found\n") == []
-
-
-def test_amd_gpus_are_read_whatever_the_case_of_the_keys():
-    cards = {
-        "card0": {
-            "Card Series": "AMD Instinct MI300X",
-            "VRAM Total Memory (B)": "206141652992",
-            "VRAM Total Used Memory (B)": "300",
-        },
-        "card1": {"Card series": "AMD Instinct MI300X", "VRAM Total Memory (B)": "206141652992"},
-        "system": {"Driver version": "6.3"},
-    }
-    found = gpus.parse_rocm(f"WARNING: low power\n{json.dumps(cards)}")
-    assert [gpus.read_gpu(gpu) for gpu in found] == [GpuFacts(name="AMD Instinct MI300X", total_bytes=206141652992)] * 2
-    assert gpus.choose_visible(found, "1") == [found[1]]
-    assert gpus.choose_visible(found, "GPU-6d1c1f3e") is None
-    assert gpus.parse_rocm("no such thing") == []
+    assert gpus.parse_listing("No devices were found\n") == []
 
 
 def test_a_gpu_that_somebody_may_be_leaving_is_looked_at_again():
