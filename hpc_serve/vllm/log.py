@@ -1,73 +1,38 @@
 """Reads lines of an engine's log: the stage of the start, and the figures that vLLM prints.
 
-It reads one line at a time. The words are vLLM's (0.6 to 0.32 use them); an unknown line has no meaning.
+It reads one line at a time. The words are vLLM's, as data in `data/log.ini`; an unknown line has no meaning.
 `start_progress` decides whether a start makes progress, and `diagnose` why one failed.
 """
 
 from __future__ import annotations
 
+import configparser
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpc_serve.sizes import GIB
 from hpc_serve.vllm.report_line import read_report
 
-# The bars that vLLM's loaders show: safetensors, pt, np_cache, several threads, Run:ai, InstantTensor, fastsafetensors.
-_SHARDS = re.compile(
-    r"(?:checkpoint shards|Multi-thread loading [\w ]*shards|Loading \w+ checkpoint|Loading safetensors using [\w -]+)"
-    r"\D*\d+% Completed \| (\d+)/(\d+)"
-)
-_FILES = re.compile(r"Fetching \d+ files:\s+\d+%\D*(\d+)/(\d+)")
-_GRAPHS = re.compile(r"Capturing (?:[\w-]+ )*CUDA graphs?.*?(\d+)/(\d+)")
 WEIGHTS_LOADED = "weights loaded"
 SERVER_IS_UP = "server is up"
-_STAGES = (
-    (re.compile(r"Model loading took|Loading (?:model )?weights took"), WEIGHTS_LOADED),
-    (re.compile(r"Starting to load model|Loading (?:model )?weights|Loading \w+ checkpoint"), "loading weights"),
-    (re.compile(r"Downloading|Time spent downloading|\.(?:safetensors|bin|pt):\s+\d+%\|"), "downloading weights"),
-    (
-        re.compile(
-            r"Using cache directory.*compile|Start compiling|Starting torch\.compile|torch\.compile (?:takes|took)"
-            r"|Dynamo bytecode|[Cc]ompiling a graph for|Directly load the compiled graph|Cache the graph (?:for|of)"
-            r"|Warming up model for the compilation"
-        ),
-        "compiling",
-    ),
-    (re.compile(r"Initial profiling/warmup run|Memory profiling takes|Profiling CUDA graph memory"), "profiling"),
-    (re.compile(r"KV cache size|# (?:GPU|cuda|CUDA|CPU) blocks|Available KV cache memory"), "sizing the KV cache"),
-    (re.compile(r"Capturing (?:[\w-]+ )*(?:CUDA graph|cudagraph)|Graph capturing"), "capturing CUDA graphs"),
-    (re.compile(r"Warming up"), "warming up"),
-    (re.compile(r"Waiting for creating a placement group"), "waiting for Ray to place the workers"),
-    (re.compile(r"Application startup complete|Starting vLLM (?:API )?server"), SERVER_IS_UP),
-)
 _HEALTH_ANSWER = re.compile(r'"(GET|HEAD) /health HTTP/[\d.]+" 200\b')
 
-# Lines with figures: a part by which a line is found before any pattern is tried, and the pattern. A name in angle
-# brackets stands for a number; sizes are GiB.
-_FIGURES = {
-    hint: re.compile(re.sub(r"<(\w+)>", r"(?P<\1>-?[\\d.,]+)", pattern))
-    for hint, pattern in {
-        "Checkpoint size": r"Checkpoint size: <checkpoint_bytes> GiB",
-        "Model loading took": r"Model loading took <model_loading_bytes> GiB",
-        "Loading model weights took": r"Loading model weights took <model_loading_bytes> GB",
-        "Loading weights took": r"Loading weights took <loading_weights_s> seconds",
-        "KV cache memory": r"Available KV cache memory: <kv_cache_bytes> GiB",
-        "GiB for KV cache": r"\(<kv_cache_bytes>/<total_bytes>\) GiB for KV cache",
-        "KV cache size": r"KV cache size: <kv_cache_tokens> tokens",
-        "Maximum concurrency": r"Maximum concurrency for <max_model_len> tokens per request: <max_concurrency>x",
-        "# ": r"# (?:GPU|cuda|CUDA) blocks: <num_blocks>",
-        "model weights take": r"model weights take <model_loading_bytes>GiB; non_torch_memory takes "
-        r"<non_torch_bytes>GiB; PyTorch activation peak memory takes <activation_bytes>GiB; the rest of the memory "
-        r"reserved for KV Cache is <kv_cache_bytes>GiB",
-        "Actual usage is": r"Actual usage is <model_loading_bytes> GiB for weight, <activation_bytes> GiB for peak "
-        r"activation, <non_torch_bytes> GiB for non-torch memory, and <cuda_graph_bytes> GiB for CUDAGraph",
-        "for consumed memory": r"Actual usage is <consumed_bytes> GiB for consumed memory \(weights \+ non-torch\), "
-        r"<activation_bytes> GiB for peak activation, and <cuda_graph_bytes> GiB for CUDAGraph",
-        "Graph capturing finished": r"Graph capturing finished in .* took <cuda_graph_bytes> GiB",
-        "Estimated CUDA graph memory": r"Estimated CUDA graph memory: <cuda_graph_estimate_bytes> GiB",
-        "init engine (": r"init engine \(.*\) took <init_engine_s> s",
-    }.items()
-}
+
+def _patterns(section: Mapping[str, str]) -> Iterator[str]:
+    return filter(None, section["line"].splitlines())
+
+
+_LINES = configparser.RawConfigParser(delimiters=("=",), comment_prefixes=(";",), empty_lines_in_values=False)
+_LINES.read_string((Path(__file__).parent / "data" / "log.ini").read_text(encoding="utf-8"))
+_STAGES = [
+    (re.compile(pattern), _LINES[name].get("stage", name))
+    for name in _LINES.sections()
+    if name != "figures"
+    for pattern in _patterns(_LINES[name])
+]
+_FIGURES = [re.compile(re.sub(r"<(\w+)>", r"(?P<\1>-?[\\d.,]+)", pattern)) for pattern in _patterns(_LINES["figures"])]
 
 
 @dataclass(frozen=True)
@@ -85,13 +50,10 @@ def read_stage(line: str) -> StartStage | None:
     >>> read_stage("Loading safetensors checkpoint shards:   1% Completed | 2/191 [00:09<15:58,  5.07s/it]")
     StartStage(name='loading weights', done=2, total=191)
     """
-    if shards := _SHARDS.search(line):
-        return StartStage("loading weights", int(shards[1]), int(shards[2]))
-    if files := _FILES.search(line):
-        return StartStage("downloading weights", int(files[1]), int(files[2]))
-    if graphs := _GRAPHS.search(line):
-        return StartStage("capturing CUDA graphs", int(graphs[1]), int(graphs[2]))
-    return next((StartStage(name) for pattern, name in _STAGES if pattern.search(line)), None)
+    for pattern, name in _STAGES:
+        if found := pattern.search(line):
+            return StartStage(name, *map(int, found.groups()))
+    return None
 
 
 def read_figures(line: str) -> dict[str, float]:
@@ -105,8 +67,8 @@ def read_figures(line: str) -> dict[str, float]:
     {'kv_cache_tokens': 410128, 'max_model_len': 131072, 'max_concurrency': 3.13}
     """
     found: dict[str, float] = {}
-    for hint, pattern in _FIGURES.items():
-        if hint in line and (match := pattern.search(line)):
+    for pattern in _FIGURES:
+        if match := pattern.search(line):
             for name, text in match.groupdict().items():
                 value = float(text.strip(",.").replace(",", ""))
                 value = round(value * GIB) if name.endswith("_bytes") else value
