@@ -379,7 +379,7 @@ def test_a_half_open_tls_handshake_is_not_waited_for_in_any_loop():
             seen.update(options)
 
         loop = asyncio.get_running_loop()
-        loop.create_server = create_server
+        loop.create_server = create_server  # type: ignore[method-assign]
         limits.bound_tls_handshakes(loop)
         await loop.create_server(None, ssl="context")
         return seen["ssl_handshake_timeout"]
