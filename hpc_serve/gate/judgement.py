@@ -62,35 +62,6 @@ class EngineLook:
     ranks_burn_cpu_here: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """The facts of an engine that has something due. It made its last step `still_s` seconds ago.
-
-    A step may take `step_s` seconds. `ended` and `stopped` are names of processes, empty if there is none; the
-    stopped one was so for `stopped_s` seconds. The processes used no CPU for `without_cpu_s` seconds.
-    """
-
-    still_s: float
-    step_s: float
-    ended: str = ""
-    stopped: str = ""
-    stopped_s: float = 0.0
-    without_cpu_s: float = 0.0
-
-
-def find_fault(facts: Facts) -> str:
-    """Return why the engine does not work; "" if it works."""
-    if facts.ended:
-        return f"its engine's process {facts.ended} has ended"
-    if facts.stopped and facts.stopped_s >= LOOK_INTERVAL_S:
-        return f"its engine's process {facts.stopped} is stopped"
-    if facts.without_cpu_s >= _NO_CPU_S:
-        return f"its engine has made no step for {facts.still_s:.0f} s, and its processes use no CPU"
-    if facts.still_s >= facts.step_s:
-        return f"its engine has made no step for {facts.still_s:.0f} s; its prompts justify {facts.step_s:.0f} s"
-    return ""
-
-
 def step_s(seen: EngineLook, limits: Limits, *, tokens_per_s: float, learned_s: float, compiles: bool) -> float:
     """Return how many seconds a step may take.
 
@@ -140,9 +111,17 @@ class Judge:
         elif not self.fault and now_s - self._still_since_s >= _STILL_S:
             self._watch = self._watch or _ProcessWatch()
             self._watch.note(read_processes(), now_s)
-            self.fault = find_fault(self._facts(seen, self._watch, now_s, now_s - self._still_since_s))
+            self.fault = self._find_fault(seen, self._watch, now_s, now_s - self._still_since_s)
 
-    def _facts(self, seen: EngineLook, watch: _ProcessWatch, now_s: float, still_s: float) -> Facts:
+    def _find_fault(self, seen: EngineLook, watch: _ProcessWatch, now_s: float, still_s: float) -> str:
+        """Return why the engine does not work, which made its last step `still_s` seconds ago; "" if it works."""
+        if watch.ended:
+            return f"its engine's process {watch.ended} has ended"
+        # A process that is seen stopped long after the last step has been so for a while. A debugger is quicker.
+        if watch.stopped and (still_s >= _STOPPED_S or watch.stopped_s(now_s) >= LOOK_INTERVAL_S):
+            return f"its engine's process {watch.stopped} is stopped"
+        if self._cpu_proves_something and seen.ranks_burn_cpu_here and watch.without_cpu_s(now_s) >= _NO_CPU_S:
+            return f"its engine has made no step for {still_s:.0f} s, and its processes use no CPU"
         learned_s = _TIMES_SEEN * max((pause_s for _, pause_s in self._pauses), default=0.0)
         allowed_s = step_s(
             seen,
@@ -151,16 +130,9 @@ class Judge:
             learned_s=min(learned_s, _MOST_LEARNED_S),
             compiles=watch.compiles,
         )
-        proves = self._cpu_proves_something and seen.ranks_burn_cpu_here
-        return Facts(
-            still_s=still_s,
-            step_s=allowed_s,
-            ended=watch.ended,
-            stopped=watch.stopped,
-            # One that is seen stopped long after the last step has been so for a while.
-            stopped_s=still_s if still_s >= _STOPPED_S else watch.stopped_s(now_s),
-            without_cpu_s=watch.without_cpu_s(now_s) if proves else 0.0,
-        )
+        if still_s >= allowed_s:
+            return f"its engine has made no step for {still_s:.0f} s; its prompts justify {allowed_s:.0f} s"
+        return ""
 
     def _note_step(self, now_s: float, *, is_pause: bool) -> None:
         watch = self._watch

@@ -5,16 +5,16 @@ An entry that is not trusted becomes a problem with a reason. store.py says wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from hpc_serve.errors import HpcServeError, RecordError
+from hpc_serve.rendezvous.fields import from_json_text
 from hpc_serve.rendezvous.files import FileVersion, check_folder, list_folder, list_newest_first, read_private
 from hpc_serve.rendezvous.names import array_of, is_record_file_name
-from hpc_serve.rendezvous.record import FINAL_STATES, EndpointRecord, SubmittedJob
+from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 
 # An entry about a job, written by its head node or by `submit`.
 JobEntry = EndpointRecord | SubmittedJob
@@ -71,23 +71,14 @@ def began_or_ended_at(record: EndpointRecord) -> tuple[float, str]:
 
 
 def read_entry(
-    path: Path,
-    kind: type[_Entry],
-    service: str,
-    problems: list[str],
-    *,
-    counts: Callable[[str], bool] | None = None,
-    owner: int | None = None,
+    path: Path, kind: type[_Entry], service: str, problems: list[str], *, owner: int | None = None
 ) -> _Entry | None:
     """Read a record or a submitted job; None if it is gone or not trusted. `problems` gets the reason.
 
-    A text for which `counts` is false is passed over, too. `owner` is the number of another user who shares it.
+    `owner` is the number of another user who shares it. The words of a record may hold secrets yet.
     """
     try:
-        text = read_private(path, owner=owner)
-        if counts is not None and not counts(text):
-            return None
-        entry = kind.from_json(text, source=str(path))
+        entry = from_json_text(kind, read_private(path, owner=owner), source=str(path))
         if entry.service != service or entry.name != path.name:
             raise RecordError(f"{path} says it is {entry.name} of {entry.service}: it was copied; remove it.")
         return entry
@@ -97,10 +88,6 @@ def read_entry(
         problems.append(str(error))
         return None
 
-
-# The line of an ended record, as the store writes it. It is a field of the record itself: those of an inner object
-# begin with more blanks, and no text of JSON has a line end in it.
-_ENDED_LINES = tuple(f'\n "state": "{state}"' for state in sorted(FINAL_STATES))
 
 RecordFile = tuple[str, FileVersion]
 """A record by its file's name, and which version of the file was seen."""
@@ -135,15 +122,15 @@ class EntryFiles:
     ) -> list[EndpointRecord]:
         """Read the records that have not ended or are `wanted`. `problems` gets why others are not trusted."""
 
-        def counts(file: RecordFile, text: str) -> bool:
-            if not self._passes_over_ended or not any(line in text for line in _ENDED_LINES):
-                return True
-            self._ended[file[0]] = file[1]
-            return file[0] in wanted
-
-        read = partial(read_entry, kind=EndpointRecord, service=self._service, problems=problems, owner=self._owner)
-        found = (read(self._folder / file[0], counts=partial(counts, file)) for file in files)
-        return [record for record in found if record is not None]
+        found = []
+        for name, version in files:
+            record = read_entry(self._folder / name, EndpointRecord, self._service, problems, owner=self._owner)
+            if record is not None and record.is_final and self._passes_over_ended:
+                self._ended[name] = version
+                record = record if name in wanted else None
+            if record is not None:
+                found.append(record.without_secrets())
+        return found
 
     def read_all(self, wanted: Set[str] = frozenset()) -> ServiceRecords:
         """Read all entries, oldest first. Raises StoreError.

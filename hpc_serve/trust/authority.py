@@ -68,25 +68,15 @@ def make_run_certificate(home: Path, folder: Path, *, run: str, addresses: Itera
     from hpc_serve.trust import making
 
     path = ensure_authority(home)
+    names = making.names([_LOCAL_NAME], (*addresses, *_ALWAYS))
     try:
-        signer, signed_by = making.read_authority(read_private(path, secret=True))
+        key, certificate = making.issue(read_private(path, secret=True), f"hpc-serve {run}"[:64], names)
     except ValueError as error:
         raise _unusable(path, str(error)) from error
-    if (end := signed_by.not_valid_after_utc) <= making.now():
-        raise _unusable(path, f"its certificate expired on {end:%Y-%m-%d}")
-    key = making.new_key()
-    certificate = making.new_certificate(
-        f"hpc-serve {run}"[:64],
-        key,
-        making.names([_LOCAL_NAME], (*addresses, *_ALWAYS)),
-        issuer=making.name_of(signed_by),
-        signer=signer,
-        ends_at=end,
-    )
     made = RunCertificate(
         certificate=certificate, certificate_file=folder / "endpoint.pem", key_file=folder / "endpoint.key"
     )
-    write_private(made.key_file, making.private_pem(key))
+    write_private(made.key_file, key)
     write_private(made.certificate_file, certificate)
     return made
 
@@ -100,12 +90,9 @@ def _new_authority() -> str:
     """
     from hpc_serve.trust import making
 
-    return making.new_authority(
-        # Names of their own: two authorities of one name confuse whoever looks for an issuer by its name.
-        f"hpc-serve authority {secrets.token_hex(4)}",
-        lifetime=_AUTHORITY_LIFETIME,
-        signs_for=_LOCAL_NAME,
-    )
+    # Names of their own: two authorities of one name confuse whoever looks for an issuer by its name.
+    name = f"hpc-serve authority {secrets.token_hex(4)}"
+    return making.new_authority(name, lifetime=_AUTHORITY_LIFETIME, signs_for=_LOCAL_NAME)
 
 
 def _unusable(path: Path, why: str) -> RecordError:

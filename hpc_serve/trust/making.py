@@ -28,14 +28,12 @@ RUN_LIFETIME = timedelta(days=730)
 # Clocks of nodes and clients differ.
 _BACKDATED = timedelta(days=1)
 
-
-def new_key() -> ec.EllipticCurvePrivateKey:
-    return ec.generate_private_key(ec.SECP256R1())
+Names = list[x509.GeneralName]
 
 
 def new_authority(name: str, *, lifetime: timedelta, signs_for: str | None = None) -> str:
     """Return a key and a certificate that signs for it, in one PEM text; of names only for `signs_for`, if given."""
-    key = new_key()
+    key = _new_key()
     made = (
         _builder(name, name, key, ends_at=now() + lifetime)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -44,11 +42,29 @@ def new_authority(name: str, *, lifetime: timedelta, signs_for: str | None = Non
     if signs_for is not None:
         limits = x509.NameConstraints(permitted_subtrees=[x509.DNSName(signs_for)], excluded_subtrees=None)
         made = made.add_extension(limits, critical=True)
-    return private_pem(key) + _sign(made, key)
+    return _pem(key) + _sign(made, key)
 
 
-def read_authority(text: str) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """Return the key and the certificate that `new_authority` has made. Raises ValueError."""
+def issue(authority: str, name: str, names: Names, *, is_for_clients: bool = False) -> tuple[str, str]:
+    """Return a new key and the certificate of a server with these `names`, both as PEM.
+
+    With `is_for_clients`, it is also that of a client. `authority` is what `new_authority` has made. The certificate
+    ends after RUN_LIFETIME, or with its authority. Raises ValueError for an authority that cannot sign.
+    """
+    signer, signed_by = _read_authority(authority)
+    if (end := signed_by.not_valid_after_utc) <= now():
+        raise ValueError(f"its certificate expired on {end:%Y-%m-%d}")
+    key, issuer = _new_key(), str(next(iter(signed_by.subject)).value)
+    return _pem(key), _certificate(name, key, names, issuer, signer, ends_at=end, is_for_clients=is_for_clients)
+
+
+def self_signed(name: str, names: Names) -> str:
+    """Return a key and a server's certificate that it has signed itself, in one PEM text."""
+    key = _new_key()
+    return _pem(key) + _certificate(name, key, names, name, key)
+
+
+def _read_authority(text: str) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     neither = "the file does not hold a key and the certificate of an authority"
     try:
         key = load_pem_private_key(text.encode(), password=None)
@@ -63,20 +79,16 @@ def read_authority(text: str) -> tuple[ec.EllipticCurvePrivateKey, x509.Certific
     return key, certificate
 
 
-def new_certificate(
+def _certificate(
     name: str,
     key: ec.EllipticCurvePrivateKey,
-    names: Iterable[x509.GeneralName],
-    *,
+    names: Names,
     issuer: str,
     signer: ec.EllipticCurvePrivateKey,
+    *,
     ends_at: datetime | None = None,
     is_for_clients: bool = False,
 ) -> str:
-    """Return the certificate (PEM) of a server with these `names`; with `is_for_clients`, also of a client.
-
-    `signer` is the key of the `issuer`. The certificate ends after RUN_LIFETIME at the latest.
-    """
     latest = now() + RUN_LIFETIME
     uses = [ExtendedKeyUsageOID.SERVER_AUTH, *([ExtendedKeyUsageOID.CLIENT_AUTH] if is_for_clients else [])]
     made = (
@@ -90,11 +102,6 @@ def new_certificate(
     return _sign(made, signer)
 
 
-def name_of(certificate: x509.Certificate) -> str:
-    """Return the common name of a certificate."""
-    return str(next(iter(certificate.subject)).value)
-
-
 def names_and_end(certificate: str) -> tuple[x509.SubjectAlternativeName, datetime]:
     """Return the names of a certificate (PEM), and when it ends. Raises ValueError."""
     read = x509.load_pem_x509_certificate(certificate.encode())
@@ -105,7 +112,7 @@ def names_and_end(certificate: str) -> tuple[x509.SubjectAlternativeName, dateti
     return names, read.not_valid_after_utc
 
 
-def names(hosts: Iterable[str], addresses: Iterable[str]) -> list[x509.GeneralName]:
+def names(hosts: Iterable[str], addresses: Iterable[str]) -> Names:
     """Return host names and IP addresses as names of a certificate, each once."""
     known = dict.fromkeys(map(ipaddress.ip_address, addresses))
     return [*map(x509.DNSName, dict.fromkeys(hosts)), *map(x509.IPAddress, known)]
@@ -145,7 +152,11 @@ def _sign(builder: x509.CertificateBuilder, signer: ec.EllipticCurvePrivateKey) 
     return builder.sign(signer, SHA256()).public_bytes(Encoding.PEM).decode()
 
 
-def private_pem(key: ec.EllipticCurvePrivateKey) -> str:
+def _new_key() -> ec.EllipticCurvePrivateKey:
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> str:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
 
 

@@ -16,7 +16,6 @@ from hpc_serve.trust.pem import certificates_of
 
 _AUTHORITY = "ray_authority.pem"
 _NAME = "hpc-serve run"
-_AUTHORITY_NAME = f"{_NAME} authority"
 _LOOPBACK = "127.0.0.1"
 
 
@@ -44,18 +43,16 @@ def make_peer_files(run_dir: Path, folder: Path, *, addresses: Iterable[str]) ->
 
     authority_file = run_dir / _AUTHORITY
     if not authority_file.exists():  # it may sign for anybody, since only this run trusts it
-        create_private(authority_file, making.new_authority(_AUTHORITY_NAME, lifetime=making.RUN_LIFETIME))
-    text = read_private(authority_file, secret=True)
+        create_private(authority_file, making.new_authority(f"{_NAME} authority", lifetime=making.RUN_LIFETIME))
+    authority = read_private(authority_file, secret=True)
+    names = making.names((), (*addresses, _LOOPBACK))
     try:
-        signer, _ = making.read_authority(text)
+        key, certificate = making.issue(authority, _NAME, names, is_for_clients=True)
     except ValueError as error:
         raise RecordError(f"{authority_file} does not hold the authority of this run: start the job again.") from error
-    key = making.new_key()
-    names = making.names((), (*addresses, _LOOPBACK))
-    certificate = making.new_certificate(_NAME, key, names, issuer=_AUTHORITY_NAME, signer=signer, is_for_clients=True)
     make_private_folder(folder)
     files = PeerFiles.in_folder(folder)
-    write_private(files.authority, "".join(certificates_of(text)))
+    write_private(files.authority, "".join(certificates_of(authority)))
     write_private(files.certificate, certificate)
-    write_private(files.key, making.private_pem(key))
+    write_private(files.key, key)
     return files

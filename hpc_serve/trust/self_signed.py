@@ -34,8 +34,8 @@ def ensure_self_signed(path: Path, *, names: Collection[str], addresses: Collect
             return found
     except (FileNotFoundError, ValueError):
         pass
-    key = making.new_key()
-    title = f"hpc-serve gateway {secrets.token_hex(4)}"  # two certificates of one name confuse a search by name
-    made = making.new_certificate(title, key, wanted, issuer=title, signer=key)
-    write_private(path, making.private_pem(key) + made)
+    # Two certificates of one name confuse a search by name.
+    text = making.self_signed(f"hpc-serve gateway {secrets.token_hex(4)}", wanted)
+    write_private(path, text)
+    (made,) = certificates_of(text)
     return made

@@ -1,115 +1,38 @@
 """Reads lines of an engine's log: the stage of the start, and the figures that vLLM prints.
 
-It reads one line at a time. The words are vLLM's (0.6 to 0.32 use them); an unknown line has no meaning.
+It reads one line at a time. The words are vLLM's, as data in `data/log.ini`; an unknown line has no meaning.
 `start_progress` decides whether a start makes progress, and `diagnose` why one failed.
 """
 
 from __future__ import annotations
 
+import configparser
 import re
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpc_serve.sizes import GIB
 from hpc_serve.vllm.report_line import read_report
 
-# The bars that vLLM's loaders show: safetensors, pt, np_cache, several threads, Run:ai, InstantTensor, fastsafetensors.
-_SHARDS = re.compile(
-    r"(?:checkpoint shards|Multi-thread loading [\w ]*shards|Loading \w+ checkpoint|Loading safetensors using [\w -]+)"
-    r"\D*\d+% Completed \| (\d+)/(\d+)"
-)
-_FILES = re.compile(r"Fetching \d+ files:\s+\d+%\D*(\d+)/(\d+)")
-_GRAPHS = re.compile(r"Capturing (?:[\w-]+ )*CUDA graphs?.*?(\d+)/(\d+)")
 WEIGHTS_LOADED = "weights loaded"
 SERVER_IS_UP = "server is up"
-_STAGES = (
-    (re.compile(r"Model loading took|Loading (?:model )?weights took"), WEIGHTS_LOADED),
-    (re.compile(r"Starting to load model|Loading (?:model )?weights|Loading \w+ checkpoint"), "loading weights"),
-    (re.compile(r"Downloading|Time spent downloading|\.(?:safetensors|bin|pt):\s+\d+%\|"), "downloading weights"),
-    (
-        re.compile(
-            r"Using cache directory.*compile|Start compiling|Starting torch\.compile|torch\.compile (?:takes|took)"
-            r"|Dynamo bytecode|[Cc]ompiling a graph for|Directly load the compiled graph|Cache the graph (?:for|of)"
-            r"|Warming up model for the compilation"
-        ),
-        "compiling",
-    ),
-    (re.compile(r"Initial profiling/warmup run|Memory profiling takes|Profiling CUDA graph memory"), "profiling"),
-    (re.compile(r"KV cache size|# (?:GPU|cuda|CUDA|CPU) blocks|Available KV cache memory"), "sizing the KV cache"),
-    (re.compile(r"Capturing (?:[\w-]+ )*(?:CUDA graph|cudagraph)|Graph capturing"), "capturing CUDA graphs"),
-    (re.compile(r"Warming up"), "warming up"),
-    (re.compile(r"Waiting for creating a placement group"), "waiting for Ray to place the workers"),
-    (re.compile(r"Application startup complete|Starting vLLM (?:API )?server"), SERVER_IS_UP),
-)
 _HEALTH_ANSWER = re.compile(r'"(GET|HEAD) /health HTTP/[\d.]+" 200\b')
 
-_NUMBER = r"(-?[\d.,]+)"
+
+def _patterns(section: Mapping[str, str]) -> Iterator[str]:
+    return filter(None, section["line"].splitlines())
 
 
-def _gib(text: str) -> float:
-    return round(float(text.replace(",", "")) * GIB)
-
-
-def _number(text: str) -> float:
-    value = float(text.strip(",.").replace(",", ""))
-    return int(value) if value.is_integer() else value
-
-
-_Figure = tuple[str, re.Pattern[str], tuple[tuple[str, Callable[[str], float]], ...]]
-
-
-def _figure(hint: str, pattern: str, *fields: tuple[str, Callable[[str], float]]) -> _Figure:
-    return hint, re.compile(pattern.replace("<n>", _NUMBER)), fields
-
-
-# A line that cannot hold a figure is dismissed by a substring, before any pattern is tried.
-_FIGURES: tuple[_Figure, ...] = (
-    _figure("Checkpoint size", r"Checkpoint size: <n> GiB", ("checkpoint_bytes", _gib)),
-    _figure("Model loading took", r"Model loading took <n> GiB", ("model_loading_bytes", _gib)),
-    _figure("Loading model weights took", r"Loading model weights took <n> GB", ("model_loading_bytes", _gib)),
-    _figure("Loading weights took", r"Loading weights took <n> seconds", ("loading_weights_s", _number)),
-    _figure("KV cache memory", r"Available KV cache memory: <n> GiB", ("kv_cache_bytes", _gib)),
-    _figure("GiB for KV cache", r"\(<n>/<n>\) GiB for KV cache", ("kv_cache_bytes", _gib), ("total_bytes", _gib)),
-    _figure("KV cache size", r"KV cache size: <n> tokens", ("kv_cache_tokens", _number)),
-    _figure(
-        "Maximum concurrency",
-        r"Maximum concurrency for <n> tokens per request: <n>x",
-        ("max_model_len", _number),
-        ("max_concurrency", _number),
-    ),
-    _figure("# ", r"# (?:GPU|cuda|CUDA) blocks: <n>", ("num_blocks", _number)),
-    _figure(
-        "model weights take",
-        r"model weights take <n>GiB; non_torch_memory takes <n>GiB; PyTorch activation peak memory takes <n>GiB; "
-        r"the rest of the memory reserved for KV Cache is <n>GiB",
-        ("model_loading_bytes", _gib),
-        ("non_torch_bytes", _gib),
-        ("activation_bytes", _gib),
-        ("kv_cache_bytes", _gib),
-    ),
-    _figure(
-        "Actual usage is",
-        r"Actual usage is <n> GiB for weight, <n> GiB for peak activation, <n> GiB for non-torch memory, "
-        r"and <n> GiB for CUDAGraph",
-        ("model_loading_bytes", _gib),
-        ("activation_bytes", _gib),
-        ("non_torch_bytes", _gib),
-        ("cuda_graph_bytes", _gib),
-    ),
-    _figure(
-        "for consumed memory",
-        r"Actual usage is <n> GiB for consumed memory \(weights \+ non-torch\), <n> GiB for peak activation, "
-        r"and <n> GiB for CUDAGraph",
-        ("consumed_bytes", _gib),
-        ("activation_bytes", _gib),
-        ("cuda_graph_bytes", _gib),
-    ),
-    _figure("Graph capturing finished", r"Graph capturing finished in .* took <n> GiB", ("cuda_graph_bytes", _gib)),
-    _figure(
-        "Estimated CUDA graph memory", r"Estimated CUDA graph memory: <n> GiB", ("cuda_graph_estimate_bytes", _gib)
-    ),
-    _figure("init engine (", r"init engine \(.*\) took <n> s", ("init_engine_s", _number)),
-)
+_LINES = configparser.RawConfigParser(delimiters=("=",), comment_prefixes=(";",), empty_lines_in_values=False)
+_LINES.read_string((Path(__file__).parent / "data" / "log.ini").read_text(encoding="utf-8"))
+_STAGES = [
+    (re.compile(pattern), _LINES[name].get("stage", name))
+    for name in _LINES.sections()
+    if name != "figures"
+    for pattern in _patterns(_LINES[name])
+]
+_FIGURES = [re.compile(re.sub(r"<(\w+)>", r"(?P<\1>-?[\\d.,]+)", pattern)) for pattern in _patterns(_LINES["figures"])]
 
 
 @dataclass(frozen=True)
@@ -127,13 +50,10 @@ def read_stage(line: str) -> StartStage | None:
     >>> read_stage("Loading safetensors checkpoint shards:   1% Completed | 2/191 [00:09<15:58,  5.07s/it]")
     StartStage(name='loading weights', done=2, total=191)
     """
-    if shards := _SHARDS.search(line):
-        return StartStage("loading weights", int(shards[1]), int(shards[2]))
-    if files := _FILES.search(line):
-        return StartStage("downloading weights", int(files[1]), int(files[2]))
-    if graphs := _GRAPHS.search(line):
-        return StartStage("capturing CUDA graphs", int(graphs[1]), int(graphs[2]))
-    return next((StartStage(name) for pattern, name in _STAGES if pattern.search(line)), None)
+    for pattern, name in _STAGES:
+        if found := pattern.search(line):
+            return StartStage(name, *map(int, found.groups()))
+    return None
 
 
 def read_figures(line: str) -> dict[str, float]:
@@ -147,10 +67,12 @@ def read_figures(line: str) -> dict[str, float]:
     {'kv_cache_tokens': 410128, 'max_model_len': 131072, 'max_concurrency': 3.13}
     """
     found: dict[str, float] = {}
-    for hint, pattern, fields in _FIGURES:
-        if hint in line and (match := pattern.search(line)):
-            for (name, convert), text in zip(fields, match.groups()):
-                found[name] = convert(text)
+    for pattern in _FIGURES:
+        if match := pattern.search(line):
+            for name, text in match.groupdict().items():
+                value = float(text.strip(",.").replace(",", ""))
+                value = round(value * GIB) if name.endswith("_bytes") else value
+                found[name] = int(value) if value == int(value) else value
     return found
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_HINT = "Avg generation throughput: "
-_RATES = re.compile(r"Avg prompt throughput: ([\d.]+) tokens/s, Avg generation throughput: ([\d.]+) tokens/s")
-_REQUESTS = re.compile(r"Running: (\d{1,9}) reqs?, .*?Waiting: (\d{1,9}) reqs?|Running: (\d{1,9}) reqs?")
-_CACHE = re.compile(r"KV cache usage: ([\d.]+)%")
-_LONGEST_NUMBER = 15
+_N = r"(\d{1,12}(?:\.\d{1,12})?)"
+_REPORT = re.compile(
+    rf"Avg prompt throughput: {_N} tokens/s, Avg generation throughput: {_N} tokens/s"
+    rf".*?Running: (\d{{1,9}}) reqs?(?:.*?Waiting: (\d{{1,9}}) reqs?)?(?:.*?KV cache usage: {_N}%)?"
+)
 _IDLE_TOKENS_PER_S = 1.0
 
 
@@ -50,26 +50,13 @@ def read_report(line: str) -> EngineReport | None:
     ...     "Waiting: 1 reqs, GPU KV cache usage: 12.5%, Prefix cache hit rate: 0.0%").cache_use
     0.125
     """
-    if _HINT not in line:
+    if (found := _REPORT.search(line)) is None:
         return None
-    rates, requests, cache = _RATES.search(line), _REQUESTS.search(line), _CACHE.search(line)
-    if rates is None or requests is None:
-        return None
-    prompt, generation = _number(rates[1]), _number(rates[2])
-    used = _number(cache[1]) if cache else None
-    if prompt is None or generation is None:
-        return None
+    prompt, generation, running, waiting, cache_use = found.groups()
     return EngineReport(
-        prompt_tokens_per_s=prompt,
-        generation_tokens_per_s=generation,
-        running=int(requests[1] or requests[3]),
-        waiting=int(requests[2] or 0),
-        cache_use=None if used is None else used / 100,
+        prompt_tokens_per_s=float(prompt),
+        generation_tokens_per_s=float(generation),
+        running=int(running),
+        waiting=int(waiting or 0),
+        cache_use=float(cache_use) / 100 if cache_use else None,
     )
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text) if len(text) <= _LONGEST_NUMBER else None
-    except ValueError:
-        return None

@@ -84,7 +84,7 @@ class CudaFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class GpusFacts:
-    """The GPUs of a node that this job sees. `tool` is the program that listed them, "" if there is none here.
+    """The GPUs of a node that this job sees. `tool` is the program that listed them, nvidia-smi, "" without it.
 
     `error` is what the tool said in place of a list. `gpus` are those of this job, None
     where that cannot be told (MIG). `cuda` is None where no process tried CUDA.
@@ -193,7 +193,12 @@ class NetworkFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeFacts:
-    """All that was seen on one node. `took_s` and `problems` are by group."""
+    """All that was seen on one node. `took_s` and `problems` are by group.
+
+    The head adds what it alone knows. `clock_ahead_s` is how far the node's clock is ahead of the head's, as exactly as
+    a message's way shows. `unreached` are the nodes that it could not connect to, with the error; None if that was not
+    tried.
+    """
 
     name: str
     address: str
@@ -206,22 +211,10 @@ class NodeFacts:
     network: NetworkFacts | None = None
     took_s: Mapping[str, float] = field(default_factory=dict)
     problems: Mapping[str, str] = field(default_factory=dict)
+    clock_ahead_s: float = 0.0
+    unreached: Mapping[str, str] | None = None
 
     @property
     def torch_cuda(self) -> str:
         """The CUDA that the engine's torch was built for; "" for none."""
         return self.software.torch_cuda if self.software is not None else ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeReport:
-    """The head's knowledge of one node. `facts` is None if no facts came in time.
-
-    `clock_ahead_s` is how far the node's clock is ahead of the head's, as exactly as a message's way shows. `unreached`
-    are the nodes that it could not connect to, with the error; None if that was not tried.
-    """
-
-    name: str
-    facts: NodeFacts | None
-    clock_ahead_s: float = 0.0
-    unreached: Mapping[str, str] | None = None

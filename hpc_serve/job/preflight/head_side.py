@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from hpc_serve.errors import RecordError, StoreError
 from hpc_serve.job.links.link import Link
-from hpc_serve.job.preflight.facts import NodeFacts, NodeReport
+from hpc_serve.job.preflight.facts import NodeFacts
 from hpc_serve.job.preflight.judge import judge
 from hpc_serve.job.preflight.node_side import GPUS_S, REACH_S, NodePreflight, needs_of
 from hpc_serve.job.preflight.peers import Peer
@@ -37,7 +37,7 @@ class HeadPreflight:
         self._began_at = time.time()
         self._needs = needs_of(node)
         self._own = NodePreflight(node)
-        self._asked: dict[Asked, asyncio.Task[NodeReport]] = {}
+        self._asked: dict[Asked, asyncio.Task[NodeFacts | None]] = {}
         self._peers: dict[Asked, Peer] = {}
         self.ask(self._own)
 
@@ -45,30 +45,30 @@ class HeadPreflight:
         """Ask a node that has joined for its facts."""
         self._asked[asked] = asyncio.create_task(self._ask_facts(asked))
 
-    async def _ask_facts(self, asked: Asked) -> NodeReport:
+    async def _ask_facts(self, asked: Asked) -> NodeFacts | None:
         message = await asked.ask("preflight")
         try:
             facts = from_json_text(NodeFacts, str(message["facts"]), source="its facts")
             if port := int(message["port"]):
                 self._peers[asked] = Peer(name=asked.name, address=facts.address, port=port)
-            return NodeReport(name=asked.name, facts=facts, clock_ahead_s=float(message["now"]) - time.time())
+            return replace(facts, clock_ahead_s=float(message["now"]) - time.time())
         except (KeyError, TypeError, ValueError, RecordError) as error:
             _log.warning("what node %s says of itself cannot be read: %s", asked.name, error)
-            return NodeReport(name=asked.name, facts=None)
+            return None
 
     async def report(self) -> PreflightReport:
         """Return the verdicts over all nodes that have joined. It never fails: what is not known is not checked."""
         began_at = time.monotonic()
         await asyncio.wait(self._asked.values(), timeout=GPUS_S + _SPARE_S)
         unreached = await self._reach() if self._own in self._peers else {}
-        reports = []
+        nodes: dict[str, NodeFacts | None] = {}
         for asked in sorted(self._asked, key=lambda asked: asked.rank):
             task = self._asked[asked]
-            known = task.result() if task.done() else NodeReport(name=asked.name, facts=None)
-            reports.append(replace(known, unreached=unreached.get(asked)))
+            facts = task.result() if task.done() else None
+            nodes[asked.name] = facts and replace(facts, unreached=unreached.get(asked))
         return PreflightReport(
-            verdicts=judge(reports, self._needs),
-            num_nodes=len(reports),
+            verdicts=judge(nodes, self._needs),
+            num_nodes=len(nodes),
             took_s=time.monotonic() - began_at,
             began_at=self._began_at,
         )

@@ -7,7 +7,7 @@ from typing import Literal
 
 from hpc_serve.job.preflight.checks import between, gpus, node, weights
 from hpc_serve.job.preflight.checks.between import Nodes
-from hpc_serve.job.preflight.facts import Needs, NodeReport
+from hpc_serve.job.preflight.facts import Needs, NodeFacts
 from hpc_serve.job.preflight.verdict import Seen, not_checked, worst
 from hpc_serve.rendezvous.preflight import Verdict
 
@@ -38,46 +38,46 @@ CHECKS: tuple[tuple[str, str, Scope, Callable[..., Seen]], ...] = (
 )
 """Name, group of facts ("": none), scope and function of each. A function gets the facts of its group on one node.
 
-After them it gets, for "node", all facts of the node and the needs; else the node's report and what all nodes have.
+After them it gets all facts of the node and, for "node", the needs; else what all nodes have.
 """
 
 
-def judge(reports: Sequence[NodeReport], needs: Needs) -> tuple[Verdict, ...]:
-    """Return one verdict for each check. `reports` are of all nodes, the head's first."""
-    return tuple(_verdict(name, group, reports, seen) for name, group, seen in look(reports, needs))
+def judge(facts: Mapping[str, NodeFacts | None], needs: Needs) -> tuple[Verdict, ...]:
+    """Return one verdict for each check. `facts` are of all nodes, the head's first; None: none came in time."""
+    known = [one for one in facts.values() if one is not None]
+    return tuple(_verdict(name, group, known, seen) for name, group, seen in look(facts, needs))
 
 
-def look(reports: Sequence[NodeReport], needs: Needs) -> Iterator[tuple[str, str, dict[str, Seen]]]:
+def look(facts: Mapping[str, NodeFacts | None], needs: Needs) -> Iterator[tuple[str, str, dict[str, Seen]]]:
     """Yield each check: its name, its group of facts, and what it finds on each node."""
-    nodes = Nodes(reports, needs)
+    nodes = Nodes([one for one in facts.values() if one is not None], needs)
     for name, group, scope, check in CHECKS:
-        if scope == "several nodes" and len(reports) == 1:
-            yield name, group, {reports[0].name: not_checked("there is one node")}
+        if scope == "several nodes" and len(facts) == 1:
+            yield name, group, dict.fromkeys(facts, not_checked("there is one node"))
         else:
-            yield name, group, {one.name: _of_node(one, group, scope, check, nodes) for one in reports}
+            yield name, group, {node: _of_node(one, group, scope, check, nodes) for node, one in facts.items()}
 
 
-def _of_node(report: NodeReport, group: str, scope: Scope, check: Callable[..., Seen], nodes: Nodes) -> Seen:
-    facts, needs = report.facts, nodes.needs
-    if not group:
-        return check(None, report, nodes)
+def _of_node(facts: NodeFacts | None, group: str, scope: Scope, check: Callable[..., Seen], nodes: Nodes) -> Seen:
+    needs = nodes.needs
     if facts is None:
         return not_checked("the node sent no facts in time")
+    if not group:
+        return check(None, facts, nodes)
     if group == "gpus" and not needs.gpus:
         return not_checked("the engine needs no GPUs")
     if (seen := getattr(facts, group)) is None:
         return not_checked(facts.problems.get(group) or _NOT_GATHERED.get(group, f"no facts of {group}"))
-    return check(seen, facts, needs) if scope == "node" else check(seen, report, nodes)
+    return check(seen, facts, needs if scope == "node" else nodes)
 
 
-def _verdict(check: str, group: str, reports: Sequence[NodeReport], seen: Mapping[str, Seen]) -> Verdict:
+def _verdict(check: str, group: str, facts: Sequence[NodeFacts], seen: Mapping[str, Seen]) -> Verdict:
     decisive = worst(seen.values())
-    took = [report.facts.took_s.get(group, 0.0) for report in reports if report.facts is not None]
     return Verdict(
         check=check,
         level=decisive.level,
         nodes=tuple(name for name, one in seen.items() if one.level == decisive.level),
         seen=decisive.text if len(decisive.text) <= _LONGEST else f"{decisive.text[:_LONGEST]} …",
         cure=decisive.cure,
-        took_s=max(took, default=0.0),
+        took_s=max((one.took_s.get(group, 0.0) for one in facts), default=0.0),
     )

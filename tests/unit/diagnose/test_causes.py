@@ -21,6 +21,26 @@ TIMEOUT = (
 )
 
 
+FOLLOWS = "The above exception was the direct cause of the following exception:"
+HANDLING = "During handling of the above exception, another exception occurred:"
+
+
+def traceback(words, *, file="vllm/a.py", line=1, function="f", head=""):
+    """The lines of an exception as Python prints it."""
+    return [
+        f"{head}Traceback (most recent call last):",
+        f'{head}  File "/e/lib/python3.11/site-packages/{file}", line {line}, in {function}',
+        f"{head}    g()",
+        f"{head}{words}",
+    ]
+
+
+def cause_of(*lines):
+    found = first_cause([evidence(lines)])
+    assert found is not None
+    return found.cause
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
@@ -59,10 +79,11 @@ def test_a_warnings_exception_is_not_the_cause_and_an_error_70_lines_later_is():
     lines = [
         "(Worker pid=9) WARNING 11-21 22:40:11 [import_utils.py:9] Exception: no module named deep_gemm",
         *[f"(Worker pid=9) INFO 11-21 22:40:12 [x.py:9] step {step}" for step in range(70)],
-        "(Worker pid=9) ERROR 11-21 22:41:30 [x.py:9] Traceback (most recent call last):",
-        '(Worker pid=9) ERROR 11-21 22:41:30 [x.py:9]   File "/e/site-packages/m/llama.py", line 7, in load',
-        "(Worker pid=9) ERROR 11-21 22:41:30 [x.py:9]     weights[name]",
-        "(Worker pid=9) ERROR 11-21 22:41:30 [x.py:9] TypeError: unhashable type: 'list'",
+        *traceback(
+            "TypeError: unhashable type: 'list'",
+            **{"file": "m/llama.py", "line": 7, "function": "load"},
+            head="(Worker pid=9) ERROR 11-21 22:41:30 [x.py:9] ",
+        ),
         "RuntimeError: Engine core initialization failed. See root cause above.",
     ]
     (found,) = find_causes([evidence(lines)])
@@ -75,17 +96,13 @@ def test_a_warnings_exception_is_not_the_cause_and_an_error_70_lines_later_is():
     "process", ["VllmWorker-0 pid=9", "Worker_TP1 pid=9", "ServeReplica:llm:app pid=9, ip=10.0.0.2"]
 )
 def test_the_process_that_failed_first_has_the_cause_whatever_it_is_called(process):
+    first = f"({process}) ERROR 11-23 15:56:38 [a.py:9] "
+    then = "(EngineCore pid=8) ERROR 11-23 15:56:42 [core.py:1510] "
     lines = [
-        f"({process}) ERROR 11-23 15:56:38 [a.py:9] Traceback (most recent call last):",
-        f'({process}) ERROR 11-23 15:56:38 [a.py:9]   File "/e/site-packages/m/llama.py", line 7, in f',
-        f"({process}) ERROR 11-23 15:56:38 [a.py:9] TypeError: unhashable type: 'list'",
-        "(EngineCore pid=8) ERROR 11-23 15:56:42 [core.py:1510] Traceback (most recent call last):",
-        '(EngineCore pid=8) ERROR 11-23 15:56:42 [core.py:1510]   File "/e/site-packages/m/core.py", line 9, in g',
-        "(EngineCore pid=8) ERROR 11-23 15:56:42 [core.py:1510] Exception: Nothing runs. See stack trace above.",
+        *traceback("TypeError: unhashable type: 'list'", file="m/llama.py", line=7, head=first),
+        *traceback("Exception: Nothing runs. See stack trace above.", file="m/core.py", head=then),
     ]
-    found = first_cause([evidence(lines)])
-    assert found is not None
-    assert found.cause == "TypeError: unhashable type: 'list', in f, m/llama.py:7"
+    assert cause_of(*lines) == "TypeError: unhashable type: 'list', in f, m/llama.py:7"
 
 
 def test_the_memory_of_one_rank_is_the_cause_and_not_the_timeout_of_those_that_waited_for_it():
@@ -114,57 +131,22 @@ def test_ranks_that_say_the_same_are_one_finding_with_a_line_of_each():
 
 
 @pytest.mark.parametrize(
-    ("link", "cause"),
+    ("first", "link", "cause"),
     [
-        ("The above exception was the direct cause of the following exception:", "ValueError: the root"),
-        ("During handling of the above exception, another exception occurred:", "ValueError: the root"),
+        ("ValueError: the root", FOLLOWS, "ValueError: the root, in f, vllm/a.py:1"),
+        ("ValueError: the root", HANDLING, "ValueError: the root, in f, vllm/a.py:1"),
+        # What code catches as a rule is not the root.
+        ("KeyError: 'x'", HANDLING, "RuntimeError: what followed, in h, vllm/b.py:2"),
     ],
 )
-def test_the_root_of_a_chain_is_the_cause(link, cause):
-    lines = [
-        "Traceback (most recent call last):",
-        '  File "/e/lib/python3.11/site-packages/vllm/a.py", line 1, in f',
-        "    g()",
-        "ValueError: the root",
-        "",
-        link,
-        "",
-        "Traceback (most recent call last):",
-        '  File "/e/lib/python3.11/site-packages/vllm/b.py", line 2, in h',
-        "    f()",
-        "RuntimeError: what followed",
-    ]
-    found = first_cause([evidence(lines)])
-    assert found is not None
-    assert found.cause == f"{cause}, in f, vllm/a.py:1"
-
-
-def test_what_code_catches_as_a_rule_is_not_the_root():
-    lines = [
-        "Traceback (most recent call last):",
-        '  File "/e/lib/python3.11/site-packages/vllm/a.py", line 1, in f',
-        "    cache[name]",
-        "KeyError: 'x'",
-        "",
-        "During handling of the above exception, another exception occurred:",
-        "",
-        "Traceback (most recent call last):",
-        '  File "/e/lib/python3.11/site-packages/vllm/b.py", line 2, in h',
-        "    raise",
-        "ValueError: no such kernel: x",
-    ]
-    found = first_cause([evidence(lines)])
-    assert found is not None
-    assert found.cause == "ValueError: no such kernel: x, in h, vllm/b.py:2"
+def test_the_root_of_a_chain_is_the_cause(first, link, cause):
+    then = traceback("RuntimeError: what followed", file="vllm/b.py", line=2, function="h")
+    assert cause_of(*traceback(first), "", link, "", *then) == cause
 
 
 def test_a_line_of_source_in_a_traceback_is_no_message():
-    lines = [
-        "Traceback (most recent call last):",
-        '  File "/e/lib/python3.11/site-packages/vllm/a.py", line 1, in f',
-        '    raise RuntimeError("Every node should have a unique IP address") if nodes else error',
-        "OverflowError: too many",
-    ]
+    lines = traceback("OverflowError: too many")
+    lines[2] = '    raise RuntimeError("Every node should have a unique IP address") if nodes else error'
     assert [one.name for one in find_causes([evidence(lines)])] == ["unknown"]
 
 
@@ -176,15 +158,11 @@ def test_what_an_earlier_run_or_a_start_that_succeeded_said_is_forgotten():
         "2026-11-20 10:00:00 n1 INFO hpc-serve: engine command: vllm serve x",
     ):
         assert find_causes([evidence([oom, anew, "all is well"])]) == ()
-        found = first_cause([evidence([oom, anew, "ValueError: later"])])
-        assert found is not None
-        assert found.cause == "ValueError: later"
+        assert cause_of(oom, anew, "ValueError: later") == "ValueError: later"
 
 
 def test_a_consequence_alone_is_better_than_nothing():
-    found = first_cause([evidence([DEAD])])
-    assert found is not None
-    assert found.cause == "EngineDeadError: EngineCore encountered an issue."
+    assert cause_of(DEAD) == "EngineDeadError: EngineCore encountered an issue."
 
 
 def test_a_part_that_ended_without_a_word_shows_what_was_printed_last():
@@ -243,9 +221,7 @@ def test_an_error_of_the_script_or_of_the_launcher_itself_is_a_cause():
         "hpc-serve: /home/u/.venv belongs to another user, so nothing in it is run; set HPC_SERVE_ENV to use it",
         "2026-11-20 16:00:00 n1 ERROR hpc-serve: HPC_SERVE_STALL_S=x: it must be a number of seconds.",
     ):
-        found = first_cause([evidence(["hpc-serve: logs of this run are /l/7-node*.log", line])])
-        assert found is not None
-        assert found.cause == line.partition("hpc-serve: ")[2]
+        assert cause_of("hpc-serve: logs of this run are /l/7-node*.log", line) == line.partition("hpc-serve: ")[2]
 
 
 def test_what_the_start_up_files_of_a_shell_complain_of_is_not_the_cause():

@@ -1,4 +1,4 @@
-"""Whether an engine works: by a table of facts, and by made-up looks of a made-up clock."""
+"""Whether an engine works, by made-up looks of a made-up clock."""
 
 from __future__ import annotations
 
@@ -12,31 +12,10 @@ from typing import Any
 import pytest
 
 from hpc_serve.gate.engine_facts import read_processes
-from hpc_serve.gate.judgement import EngineLook, Facts, Judge, Limits, Process, find_fault, step_s
+from hpc_serve.gate.judgement import EngineLook, Judge, Limits, Process, step_s
 
 CORE = "VLLM::EngineCor"
 RANK = "VLLM::Worker_TP"
-
-TABLE = {
-    "a step a moment ago": (Facts(still_s=0.2, step_s=5), ""),
-    "a step that takes long, and may": (Facts(still_s=19, step_s=20), ""),
-    "a step that takes too long": (Facts(still_s=6, step_s=5), "no step for 6 s; its prompts justify 5 s"),
-    "its core is stopped": (Facts(still_s=1, step_s=5, stopped=CORE, stopped_s=0.5), f"{CORE} is stopped"),
-    "its core was stopped for a moment, as a debugger does": (Facts(still_s=1, step_s=5, stopped=CORE), ""),
-    "its rank has ended": (Facts(still_s=0.5, step_s=5, ended=RANK), f"{RANK} has ended"),
-    "nothing uses CPU": (
-        Facts(still_s=2, step_s=5, without_cpu_s=1.5),
-        "no step for 2 s, and its processes use no CPU",
-    ),
-    "nothing has used CPU for a second": (Facts(still_s=2, step_s=5, without_cpu_s=1.0), ""),
-}
-
-
-@pytest.mark.parametrize("row", TABLE)
-def test_the_table_of_facts(row):
-    facts, expected = TABLE[row]
-    assert expected in find_fault(facts)
-    assert bool(expected) == bool(find_fault(facts))
 
 
 @pytest.mark.parametrize(
@@ -105,6 +84,15 @@ def test_a_stopped_core_is_seen_within_two_seconds_and_works_again_with_its_next
     scene.processes[7][1] = "S"
     assert "is stopped" in scene.go(5)
     assert scene.go(0.5, steps=True) == ""
+
+
+def test_a_core_that_is_stopped_for_a_moment_as_by_a_debugger_works():
+    scene = Scene()
+    scene.go(2, steps=True)
+    scene.processes[7][1] = "T"
+    assert scene.go(0.5) == ""
+    scene.processes[7][1] = "S"
+    assert scene.go(2) == ""
 
 
 def test_a_slow_step_that_its_prompt_justifies_is_no_hang():

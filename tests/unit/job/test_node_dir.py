@@ -48,16 +48,17 @@ def test_a_folder_is_private_and_its_name_is_taken_once(root):
     os.close(lock)
 
 
-def test_a_folder_that_cannot_be_made_is_told_with_advice(root):
+def refuse(monkeypatch, module, call, number):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(module, call, fail)
+
+
+def test_a_folder_that_cannot_be_made_is_told_and_nothing_is_left(root, monkeypatch):
     with pytest.raises(InvalidRequestError, match="HPC_SERVE_TMPDIR"):
         node_dir.make(root / "absent" / "hs-0000000a", OWNER)
-
-
-def test_a_full_disk_is_told_and_nothing_is_left(root, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "write", refuse)
+    refuse(monkeypatch, os, "write", errno.ENOSPC)
     with pytest.raises(InvalidRequestError, match="No space left on device"):
         node_dir.make(root / "hs-0000000a", OWNER)
     assert not list(root.iterdir())
@@ -87,17 +88,8 @@ def test_a_folder_that_another_sweep_has_just_removed_is_left_alone(root, monkey
         assert judged(path) is None
 
 
-def test_another_nodes_folder_is_not_judged_by_a_lock_that_may_be_local(root, monkeypatch):
-    path = abandoned(root)
-    monkeypatch.setattr(socket, "gethostname", lambda: "another")
-    assert judged(path) is None
-
-
 def test_without_locks_a_run_works_and_its_folder_is_never_judged(root, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    refuse(monkeypatch, fcntl, "flock", errno.ENOLCK)
     path = root / "hs-0000000a"
     assert node_dir.make(path, OWNER) is None
     assert judged(path) is None
@@ -105,10 +97,14 @@ def test_without_locks_a_run_works_and_its_folder_is_never_judged(root, monkeypa
     assert not path.exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"node": "x"}', '{"node": 1, "run_mark": 2, "more": 3}'])
-def test_an_owner_file_that_says_nothing_is_nobodys(root, text):
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"node": "x"}', '{"node": 1, "run_mark": 2, "more": 3}', None])
+def test_an_owner_file_that_says_nothing_or_is_another_nodes_is_not_judged(root, text, monkeypatch):
+    """The lock of another node may be local to it."""
     path = abandoned(root)
-    (path / "owner").write_text(text)
+    if text is None:
+        monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    else:
+        (path / "owner").write_text(text)
     assert judged(path) is None
 
 
@@ -119,17 +115,13 @@ def test_only_private_folders_of_our_names_are_found(root):
     (root / "hs-0000000d").mkdir(mode=0o755)
     (root / "hs-mine").mkdir(mode=0o700)
     assert node_dir.list_private(root) == [ours]
+    root.chmod(0o777)  # others may rename folders
+    assert node_dir.list_private(root) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to somebody else")
 def test_another_users_folder_is_not_found(root):
     os.chown(abandoned(root), 12_345, -1)
-    assert node_dir.list_private(root) == []
-
-
-def test_where_others_may_rename_folders_none_is_found(root):
-    abandoned(root)
-    root.chmod(0o777)
     assert node_dir.list_private(root) == []
 
 
@@ -169,12 +161,8 @@ def test_the_heads_run_dir_goes_with_its_folder_and_nothing_else_does(root):
 
 
 def test_the_owner_file_holds_no_secret_and_names_the_node(root):
-    path = abandoned(root)
-    assert json.loads((path / "owner").read_text()) == {
-        "node": socket.gethostname(),
-        "run_mark": OWNER.run_mark,
-        "run_dir": None,
-    }
+    said = json.loads((abandoned(root) / "owner").read_text())
+    assert said == {"node": socket.gethostname(), "run_mark": OWNER.run_mark, "run_dir": None}
 
 
 def test_the_watcher_and_the_launcher_list_segments_each_for_itself(tmp_path):

@@ -26,33 +26,33 @@ ENVIRON = {**os.environ, **mark_environ(MARK)}
 def machine(tmp_path, cgroup, files, *, vmstat="oom_kill 7\n"):
     """A made-up /proc and /sys/fs/cgroup."""
     proc, root = tmp_path / "proc", tmp_path / "cgroup"
-    for path, text in {
-        proc / "self" / "cgroup": cgroup,
-        proc / "vmstat": vmstat,
-        proc / "meminfo": f"MemTotal: {64 * GIB // 1024} kB\n",
-        **{root / name: text for name, text in files.items()},
-    }.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    of_proc = {"self/cgroup": cgroup, "vmstat": vmstat, "meminfo": f"MemTotal: {64 * GIB // 1024} kB\n"}
+    for folder, texts in ((proc, of_proc), (root, files)):
+        for name, text in texts.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
     return {"proc": proc, "root": root}
 
 
+JOB_V2 = "system.slice/slurmstepd.scope/job_5"
+TASK_V2 = f"{JOB_V2}/step_0/user/task_0"
+STEP_V1 = "memory/slurm/uid_1000/job_5/step_0"
 V2 = (
-    "0::/system.slice/slurmstepd.scope/job_5/step_0/user/task_0\n",
+    f"0::/{TASK_V2}\n",
     {
-        "system.slice/slurmstepd.scope/job_5/step_0/user/task_0/memory.events": "low 0\nmax 9\noom 1\noom_kill 2\n",
-        "system.slice/slurmstepd.scope/job_5/step_0/user/task_0/memory.max": "max\n",
-        "system.slice/slurmstepd.scope/job_5/memory.events": "oom 9\noom_kill 30\n",
-        "system.slice/slurmstepd.scope/job_5/memory.max": f"{4 * GIB}\n",
-        "system.slice/slurmstepd.scope/job_5/memory.peak": f"{4 * GIB - MIB}\n",
+        f"{TASK_V2}/memory.events": "low 0\nmax 9\noom 1\noom_kill 2\n",
+        f"{TASK_V2}/memory.max": "max\n",
+        f"{JOB_V2}/memory.events": "oom 9\noom_kill 30\n",
+        f"{JOB_V2}/memory.max": f"{4 * GIB}\n",
+        f"{JOB_V2}/memory.peak": f"{4 * GIB - MIB}\n",
     },
 )
 V1 = (
     "4:memory:/slurm/uid_1000/job_5/step_0\n1:name=systemd:/\n0::/\n",
     {
-        "memory/slurm/uid_1000/job_5/step_0/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
-        "memory/slurm/uid_1000/job_5/step_0/memory.limit_in_bytes": f"{4 * GIB}\n",
-        "memory/slurm/uid_1000/job_5/step_0/memory.max_usage_in_bytes": f"{4 * GIB - MIB}\n",
+        f"{STEP_V1}/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
+        f"{STEP_V1}/memory.limit_in_bytes": f"{4 * GIB}\n",
+        f"{STEP_V1}/memory.max_usage_in_bytes": f"{4 * GIB - MIB}\n",
         "memory/memory.limit_in_bytes": "9223372036854771712\n",
         "memory/memory.max_usage_in_bytes": f"{63 * GIB}\n",
     },
@@ -69,7 +69,7 @@ def test_a_cgroup_without_a_limit_has_none_and_an_old_kernel_keeps_no_peak(tmp_p
     no_limit = {name: text for name, text in V1[1].items() if name.startswith("memory/memory.")}
     assert read_counts(**machine(tmp_path / "a", V1[0], no_limit)) == OomCounts(on_node=7)
     no_peak = {name: text for name, text in V2[1].items() if "peak" not in name}
-    no_peak["system.slice/slurmstepd.scope/job_5/memory.current"] = "4096\n"
+    no_peak[f"{JOB_V2}/memory.current"] = "4096\n"
     counts = read_counts(**machine(tmp_path / "b", V2[0], no_peak, vmstat="nr_free_pages 1\n"))
     assert counts == OomCounts(in_cgroup=2, limit_bytes=4 * GIB)
 
@@ -94,48 +94,29 @@ BEFORE = OomCounts(in_cgroup=3, on_node=10, limit_bytes=4 * GIB, most_bytes=GIB)
 KILLED = OomCounts(in_cgroup=5, on_node=12, limit_bytes=4 * GIB, most_bytes=4 * GIB)
 
 
+OF_THIS_JOB = (
+    "the kernel has killed 2 processes of this job on n1 for memory: its cgroup allows 4.0 GiB, and 4.0 GiB were used"
+)
+NONE_LEFT = "the kernel has killed 1 process of this job on n1 for memory: the node had none left"
+ON_NODE = (
+    "the kernel has killed 1 process on n1 for memory meanwhile: the node had none left, "
+    "or another job reached its limit"
+)
+SIGKILL = "the kernel has killed none for memory on n1: another program or a person sent SIGKILL"
+KILLED_OR_ENDED = (
+    "the kernel has killed none for memory on n1: another program or a person killed it, unless it ended itself"
+)
+
+
 @pytest.mark.parametrize(
     ("after", "by_sigkill", "is_silent", "words", "rule"),
     [
-        (
-            KILLED,
-            True,
-            True,
-            "the kernel has killed 2 processes of this job on n1 for memory: its cgroup allows 4.0 GiB, and 4.0 GiB "
-            "were used",
-            "killed-for-memory",
-        ),
-        (
-            OomCounts(in_cgroup=4, on_node=11),
-            False,
-            False,
-            "the kernel has killed 1 process of this job on n1 for memory: the node had none left",
-            "killed-for-memory",
-        ),
-        (
-            OomCounts(in_cgroup=3, on_node=11),
-            False,
-            True,
-            "the kernel has killed 1 process on n1 for memory meanwhile: the node had none left, or another job "
-            "reached its limit",
-            "node-ran-out",
-        ),
+        (KILLED, True, True, OF_THIS_JOB, "killed-for-memory"),
+        (OomCounts(in_cgroup=4, on_node=11), False, False, NONE_LEFT, "killed-for-memory"),
+        (OomCounts(in_cgroup=3, on_node=11), False, True, ON_NODE, "node-ran-out"),
         (OomCounts(in_cgroup=3, on_node=11), False, False, "", None),
-        (
-            BEFORE,
-            True,
-            True,
-            "the kernel has killed none for memory on n1: another program or a person sent SIGKILL",
-            "killed-by-others",
-        ),
-        (
-            BEFORE,
-            False,
-            True,
-            "the kernel has killed none for memory on n1: another program or a person killed it, unless it "
-            "ended itself",
-            "killed-by-others",
-        ),
+        (BEFORE, True, True, SIGKILL, "killed-by-others"),
+        (BEFORE, False, True, KILLED_OR_ENDED, "killed-by-others"),
         (BEFORE, False, False, "", None),
     ],
 )
@@ -169,10 +150,7 @@ def test_kills_are_logged_when_they_are_seen(caplog):
     with caplog.at_level("WARNING"):
         watch.look()
         watch.look()
-    assert [record.message for record in caplog.records] == [
-        "the kernel has killed 2 processes of this job on n1 for memory: its cgroup allows 4.0 GiB, and 4.0 GiB were "
-        "used"
-    ]
+    assert [record.message for record in caplog.records] == [OF_THIS_JOB]
 
 
 def test_rules_of_silent_ends_exist():
@@ -190,22 +168,21 @@ def reason_of(code):
     return asyncio.run(run())
 
 
+CORE_ENDED = "print('RuntimeError: Engine core initialization failed. Failed core proc(s): {\\'EngineCore\\': -9}'); "
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("import os; os.kill(os.getpid(), 9)", "another program or a person sent SIGKILL"),
-        (
-            "print('RuntimeError: Engine core initialization failed. Failed core proc(s): {\\'EngineCore\\': -9}'); "
-            "raise SystemExit(1)",
-            "another program or a person sent SIGKILL",
-        ),
+        ("import os; os.kill(os.getpid(), 9)", SIGKILL),
+        (f"{CORE_ENDED}raise SystemExit(1)", SIGKILL),
         ("print('ValueError: no'); raise SystemExit(1)", None),
     ],
 )
 def test_an_end_by_sigkill_is_held_against_the_kernels_count(monkeypatch, code, words):
     monkeypatch.setattr(oom_kills, "read_counts", lambda: OomCounts(in_cgroup=0, on_node=0))
     reason = reason_of(code)
-    assert reason.endswith(f"; the kernel has killed none for memory on n1: {words}") if words else ";" not in reason
+    assert reason.endswith(f"; {words}") if words else ";" not in reason
 
 
 def test_a_core_process_of_real_vllm_that_was_killed(tmp_path, monkeypatch):
@@ -216,9 +193,7 @@ def test_a_core_process_of_real_vllm_that_was_killed(tmp_path, monkeypatch):
     log.write_text("\n".join(line for line in case.lines if "hpc-serve:" not in line))
     reason = reason_of(f"print(open({str(log)!r}).read())")
     assert reason.startswith("engine exited with 0 before it was stopped: the engine's core process ended")
-    assert reason.endswith(
-        "the kernel has killed none for memory on n1: another program or a person killed it, unless it ended itself"
-    )
+    assert reason.endswith(KILLED_OR_ENDED)
     found = cause_in(reason)
     assert found is not None
     assert found.name == "killed-by-others"

@@ -91,34 +91,29 @@ def test_compiled_code_is_not_loaded_from_where_others_can_put_it(environ, open_
     exports = {**environ, **prepared(environ)}
     options = LaunchOptions(service="8b", backend="mp", gpus_per_node=0)
     for named in (open_folder, open_folder / "cache"):
+        with_cache = {**exports, "HPC_SERVE_CACHE_DIR": str(named)}
         with pytest.raises(InvalidRequestError, match=r"HPC_SERVE_CACHE_DIR=\S+ on \S+ is not used"):
-            launch(
-                options,
-                ["vllm", "serve", "8b"],
-                read_allocation(environ),
-                {**exports, "HPC_SERVE_CACHE_DIR": str(named)},
-            )
+            launch(options, ["vllm", "serve", "8b"], read_allocation(environ), with_cache)
     own = tmp_path / "cache"
     with open_cache("0" * 16, tmp_path / "node", {"HPC_SERVE_CACHE_DIR": str(own)}) as cache:
         child = make_node(tmp_path, cache=cache).child_environ(address="127.0.0.1")
     assert child["VLLM_CACHE_ROOT"] == str(own / f"{'0' * 16}-0" / "vllm")
 
 
-@pytest.mark.parametrize("who", ["everybody writes the file", "everybody writes the folder", "a stranger's folder"])
-def test_a_strangers_words_for_the_engine_are_not_taken(environ, tmp_path, who):
+@pytest.mark.parametrize(
+    ("of_file", "of_folder", "owner"), [(0o666, 0o755, 0), (0o644, 0o777, 0), (0o644, 0o755, STRANGER)]
+)
+def test_a_strangers_words_for_the_engine_are_not_taken(environ, tmp_path, of_file, of_folder, owner):
+    if owner and os.geteuid() != 0:
+        pytest.skip("only root can give files away")
     model = tmp_path / "model"
-    model.mkdir(mode=0o755)
+    model.mkdir()
     args = model / "hpc-serve-args.txt"
     args.write_text("--max-num-seqs 8")
-    args.chmod(0o644)
-    if who == "everybody writes the file":
-        args.chmod(0o666)
-    elif who == "everybody writes the folder":
-        model.chmod(0o777)
-    elif os.geteuid() != 0:
-        pytest.skip("only root can give files away")
-    else:
-        os.chown(model, STRANGER, STRANGER)
+    args.chmod(of_file)
+    model.chmod(of_folder)
+    if owner:
+        os.chown(model, owner, owner)
     exports = {**environ, **prepared(environ), "HPC_SERVE_MODEL": str(model), "HPC_SERVE_CACHE_SIZE": "0"}
     options = LaunchOptions(service="8b", backend="mp", gpus_per_node=0)
     with pytest.raises(InvalidRequestError, match=r"hpc-serve-args\.txt is not used: .* after --"):

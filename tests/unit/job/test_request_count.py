@@ -54,24 +54,23 @@ async def counted(gate) -> RequestCount:
     return read_request_count(headers)
 
 
-def test_requests_are_counted_and_canaries_and_reading_are_not(gate):
+async def whole_body():
+    return {"type": "http.request", "body": b"", "more_body": False}
+
+
+@in_a_loop
+async def test_requests_with_the_key_are_counted_and_canaries_and_reading_are_not(gate):
     for scope in (
         scope_of("POST", "/v1/completions"),
         scope_of("POST", "/v1/embeddings"),
         scope_of("POST", "/v1/completions", CANARY),
         *(scope_of("GET", "/v1/models"), scope_of("HEAD", "/v1/models"), scope_of("GET", "/health")),
+        {**scope_of("POST", "/v1/completions"), "headers": []},  # without the key
     ):
-        asyncio.run(call(gate, scope))
-    found = asyncio.run(counted(gate))
+        await call(gate, scope, whole_body)
+    found = await counted(gate)
     assert (found.count, found.under_way) == (2, 0)
-
-
-def test_a_request_without_the_key_does_not_count(gate):
-    async def receive():
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    asyncio.run(call(gate, {**scope_of("POST", "/v1/completions"), "headers": []}, receive))
-    assert asyncio.run(counted(gate)).count == 0
+    assert (await counted(Gate(_engine))).gate != found.gate  # each has a name of its own
 
 
 @in_a_loop
@@ -87,7 +86,7 @@ async def test_one_that_is_not_answered_is_under_way(gate):
     meanwhile = await counted(gate)
     goes_on.set()
     await task
-    meanwhile, after = meanwhile, await counted(gate)
+    after = await counted(gate)
     assert (meanwhile.count, meanwhile.under_way) == (1, 1)
     assert (after.count, after.under_way) == (1, 0)
 
@@ -97,10 +96,6 @@ def test_one_that_breaks_is_not_under_way_any_more(gate):
         asyncio.run(call(gate, scope_of("POST", "/breaks")))
     found = asyncio.run(counted(gate))
     assert (found.count, found.under_way) == (1, 0)
-
-
-def test_each_gate_has_a_name_of_its_own(gate):
-    assert asyncio.run(counted(gate)).gate != asyncio.run(counted(Gate(_engine))).gate
 
 
 @pytest.mark.parametrize("text", ["", "5f3a 17", "5f3a -1 0", "a b 1 2", "5f3a 1 2 3", "5f3a 9999999999999999 1"])
@@ -127,20 +122,19 @@ def test_the_load_of_an_engine(stubs):
     load = read_load(address, timeout_s=60)
     assert (load.running, load.waiting, load.requests.count) == (0, 0, 0)
     request = SmallRequest(path="/v1/completions", body={"model": "405b", "prompt": "1", "max_tokens": 1})
+
+    def canary() -> None:
+        with contextlib.suppress(OSError):
+            ask(address, request, timeout_s=600)
+
+    def both_are_there():
+        load = read_load(address, timeout_s=60)
+        return load if load and (load.running, load.waiting) == (1, 1) else None
+
     for _ in range(2):
-
-        def canary() -> None:
-            with contextlib.suppress(OSError):
-                ask(address, request, timeout_s=600)
-
         threading.Thread(target=canary, daemon=True).start()
-    wait_for(
-        lambda: (load := read_load(address, timeout_s=60)) and (load.running, load.waiting) == (1, 1),
-        60,
-        what="two requests",
-    )
-    assert read_load(address, timeout_s=60).requests.count == 0  # the launcher's own are canaries
-    assert read_load(address, timeout_s=60).requests.under_way == 0
+    load = wait_for(both_are_there, 60, what="two requests")
+    assert (load.requests.count, load.requests.under_way) == (0, 0)  # the launcher's own are canaries
 
 
 def test_an_engine_that_cannot_be_asked(stubs):

@@ -4,12 +4,13 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from hpc_serve.errors import ServiceConflictError, StoreError
 from hpc_serve.rendezvous.claims import claim, locked, release
-from hpc_serve.rendezvous.record import JobEnd
+from hpc_serve.rendezvous.record import EndpointRecord, JobEnd
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.stubs import make_record, make_submitted
 
@@ -27,10 +28,18 @@ def test_a_name_in_use_is_refused_to_another_model(store, state):
         claim(store, "405b", "other")
 
 
-@pytest.mark.parametrize("state", ["stopped", "failed"])
-def test_a_name_is_free_when_its_service_is_over(store, state):
+@pytest.mark.parametrize(
+    "entry",
+    [
+        make_record(model="m", state="stopped"),
+        make_record(model="m", state="failed"),
+        make_record(model="m", updated_at=time.time() - 2 * 3600),  # not renewed for long
+        make_submitted(model="m", end=JobEnd(state="stopped", reason="it was cancelled", at=1.0)),
+    ],
+)
+def test_a_name_is_free_when_its_service_is_over(store, entry):
     claim(store, "405b", "m")
-    store.write(make_record(model="m", state=state))
+    (store.write if isinstance(entry, EndpointRecord) else store.write_submitted)(entry)
     claim(store, "405b", "other")
 
 
@@ -42,21 +51,11 @@ def test_a_name_is_free_when_the_scheduler_says_so(store):
     assert sorted(asked) == ["1", "2"]
 
 
-def test_a_name_whose_record_was_not_renewed_for_long_is_free(store):
-    store.write(make_record(model="m", updated_at=time.time() - 2 * 3600))
-    claim(store, "405b", "other")
-
-
 def test_a_job_in_the_queue_holds_its_name(store):
     store.write_submitted(make_submitted(model="m", job_id="2", submitted_at=time.time() - 24 * 3600))
     with pytest.raises(ServiceConflictError, match=r"job 2, submitted"):
         claim(store, "405b", "other")
     store.write(make_record(model="m", job_id="2", state="failed"))
-    claim(store, "405b", "other")
-
-
-def test_a_job_that_was_cancelled_in_the_queue_holds_no_name(store):
-    store.write_submitted(make_submitted(model="m", end=JobEnd(state="stopped", reason="it was cancelled", at=1.0)))
     claim(store, "405b", "other")
 
 
@@ -86,23 +85,18 @@ def test_a_damaged_claim_claims_nothing(store, content):
 
 
 def test_of_two_claims_at_once_one_wins(store):
-    outcomes = []
     start = threading.Barrier(2)
 
     def take(model):
         start.wait(60)
         try:
             claim(store, "405b", model)
-            outcomes.append("taken")
+            return "taken"
         except ServiceConflictError:
-            outcomes.append("refused")
+            return "refused"
 
-    threads = [threading.Thread(target=take, args=(model,)) for model in ("m", "other")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(outcomes) == ["refused", "taken"]
+    with ThreadPoolExecutor(2) as threads:
+        assert sorted(threads.map(take, ("m", "other"))) == ["refused", "taken"]
 
 
 def test_the_lock_of_a_process_that_died_is_broken(store):

@@ -72,13 +72,6 @@ def test_what_was_written_last_comes_first(store):
     assert len(names) == 6
 
 
-def test_words_in_a_record_do_not_end_it(store):
-    words = ('"state": "stopped"', '\n "state": "stopped",', 'x\n "state": "failed"')
-    record = make_record(job_id="9", last_log_lines=words, reason='\n "state": "failed",', stage='"state": "stopped"')
-    store.write(record)
-    assert "9" in jobs(store.live("405b").read_all())
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of somebody else")
 def test_a_foreign_record_is_not_taken_for_an_ended_one(store):
     record = store.service_dir("405b") / "0-r0-0.json"

@@ -21,6 +21,7 @@ import pytest
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.rendezvous import ownership
 from hpc_serve.rendezvous.ownership import fault, require
+from tests.unit.rendezvous.conftest import set_acl
 
 STRANGER = 64_999
 CHECKOUT = Path(__file__).parents[3]
@@ -169,41 +170,35 @@ def shared() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+def made(folder: Path, owner: int) -> Path:
+    folder.mkdir(parents=True)
+    os.chown(folder, owner, owner)
+    return folder
+
+
 @needs_root
 def test_in_a_container_without_root_ones_own_folders_below_roots_are_used(shared):
-    home = shared / "home"
-    home.mkdir(mode=0o700)
-    os.chown(home, STRANGER, STRANGER)
-    told = judged_in_a_namespace([(home, "own"), (home / "new", "private"), (Path("/tmp"), "scratch")], maps_user=True)
+    home = made(shared / "home", STRANGER)
+    asked = [(home, "own"), (home / "new", "private"), (Path("/tmp"), "scratch")]
+    told = judged_in_a_namespace(asked, maps_user=True)
     assert set(told.values()) == {None}, told
 
 
 @needs_root
-def test_in_a_container_without_root_an_unseen_users_folder_where_all_may_write_is_not_roots(shared):
+@pytest.mark.parametrize("owner", [0, STRANGER + 1])
+def test_in_a_container_without_root_an_unseen_users_folder_where_all_may_write_is_not_roots(shared, owner):
     """Root and strangers show one number there, so what anybody may have made counts as a stranger's."""
     shared.chmod(0o1777)
-    strangers = shared / "strangers"
-    below = strangers / "of-mine"
-    below.mkdir(parents=True, mode=0o755)
-    os.chown(below, STRANGER, STRANGER)
-    for owner in (0, STRANGER + 1):
-        os.chown(strangers, owner, owner)
-        told = judged_in_a_namespace([(below, "own"), (strangers, "scratch")], maps_user=True)
-        assert all("a user that this container does not show" in str(reason) for reason in told.values()), told
-
-
-@needs_root
-def test_in_a_container_without_root_words_that_run_as_the_user_must_be_the_users(shared):
-    (shared / "hpc-serve-args.txt").write_text("")
-    told = judged_in_a_namespace([(shared / "hpc-serve-args.txt", "read")], maps_user=True)
-    assert "a user that this container does not show" in str(told.popitem()[1])
+    strangers = made(shared / "strangers", owner)
+    (shared / "hpc-serve-args.txt").write_text("")  # words that run as the user must be the user's
+    asked = [(made(strangers / "of-mine", STRANGER), "own"), (strangers, "scratch")]
+    told = judged_in_a_namespace([*asked, (shared / "hpc-serve-args.txt", "read")], maps_user=True)
+    assert all("a user that this container does not show" in str(reason) for reason in told.values()), told
 
 
 @needs_root
 def test_in_a_container_that_shows_the_user_as_nobody_nothing_is_used(shared):
-    home = shared / "home"
-    home.mkdir(mode=0o755)
-    os.chown(home, STRANGER + 1, STRANGER + 1)
+    home = made(shared / "home", STRANGER + 1)
     told = judged_in_a_namespace([(home, "own"), (Path("/tmp"), "scratch")], maps_user=False)
     assert all("shows you and all other users as user 65534" in str(reason) for reason in told.values()), told
 
@@ -215,23 +210,9 @@ ALLOW, DENY, TO_GROUP = 0, 1, 0x40
 NFS_READ, NFS_WRITE = 0x1, 0x2
 
 
-def set_acl(path: Path, name: str, *entries: tuple[int, int, int]) -> None:
-    """Give a path an ACL as `setfacl` does: entries of tag, rights and number, in the kernel's order."""
-    content = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
-    try:
-        os.setxattr(path, f"system.posix_acl_{name}", content)
-    except OSError as error:
-        pytest.skip(f"the file system of {path} takes no ACL: {error}")
-
-
-def acl_for(
-    named: tuple[int, int, int], *, mask: int = 7, group: int = 0, others: int = 0
-) -> list[tuple[int, int, int]]:
+def acl_for(named: tuple[int, int, int], *, mask: int = 7, others: int = 0) -> list[tuple[int, int, int]]:
     none = 0xFFFFFFFF
-    return [
-        *[(OWNER, 7, none), (named if named[0] == USER else (GROUP, group, none))],
-        *[((GROUP, group, none) if named[0] == USER else named), (MASK, mask, none), (OTHERS, others, none)],
-    ]
+    return sorted([(OWNER, 7, none), named, (GROUP, 0, none), (MASK, mask, none), (OTHERS, others, none)])
 
 
 @pytest.mark.parametrize(

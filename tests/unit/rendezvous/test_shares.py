@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import stat
-import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -24,9 +23,12 @@ from hpc_serve.errors import RecordError, StoreError
 from hpc_serve.rendezvous import shares
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.as_user import run_as
+from tests.unit.rendezvous.conftest import set_acl
 
 GROUP, OTHER = "games", "users"
+GROUP_NUMBER, OTHER_NUMBER = (grp.getgrnam(name).gr_gid for name in (GROUP, OTHER))
 OWNER, MEMBER, STRANGER = 64_001, 64_002, 64_003
+NOBODY = 2**32 - 1  # in an entry of an ACL that is of no user or group by number
 AS_OWNER = """
 from hpc_serve.rendezvous import shares
 from hpc_serve.rendezvous.files import write_private
@@ -85,7 +87,13 @@ class People:
         return json.loads(done.stdout) if done.returncode == 0 else done.stderr
 
     def seen(self, user: int, *groups: str) -> list[str]:
+        """Return the files and folders below the home that a user can read."""
         return json.loads(self.run(user, LOOK, groups=groups).stdout)
+
+    @property
+    def service(self) -> People:
+        """The same with the folder of 70b in place of the home."""
+        return People(self.home / "services" / "70b")
 
 
 @pytest.fixture
@@ -121,11 +129,11 @@ def test_with_a_share_the_group_reads_the_records_and_the_key_of_that_service_al
     assert shared.read(MEMBER, "70b", GROUP) == WHOLE
     assert "Permission denied" in shared.read(MEMBER, "8b", GROUP)
     assert shared.seen(MEMBER, GROUP) == []  # the folders above show no names
-    inside = People(shared.home / "services" / "70b").seen(MEMBER, GROUP)
+    inside = shared.service.seen(MEMBER, GROUP)
     assert inside == ["", "/123-r0-0.json", "/api_key"]
     for groups in ((), (OTHER,)):
         assert "Permission denied" in shared.read(STRANGER, "70b", *groups)
-        assert People(shared.home / "services" / "70b").seen(STRANGER, *groups) == []
+        assert shared.service.seen(STRANGER, *groups) == []
     assert shared.read(OWNER, "70b") == WHOLE
 
 
@@ -139,7 +147,7 @@ def test_the_names_that_the_group_sees_are_of_that_service_alone(shared):
     guess = "print(os.path.isdir(f'{home}/services/8b'), os.path.exists(f'{home}/services/9b'))"
     assert shared.run(MEMBER, guess, groups=(GROUP,)).stdout == "True False\n"
     assert shared.run(STRANGER, guess).stdout == "False False\n"
-    text = (shared.home / "services" / "70b" / "123-r0-0.json").read_text()
+    text = (shared.service.home / "123-r0-0.json").read_text()
     assert "8b" not in text
 
 
@@ -171,34 +179,23 @@ def test_what_later_jobs_write_is_shared_also_by_a_process_without_the_group(sha
     assert not shared.owner(f"os.umask(0o077); {later}", OTHER)
     names, length, problems, _ = shared.read(MEMBER, "70b", GROUP)
     assert (names, length, problems) == (["123-r0-0.json", "124-r0-0.json"], 43, [])
-    folder = shared.home / "services" / "70b"
-    assert People(folder).seen(MEMBER, GROUP) == ["", "/123-r0-0.json", "/124-r0-0.json", "/api_key"]
+    assert shared.service.seen(MEMBER, GROUP) == ["", "/123-r0-0.json", "/124-r0-0.json", "/api_key"]
     assert "Permission denied" in shared.read(STRANGER, "70b")
 
 
-def test_the_end_of_a_share_takes_the_key_out_of_use(shared):
-    key = shared.home / "services" / "70b" / "api_key"
-    before = key.read_text()
-    assert not shared.owner("shares.unshare(store, '70b')")
+def test_the_end_of_a_share_takes_its_key_out_of_use_and_no_other(shared):
+    keys = [shared.home / "services" / service / "api_key" for service in ("70b", "8b")]
+    before = [key.read_text() for key in keys]
+    assert not shared.owner("shares.unshare(store, '70b'); shares.unshare(store, '8b')")
     assert "Permission denied" in shared.read(MEMBER, "70b", GROUP)
-    assert key.read_text() != before
-    assert stat.S_IMODE(key.stat().st_mode) == 0o600
-
-
-def test_what_is_not_shared_keeps_its_key(shared):
-    key = shared.home / "services" / "8b" / "api_key"
-    before = key.read_text()
-    assert not shared.owner("shares.unshare(store, '8b')")
-    assert key.read_text() == before
-
-
-OTHER_GROUP = grp.getgrnam(OTHER).gr_gid
+    assert [key.read_text() == text for key, text in zip(keys, before)] == [False, True]
+    assert stat.S_IMODE(keys[0].stat().st_mode) == 0o600
 
 
 def test_a_home_lets_one_group_through(shared):
-    said = shared.owner(f"shares.share(store, '8b', {OTHER_GROUP})", GROUP, OTHER)
+    said = shared.owner(f"shares.share(store, '8b', {OTHER_NUMBER})", GROUP, OTHER)
     assert f"is open to group {GROUP}" in said  # the home has one group
-    said = shared.owner(f"shares.share(store, '70b', {OTHER_GROUP})", GROUP, OTHER)
+    said = shared.owner(f"shares.share(store, '70b', {OTHER_NUMBER})", GROUP, OTHER)
     assert f"is shared with group {GROUP}, which has its key" in said
     assert shared.read(MEMBER, "70b", GROUP) == WHOLE
 
@@ -207,17 +204,17 @@ def test_a_share_with_the_owners_primary_group_is_a_share_too(people):
     """The owner's primary group is OWNER, which the member is in, too."""
     assert not people.owner(f"begin('70b'); begin('8b'); shares.share(store, '70b', {OWNER})", OTHER)
     assert people.read(MEMBER, "70b", OWNER) == WHOLE
-    said = people.owner(f"shares.share(store, '8b', {OTHER_GROUP})", OTHER)
+    said = people.owner(f"shares.share(store, '8b', {OTHER_NUMBER})", OTHER)
     assert f"is open to group {OWNER}" in said
     assert people.read(MEMBER, "70b", OWNER) == WHOLE
 
 
-@pytest.mark.parametrize("group", [OWNER, grp.getgrnam(GROUP).gr_gid])
+@pytest.mark.parametrize("group", [OWNER, GROUP_NUMBER])
 def test_a_home_that_is_open_to_a_group_without_a_share_may_have_another_group(people, group):
     assert not people.owner("begin('70b'); begin('8b')")
     os.chown(people.home, OWNER, group)
     people.home.chmod(0o750)
-    said = people.owner(f"shares.share(store, '8b', {OTHER_GROUP})", OTHER)
+    said = people.owner(f"shares.share(store, '8b', {OTHER_NUMBER})", OTHER)
     assert not said, said
     assert people.read(MEMBER, "8b", OTHER)[0] == WHOLE[0]
     assert "Permission denied" in people.read(MEMBER, "8b", GROUP)
@@ -225,12 +222,12 @@ def test_a_home_that_is_open_to_a_group_without_a_share_may_have_another_group(p
 
 
 def test_after_the_last_share_the_home_is_its_owners_alone(shared):
-    assert not shared.owner(f"shares.share(store, '8b', {grp.getgrnam(GROUP).gr_gid})")
+    assert not shared.owner(f"shares.share(store, '8b', {GROUP_NUMBER})")
     folders = (shared.home, shared.home / "services")
     for service, mode in (("70b", 0o710), ("8b", 0o700)):
         assert not shared.owner(f"shares.unshare(store, {service!r})")
         assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == [mode, mode]
-    assert not shared.owner(f"shares.share(store, '8b', {OTHER_GROUP})", OTHER)
+    assert not shared.owner(f"shares.share(store, '8b', {OTHER_NUMBER})", OTHER)
 
 
 STOPPED = """
@@ -251,9 +248,9 @@ def test_the_end_of_a_share_that_was_killed_at_any_step_is_completed_by_the_next
     left, ended = 0, False
     while not ended:
         shutil.rmtree(people.home, ignore_errors=True)
-        begun = f"begin('70b'); shares.share(store, '70b', {grp.getgrnam(GROUP).gr_gid})"
+        begun = f"begin('70b'); shares.share(store, '70b', {GROUP_NUMBER})"
         assert not people.owner(begun)
-        key = people.home / "services" / "70b" / "api_key"
+        key = people.service.home / "api_key"
         before = key.read_text()
         done = people.run(OWNER, AS_OWNER + STOPPED.format(left=left), groups=(GROUP,))
         ended = done.returncode == 0
@@ -289,14 +286,11 @@ def test_a_home_that_the_group_cannot_reach_is_refused_until_a_mode_or_an_acl_le
     said = people.owner(check)
     assert f"{above} lets nobody of it through" in said
     assert f"setfacl -m g:{GROUP}:x {above}" in said
-    number = grp.getgrnam(GROUP).gr_gid
-    entries = [(1, 7, 2**32 - 1), (4, 0, 2**32 - 1), (8, 1, number), (16, 1, 2**32 - 1), (32, 0, 2**32 - 1)]
-    os.setxattr(
-        above, "system.posix_acl_access", struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *e) for e in entries)
-    )
+    entries = [(1, 7, NOBODY), (4, 0, NOBODY), (8, 1, GROUP_NUMBER), (16, 1, NOBODY), (32, 0, NOBODY)]
+    set_acl(above, "access", *entries)
     assert not people.owner(check)
     os.removexattr(above, "system.posix_acl_access")
-    os.chown(above, OWNER, number)
+    os.chown(above, OWNER, GROUP_NUMBER)
     above.chmod(0o710)
     assert not people.owner(check)
 
@@ -320,30 +314,26 @@ def _refuse(*_: Any) -> None:
 
 def test_rights_of_others_by_an_acl_do_not_come_to_count(people):
     assert not people.owner("begin('70b')")
-    folder = people.home / "services" / "70b"
-    entries = [(1, 7, 2**32 - 1), (2, 4, STRANGER), (4, 0, 2**32 - 1), (16, 7, 2**32 - 1), (32, 0, 2**32 - 1)]
+    folder = people.service.home
+    entries = [(1, 7, NOBODY), (2, 4, STRANGER), (4, 0, NOBODY), (16, 7, NOBODY), (32, 0, NOBODY)]
     for path, name in ((folder, "default"), (folder, "access"), (folder / "api_key", "access")):
-        given = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
-        os.setxattr(path, f"system.posix_acl_{name}", given)
+        set_acl(path, name, *entries)
         path.chmod(0o700 if path == folder else 0o600)
-    said = people.owner(f"shares.share(store, '70b', {grp.getgrnam(GROUP).gr_gid})")
+    said = people.owner(f"shares.share(store, '70b', {GROUP_NUMBER})")
     assert not said, said
     assert not people.owner("store.write(make_record(service='70b', job_id='124'))")
-    assert People(folder).seen(STRANGER) == []
-    assert People(folder).seen(MEMBER, GROUP) == ["", "/123-r0-0.json", "/124-r0-0.json", "/api_key"]
+    assert people.service.seen(STRANGER) == []
+    assert people.service.seen(MEMBER, GROUP) == ["", "/123-r0-0.json", "/124-r0-0.json", "/api_key"]
 
 
 # -- whom a member believes
 
 
-def swap_record(people: People, user: int) -> None:
-    os.chown(people.home / "services" / "70b" / "123-r0-0.json", user, -1)
-
-
 @pytest.mark.parametrize("user", [STRANGER, MEMBER])
 def test_a_record_of_another_than_the_owner_is_not_believed(shared, user):
-    swap_record(shared, user)
-    (shared.home / "services" / "70b" / "123-r0-0.json").chmod(0o644)
+    record = shared.service.home / "123-r0-0.json"
+    os.chown(record, user, -1)
+    record.chmod(0o644)
     names, _, problems, _ = shared.read(MEMBER, "70b", GROUP)
     assert names == []
     assert "belongs to user" in problems[0]

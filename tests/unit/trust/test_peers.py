@@ -55,11 +55,10 @@ def test_nodes_of_one_run_know_each_other(run_dir, tmp_path):
     assert ask(one, *shown_by(two)) == "come in"
 
 
-def test_nobody_else_is_let_in(run_dir, tmp_path):
+def test_nobody_else_is_let_in_nor_is_a_server_of_another_run_believed(run_dir, tmp_path):
     one = make_peer_files(run_dir, tmp_path / "n1", addresses=["10.0.0.1"])
-    other_run = tmp_path / "other"
-    other_run.mkdir(mode=0o700)
-    other = make_peer_files(other_run, tmp_path / "n2", addresses=["10.0.0.1"])
+    (tmp_path / "other").mkdir(mode=0o700)
+    other = make_peer_files(tmp_path / "other", tmp_path / "n2", addresses=["10.0.0.1"])
     ours = one.authority.read_bytes()
     endpoint = make_run_certificate(tmp_path / "home", tmp_path / "n1", run="1-r0", addresses=["127.0.0.1"])
     shown = {
@@ -69,13 +68,6 @@ def test_nobody_else_is_let_in(run_dir, tmp_path):
     }
     answers = {who: ask(one, ours, *what) for who, what in shown.items()}
     assert answers == dict.fromkeys(shown, "StatusCode.UNAVAILABLE")
-
-
-def test_a_server_of_another_run_is_not_believed(run_dir, tmp_path):
-    one = make_peer_files(run_dir, tmp_path / "n1", addresses=["10.0.0.1"])
-    other_run = tmp_path / "other"
-    other_run.mkdir(mode=0o700)
-    other = make_peer_files(other_run, tmp_path / "n2", addresses=["10.0.0.1"])
     assert ask(other, *shown_by(one)) == "StatusCode.UNAVAILABLE"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import partial
 
 import pytest
 
@@ -59,35 +60,32 @@ REFUSED = (
 )
 
 
-def assert_refused_wherever_it_comes_from(line: str, why: str) -> None:
+CREDENTIALS = (
+    "--otlp-traces-endpoint http://me:k3yword@collector:4317",
+    "--otlp_traces_endpoint=http://me:k3yword@collector:4317",
+    '--kv-transfer-config {"kv_connector_extra_config":{"url":"redis://:k3yword@cache:6379"}}',
+    "--kv-transfer-config.kv_connector_extra_config.url redis://:k3yword@cache:6379",
+    '--model-loader-extra-config {"token":"hf_k3yk3yk3yk3yk3yk3y"}',
+    "--no-such-option https://me:k3yword@host/",
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        *((line, "cannot be given to the engine") for line in REFUSED),
+        *((line, "holds a password or a token") for line in CREDENTIALS),
+    ],
+)
+def test_some_words_are_refused_wherever_they_come_from(line: str, why: str) -> None:
     for check in (
-        lambda words: check_arguments(words, allow_unknown=False),
-        lambda words: check_arguments(words, allow_unknown=True),
+        partial(check_arguments, allow_unknown=False),
+        partial(check_arguments, allow_unknown=True),
         check_file_arguments,
     ):
         with pytest.raises(InvalidRequestError, match=why) as refused:
             check(line.split())
         assert "k3y" not in str(refused.value)
-
-
-def test_some_options_are_refused_wherever_they_come_from() -> None:
-    for line in REFUSED:
-        assert_refused_wherever_it_comes_from(line, "cannot be given to the engine")
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--otlp-traces-endpoint http://me:k3yword@collector:4317",
-        "--otlp_traces_endpoint=http://me:k3yword@collector:4317",
-        '--kv-transfer-config {"kv_connector_extra_config":{"url":"redis://:k3yword@cache:6379"}}',
-        "--kv-transfer-config.kv_connector_extra_config.url redis://:k3yword@cache:6379",
-        '--model-loader-extra-config {"token":"hf_k3yk3yk3yk3yk3yk3y"}',
-        "--no-such-option https://me:k3yword@host/",
-    ],
-)
-def test_credentials_stand_in_no_script_and_in_no_process_list(line: str) -> None:
-    assert_refused_wherever_it_comes_from(line, "holds a password or a token")
 
 
 def test_what_only_looks_like_a_credential_may_be_given() -> None:
@@ -100,18 +98,11 @@ def test_what_only_looks_like_a_credential_may_be_given() -> None:
         check_arguments(line.split(), allow_unknown=False)
 
 
-def test_what_names_code_comes_from_its_owner_only() -> None:
-    for line in CODE:
-        with pytest.raises(InvalidRequestError, match=r"^hpc-serve-args.txt holds "):
-            check_file_arguments(line.split())
-        check_arguments(line.split(), allow_unknown=True)
-
-
-@pytest.mark.parametrize("line", OPEN)
-def test_what_opens_the_engine_comes_from_its_owner_only(line: str) -> None:
+@pytest.mark.parametrize("line", [*CODE, *OPEN])
+def test_what_names_code_or_opens_the_engine_comes_from_its_owner_only(line: str) -> None:
     with pytest.raises(InvalidRequestError, match=r"^hpc-serve-args.txt holds "):
         check_file_arguments(line.split())
-    check_arguments(line.split(), allow_unknown=False)
+    check_arguments(line.split(), allow_unknown=line in CODE)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from hpc_serve.vllm.command import (
 FILES = ("/run/key", "/run/certificate")
 
 
-def check(line: str, *, num_nodes: int, per_node: int, device: Device = "GPU", backend: str = "ray") -> None:
+def check(line: str, *, num_nodes: int, per_node: int, backend: str, device: Device = "GPU") -> None:
     command = read_command(words(line))
     check_layout(command, num_nodes=num_nodes, device=device, per_node=per_node, backend=backend)
 
@@ -47,27 +47,22 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-def test_layout_names_and_port_are_read_from_the_visible_line():
-    command = read_command(
-        words("vllm serve org/m --served-model-name org/m m -tp 8 --pipeline_parallel_size=2 --port 9000")
-    )
-    assert command.model == "org/m"
-    assert command.served_model_names == ("org/m", "m")
-    assert (command.tensor_parallel_size, command.pipeline_parallel_size, command.world_size) == (8, 2, 16)
-    assert command.port == 9000
-
-
-def test_the_last_use_of_an_option_wins_as_it_does_for_vllm():
-    assert read_command(words("vllm serve m -tp 8 --tensor-parallel-size 2")).tensor_parallel_size == 2
-
-
-def test_whether_the_engine_goes_by_priorities_is_read():
-    assert read_command(words("vllm serve m --scheduling-policy priority")).scheduling_policy == "priority"
-    assert read_command(words("vllm serve m")).scheduling_policy is None
-
-
-def test_a_negative_number_is_a_value():
-    assert read_command(words("vllm serve m --seed -1 --port 80")).port == 80
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        ("vllm serve org/m", "model", "org/m"),
+        ("vllm serve m --served-model-name org/m m", "served_model_names", ("org/m", "m")),
+        ("vllm serve m -tp 8 --pipeline_parallel_size=2", "world_size", 16),
+        ("vllm serve m -tp 8 --tensor-parallel-size 2", "tensor_parallel_size", 2),  # the last use wins
+        ("vllm serve m -tp 2 -dp 1", "world_size", 2),
+        ("vllm serve m -tp 2 --data-parallel-size=4", "world_size", 8),
+        ("vllm serve m --seed -1 --port 80", "port", 80),
+        ("vllm serve m --scheduling-policy priority", "scheduling_policy", "priority"),
+        ("vllm serve m", "scheduling_policy", None),
+    ],
+)
+def test_what_a_command_says_is_read_as_vllm_reads_it(line, field, value):
+    assert getattr(read_command(words(line)), field) == value
 
 
 @pytest.mark.parametrize("text", ["", "vllm", "vllm serve", "vllm serve --port 1", "python app.py"])
@@ -107,20 +102,15 @@ def test_a_script_s_options_of_another_version_are_passed_on_as_they_are():
     assert command.tensor_parallel_size == 2
 
 
-def test_data_parallel_ranks_count_as_gpus_of_the_layout():
-    for text in ("-pcp 2", "-dpl 1", "--data-parallel-backend ray"):
-        with pytest.raises(InvalidRequestError, match="cannot be given to the engine"):
-            read_command(words(f"vllm serve m -tp 2 {text}"))
-    assert read_command(words("vllm serve m -tp 2 -dp 1")).world_size == 2
-    assert read_command(words("vllm serve m -tp 2 --data-parallel-size=4")).world_size == 8
+@pytest.mark.parametrize("text", ["-pcp 2", "-dpl 1", "--data-parallel-backend ray"])
+def test_ranks_that_the_launcher_places_are_refused(text):
+    with pytest.raises(InvalidRequestError, match="cannot be given to the engine"):
+        read_command(words(f"vllm serve m -tp 2 {text}"))
 
 
 def test_middleware_of_the_owner_stays_and_the_gate_comes_last():
     command = read_command(words("vllm serve m --middleware a.B"))
-    argv = [
-        *command.argv,
-        *server_args(command, tls_files=FILES),
-    ]
+    argv = [*command.argv, *server_args(command, tls_files=FILES)]
     assert [argv[place + 1] for place, word in enumerate(argv) if word == "--middleware"] == ["a.B", GATE]
 
 
@@ -146,54 +136,32 @@ def test_several_nodes_use_ray_unless_told_otherwise(backend, line, num_nodes, c
     assert choose_backend(backend, read_command(words(line)), num_nodes) == chosen
 
 
-@pytest.mark.parametrize(
-    ("layout", "num_nodes", "gpus", "why"),
-    [
-        ("-tp 8 -pp 2", 1, 8, "ask for more nodes"),
-        ("-tp 8", 2, 8, "a whole node would stay idle"),
-        ("-tp 3", 2, 2, "cannot share evenly"),
-    ],
-)
-def test_a_layout_that_cannot_use_the_allocation_is_refused(layout, num_nodes, gpus, why):
-    with pytest.raises(DoesNotFitError, match=why):
-        check(f"vllm serve m {layout}", num_nodes=num_nodes, per_node=gpus)
-
-
-def test_a_layout_that_fits_passes():
-    check("vllm serve m -tp 8 -pp 2", num_nodes=2, per_node=8)
-    check("vllm serve m -tp 8 -pp 2", num_nodes=4, per_node=4)
-    check("vllm serve m -tp 16", num_nodes=4, per_node=4, device="TPU")
-    check("vllm serve m -tp 2", num_nodes=1, per_node=0, backend="mp")
-
-
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({"num_nodes": 2, "per_node": 0}, "within one node"),
-        ({"num_nodes": 4, "per_node": 4, "device": "TPU", "backend": "mp"}, "Ray alone"),
-    ],
-)
-def test_what_cpus_and_tpus_cannot_do_is_said(fields, why):
-    with pytest.raises(DoesNotFitError, match=why):
-        check("vllm serve m -tp 16", **fields)
-
-
 @pytest.mark.parametrize("backend", ["mp", "ray"])
 @pytest.mark.parametrize(
     ("layout", "num_nodes", "gpus"),
-    [("-dp 2", 1, 2), ("-dp 2", 2, 1), ("-dp 8 -tp 2", 2, 8), ("-dp 2 -tp 8", 4, 4)],
+    [
+        *[("-tp 8 -pp 2", 2, 8), ("-tp 8 -pp 2", 4, 4), ("-tp 2", 1, 0)],
+        *[("-dp 2", 1, 2), ("-dp 2", 2, 1), ("-dp 8 -tp 2", 2, 8), ("-dp 2 -tp 8", 4, 4)],
+    ],
 )
-def test_a_node_has_whole_data_parallel_ranks_or_a_rank_whole_nodes(layout, num_nodes, gpus, backend):
+def test_a_layout_that_fits_passes(layout, num_nodes, gpus, backend):
     check(f"vllm serve m {layout}", num_nodes=num_nodes, per_node=gpus, backend=backend)
 
 
-def test_each_node_may_have_a_server():
+def test_tpus_and_servers_on_each_node_pass_with_their_backend():
+    check("vllm serve m -tp 16", num_nodes=4, per_node=4, device="TPU", backend="ray")
     check("vllm serve m -dp 4 -tp 2 --data-parallel-hybrid-lb", num_nodes=2, per_node=4, backend="mp")
+    with pytest.raises(DoesNotFitError, match="Ray alone"):
+        check("vllm serve m -tp 16", num_nodes=4, per_node=4, device="TPU", backend="mp")
 
 
 @pytest.mark.parametrize(
     ("layout", "num_nodes", "gpus", "backend", "why"),
     [
+        ("-tp 8 -pp 2", 1, 8, "ray", "ask for more nodes"),
+        ("-tp 8", 2, 8, "ray", "a whole node would stay idle"),
+        ("-tp 3", 2, 2, "ray", "cannot share evenly"),
+        ("-tp 16", 2, 0, "ray", "within one node"),
         ("-dp 2 -tp 12", 3, 8, "mp", "3 nodes x 8 of 8 GPUs cut a data-parallel rank of 12"),
         ("-dp 2 -tp 14", 4, 8, "ray", "4 nodes x 7 of 8 GPUs cut a data-parallel rank of 14"),
         ("-dp 4 --data-parallel-hybrid-lb", 2, 2, "ray", "a server on each node.* and uses ray"),
@@ -202,17 +170,18 @@ def test_each_node_may_have_a_server():
         ("-dp 8 -tp 4", 2, 8, "mp", "DP=8 x TP=4 x PP=1 = 32 GPUs, the job has 2 nodes x 8 GPUs"),
     ],
 )
-def test_data_parallel_ranks_that_cannot_start_so_are_refused(layout, num_nodes, gpus, backend, why):
+def test_a_layout_that_cannot_use_the_allocation_is_refused(layout, num_nodes, gpus, backend, why):
     with pytest.raises(DoesNotFitError, match=why):
         check(f"vllm serve m {layout}", num_nodes=num_nodes, per_node=gpus, backend=backend)
 
 
-def test_processes_of_several_nodes_meet_at_ports_of_a_file():
-    ports = iter((20_001, 20_002)).__next__
-    assert settings_text(read_command(words("vllm serve m -tp 4")), ports) == "master-port: 20001\n"
-    ports = iter((20_001, 20_002)).__next__
-    told = settings_text(read_command(words("vllm serve m -dp 4")), ports)
-    assert told == "master-port: 20001\ndata-parallel-rpc-port: 20002\n"
+@pytest.mark.parametrize(
+    ("layout", "told"),
+    [("-tp 4", "master-port: 20001\n"), ("-dp 4", "master-port: 20001\ndata-parallel-rpc-port: 20002\n")],
+)
+def test_processes_of_several_nodes_meet_at_ports_of_a_file(layout, told):
+    ports = iter((20_001, 20_002))
+    assert settings_text(read_command(words(f"vllm serve m {layout}")), lambda: next(ports)) == told
 
 
 def test_a_node_without_a_server_is_told_no_number_of_servers():
@@ -220,14 +189,12 @@ def test_a_node_without_a_server_is_told_no_number_of_servers():
     assert (command.api_servers, headless_argv(command)) == (2, words("vllm serve m -dp 4 --max-num-seqs 8"))
 
 
-def test_an_engine_with_data_parallel_ranks_has_one_server_unless_the_line_says_otherwise():
-    def told(line: str) -> bool:
-        command = read_command(words(line))
-        return "--api-server-count" in server_args(command, tls_files=FILES)
-
-    assert told("vllm serve m -dp 4")
-    assert not told("vllm serve m -dp 4 --api-server-count 2")
-    assert not told("vllm serve m -tp 4")
+@pytest.mark.parametrize(
+    ("layout", "is_told"), [("-dp 4", True), ("-dp 4 --api-server-count 2", False), ("-tp 4", False)]
+)
+def test_an_engine_with_data_parallel_ranks_has_one_server_unless_the_line_says_otherwise(layout, is_told):
+    args = server_args(read_command(words(f"vllm serve m {layout}")), tls_files=FILES)
+    assert ("--api-server-count" in args) == is_told
 
 
 def test_the_head_is_told_only_what_the_line_leaves_open():

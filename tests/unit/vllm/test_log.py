@@ -33,11 +33,25 @@ def test_stage_of_a_line(line, stage):
     assert read_stage(line) == stage
 
 
-class Clock:
-    now = 0.0
+@pytest.fixture
+def clock():
+    """The seconds of a made-up clock."""
+    return [0.0]
 
-    def __call__(self):
-        return self.now
+
+@pytest.fixture
+def progress(clock):
+    return StartProgress(lambda: clock[0])
+
+
+def look(progress, clock, seconds, bytes_at):
+    """Look each second, and tell how much was read; returns the longest time without progress."""
+    longest_s = 0.0
+    for second in seconds:
+        clock[0] = second
+        progress.note_read_bytes(bytes_at(second))
+        longest_s = max(longest_s, progress.idle_s)
+    return longest_s
 
 
 @pytest.mark.parametrize(
@@ -49,51 +63,30 @@ class Clock:
         ('INFO:     10.0.0.1:1234 - "GET /health HTTP/1.1" 503 Service Unavailable', False),
     ],
 )
-def test_a_line_is_a_sign_of_life_unless_it_only_says_that_it_waits(line, moves):
-    clock = Clock()
-    progress = StartProgress(clock)
-    clock.now = 100
+def test_a_line_is_a_sign_of_life_unless_it_only_says_that_it_waits(progress, clock, line, moves):
+    clock[0] = 100
     progress.note_line(line)
     assert progress.idle_s == (0 if moves else 100)
 
 
-def test_what_idle_processes_read_is_no_load_and_a_slow_load_is_one():
-    clock = Clock()
-    progress = StartProgress(clock)
+def test_what_idle_processes_read_is_no_load_and_a_slow_load_is_one(progress, clock):
     progress.note_read_bytes(500 * MIB)  # importing
-    for second in range(1, 3_601):
-        clock.now = second
-        progress.note_read_bytes(500 * MIB + 5_000 * second)
-    assert progress.idle_s == 3_600
-    for second in range(3_601, 10_800):
-        clock.now = second
-        progress.note_read_bytes(600 * MIB + 5 * MIB * (second - 3_600))
+    assert look(progress, clock, range(1, 3_601), lambda second: 500 * MIB + 5_000 * second) == 3_600
+    look(progress, clock, range(3_601, 10_800), lambda second: 600 * MIB + 5 * MIB * (second - 3_600))
     assert progress.idle_s < 2
 
 
-def test_a_slow_load_is_one_though_a_process_that_had_read_more_has_ended():
-    clock = Clock()
-    progress = StartProgress(clock)
+def test_a_slow_load_is_one_though_a_process_that_had_read_more_has_ended(progress, clock):
     progress.note_read_bytes(3_000 * MIB)  # with a process that only imported
-    for second in range(1, 1_001):
-        clock.now = second
-        progress.note_read_bytes(500 * MIB + 2 * MIB * second)
-        assert progress.idle_s < 2
+    assert look(progress, clock, range(1, 1_001), lambda second: 500 * MIB + 2 * MIB * second) < 2
 
 
-def test_a_time_in_which_nobody_looked_is_no_time_without_progress():
+def test_a_time_in_which_nobody_looked_is_no_time_without_progress(progress, clock):
     """A job that is suspended stands still as a whole."""
-    clock = Clock()
-    progress = StartProgress(clock)
-    clock.now = 30
-    progress.note_read_bytes(0)
-    assert progress.idle_s == 30
-    clock.now = 4_000
-    progress.note_read_bytes(0)
-    assert progress.idle_s == 0
-    clock.now = 4_050
-    progress.note_read_bytes(0)
-    assert progress.idle_s == 50
+    for at, idle_s in ((30, 30), (4_000, 0), (4_050, 50)):
+        clock[0] = at
+        progress.note_read_bytes(0)
+        assert progress.idle_s == idle_s
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Whether the nodes of a run fit together: they reach each other, have addresses of their own, and are alike.
 
-Each check looks at one node: it gets the facts of its group, the head's report of the node, and what all nodes have.
+Each check looks at one node: it gets the facts of its group, all facts of the node, and what all nodes have.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hpc_serve.job.preflight.facts import GpusFacts, Needs, NetworkFacts, NodeReport, SoftwareFacts
+from hpc_serve.job.preflight.facts import GpusFacts, Needs, NetworkFacts, NodeFacts, SoftwareFacts
 from hpc_serve.job.preflight.verdict import Seen, found, not_checked, ok
 from hpc_serve.rendezvous.preflight import Level
 from hpc_serve.sizes import GIB
@@ -25,10 +25,9 @@ _SLOW_RESOLVING_S = 2.0
 class Nodes:
     """The facts of all nodes that one is compared with: the most frequent values, and the versions of the first."""
 
-    def __init__(self, reports: Sequence[NodeReport], needs: Needs) -> None:
-        known = [report.facts for report in reports if report.facts is not None]
+    def __init__(self, known: Sequence[NodeFacts], needs: Needs) -> None:
         networks = [facts.network for facts in known if facts.network is not None]
-        self.needs, self.count = needs, len(reports)
+        self.needs = needs
         self.holders = Counter(facts.address for facts in known)
         self.mtu = _usual(network.mtu for network in networks)
         self.ib_ports = _usual(network.active_ib_ports for network in networks)
@@ -47,26 +46,24 @@ def _gpu_kinds(gpus: GpusFacts | None, needs: Needs) -> set[str]:
     return {f"{one.name} {one.total_bytes / GIB:.0f} GiB" for one in listed[: needs.gpus]}
 
 
-def reach(seen: None, report: NodeReport, nodes: Nodes) -> Seen:
+def reach(seen: None, facts: NodeFacts, nodes: Nodes) -> Seen:
     """A node connects to each other on a port that the kernel chose, at the address that the engine uses."""
-    if report.unreached is None:
+    if facts.unreached is None:
         return not_checked("it was not tried")
-    if not report.unreached:
-        return ok(f"reaches {nodes.count - 1} others")
-    name, error = next(iter(report.unreached.items()))
-    more = f", and {len(report.unreached) - 1} others no better" if len(report.unreached) > 1 else ""
-    address = f" from {report.facts.address}" if report.facts is not None else ""
+    if not facts.unreached:
+        return ok(f"reaches {nodes.needs.num_nodes - 1} others")
+    name, error = next(iter(facts.unreached.items()))
+    more = f", and {len(facts.unreached) - 1} others no better" if len(facts.unreached) > 1 else ""
     level: Level | None = "warning" if nodes.needs.has_own_gloo_interface else None
-    return found("unreached", level=level, name=name, address=address, more=more, error=error)
+    return found("unreached", level=level, name=name, address=facts.address, more=more, error=error)
 
 
-def addresses(address: str, report: NodeReport, nodes: Nodes) -> Seen:
+def addresses(address: str, facts: NodeFacts, nodes: Nodes) -> Seen:
     """No other node has the address of a node, and the node's name resolves to its address first."""
     has_others = nodes.needs.num_nodes > 1
     if has_others and nodes.holders[address] > 1:
         return found("shared address", holders=nodes.holders[address], address=address)
-    network = report.facts.network if report.facts is not None else None
-    if network is None:
+    if (network := facts.network) is None:
         return not_checked("the network was not looked at")
     where = f"{address}{f' ({network.interface})' if network.interface else ''}"
     if network.resolving_s > _SLOW_RESOLVING_S:
@@ -81,7 +78,7 @@ def addresses(address: str, report: NodeReport, nodes: Nodes) -> Seen:
     return ok(where)
 
 
-def interfaces(network: NetworkFacts, report: NodeReport, nodes: Nodes) -> Seen:
+def interfaces(network: NetworkFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
     """The interfaces that somebody chose for Gloo and NCCL exist."""
     if not network.chosen or not network.interfaces:
         return ok("none is chosen")
@@ -105,7 +102,7 @@ def _nccl_finds_one(words: str, there: Sequence[str]) -> bool:
     )
 
 
-def links(network: NetworkFacts, report: NodeReport, nodes: Nodes) -> Seen:
+def links(network: NetworkFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
     """All nodes have equal interface speed and MTU, and InfiniBand up on all or on none."""
     interface, mbits = network.interface, network.speed_mbits or 0
     if network.mtu != nodes.mtu:
@@ -118,17 +115,17 @@ def links(network: NetworkFacts, report: NodeReport, nodes: Nodes) -> Seen:
     return ok(f"{interface or 'interface unknown'}: {speed}, {nodes.ib_ports} InfiniBand ports active")
 
 
-def clocks(seen: None, report: NodeReport, nodes: Nodes) -> Seen:
+def clocks(seen: None, facts: NodeFacts, nodes: Nodes) -> Seen:
     """The clock of a node agrees with the head's."""
-    apart_s = abs(report.clock_ahead_s)
-    side = "ahead of" if report.clock_ahead_s > 0 else "behind"
+    apart_s = abs(facts.clock_ahead_s)
+    side = "ahead of" if facts.clock_ahead_s > 0 else "behind"
     text = f"its clock is {apart_s:.1f} s {side} the head's"
-    if report.clock_ahead_s < -_CERTIFICATE_BACKDATED_S:
+    if facts.clock_ahead_s < -_CERTIFICATE_BACKDATED_S:
         return found("clock before the certificates", text=text)
     return found("clock", text=text) if apart_s > _SKEW_S else ok(f"{apart_s:.1f} s apart")
 
 
-def gpus_alike(gpus: GpusFacts, report: NodeReport, nodes: Nodes) -> Seen:
+def gpus_alike(gpus: GpusFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
     """All GPUs are of one kind and have equal memory."""
     kinds = _gpu_kinds(gpus, nodes.needs)
     if not kinds:
@@ -138,7 +135,7 @@ def gpus_alike(gpus: GpusFacts, report: NodeReport, nodes: Nodes) -> Seen:
     return found("other GPUs", kinds=", ".join(sorted(kinds)), usual=nodes.gpu_kind)
 
 
-def versions(software: SoftwareFacts, report: NodeReport, nodes: Nodes) -> Seen:
+def versions(software: SoftwareFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
     """The same packages on all nodes; Ray joins no nodes that differ in its own version or Python's."""
     head, own = nodes.versions, software.versions
     differ = [package for package in {**head, **own} if head.get(package) != own.get(package)]

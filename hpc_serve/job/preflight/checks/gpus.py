@@ -29,13 +29,13 @@ def gpus_there(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> Seen:
         if count < needs.gpus:
             return found("too few for CUDA", found=count, needed=needs.gpus, visible=visible)
         return ok(f"{count} GPU{'s' if count > 1 else ''} ({gpus.cuda.devices[0].name})")
-    if gpus.visible == "" and gpus.tool == "nvidia-smi":
+    if gpus.visible == "" and gpus.tool:
         return found("none visible", needed=needs.gpus)
     named = _count_named(gpus.visible)
-    if gpus.tool in ("", "nvidia-smi") and 0 < named < needs.gpus:
+    if 0 < named < needs.gpus and (gpus.tool or facts.torch_cuda):  # ROCm has variables of its own
         return found("too few named", visible=gpus.visible, named=named, needed=needs.gpus)
     if not gpus.tool:
-        return not_checked("neither nvidia-smi nor rocm-smi is here")
+        return not_checked("there is no nvidia-smi here")
     if gpus.error:
         return found("tool fails", tool=gpus.tool, error=gpus.error)
     if gpus.gpus is None:

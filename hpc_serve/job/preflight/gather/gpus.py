@@ -5,12 +5,11 @@ A GPU that another program has just left may show its memory in use for a moment
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hpc_serve.errors import RecordError
@@ -20,10 +19,10 @@ from hpc_serve.rendezvous.fields import from_json_text
 from hpc_serve.sizes import MIB
 
 Row = dict[str, str]
-"""A GPU as a tool lists it: texts by the names of nvidia-smi's fields."""
+"""A GPU as the tool lists it: texts by the names of nvidia-smi's fields."""
 _FIELDS = ("index", "uuid", "name", "memory.total", "driver_version", "ecc.errors.uncorrected.volatile.total")
-_NVIDIA = ("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
-_ROCM = ("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--json")
+_TOOL = "nvidia-smi"
+_LISTING = (_TOOL, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
 _TOOL_S, _PROBE_S = 30.0, 60.0
 _FREED_WITHIN_S, _LOOK_AGAIN_S = 30.0, 2.0
 _BUSY = ("CUDA_ERROR_DEVICE_UNAVAILABLE", "CUDA_ERROR_OUT_OF_MEMORY")
@@ -34,61 +33,40 @@ def gather_gpus(needs: Needs, environ: Mapping[str, str]) -> GpusFacts | None:
     """Return the GPUs of this node; None if the engine needs none. Raises OSError."""
     if not needs.gpus:
         return None
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if shutil.which("nvidia-smi", path=environ.get("PATH")):
-        facts = _listed(_NVIDIA, parse_nvidia, visible, environ)
-    elif shutil.which("rocm-smi", path=environ.get("PATH")):
-        visible = environ.get("HIP_VISIBLE_DEVICES") or environ.get("ROCR_VISIBLE_DEVICES")
-        return _listed(_ROCM, parse_rocm, visible, environ)
-    else:
-        facts = GpusFacts(tool="", visible=visible)
+    facts = GpusFacts(tool="", visible=environ.get("CUDA_VISIBLE_DEVICES"))
+    if shutil.which(_TOOL, path=environ.get("PATH")):
+        facts = _listed(facts.visible, environ)
     if facts.tool or torch_cuda():
         return replace(facts, cuda=_probe_until_free(needs, environ))
     return facts
 
 
-def _listed(
-    argv: Sequence[str], parse: Callable[[str], list[Row]], visible: str | None, environ: Mapping[str, str]
-) -> GpusFacts:
-    """Return the GPUs that a driver's tool lists, or what it says in place of a list."""
-    done = _run(argv, environ, _TOOL_S)
+def _listed(visible: str | None, environ: Mapping[str, str]) -> GpusFacts:
+    """Return the GPUs that the driver's tool lists, or what it says in place of a list."""
+    done = _run(_LISTING, environ, _TOOL_S)
     if done.returncode:
-        return GpusFacts(tool=argv[0], visible=visible, error=_last_line(done.stdout + done.stderr))
-    listed = parse(done.stdout)
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        error = lines[-1][:_LONGEST] if lines else "it ended with an error"
+        return GpusFacts(tool=_TOOL, visible=visible, error=error)
+    listed = parse_listing(done.stdout)
     chosen = choose_visible(listed, visible)
     gpus = None if chosen is None else tuple(map(read_gpu, chosen))
-    return GpusFacts(tool=argv[0], driver=listed[0]["driver_version"] if listed else "", visible=visible, gpus=gpus)
+    return GpusFacts(tool=_TOOL, driver=listed[0]["driver_version"] if listed else "", visible=visible, gpus=gpus)
 
 
-def parse_nvidia(text: str) -> list[Row]:
+def parse_listing(text: str) -> list[Row]:
     """Return the rows of nvidia-smi, one for each GPU."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
     return [dict(zip(_FIELDS, row)) for row in rows if len(row) == len(_FIELDS)]
 
 
-def parse_rocm(text: str) -> list[Row]:
-    """Return the rows of `rocm-smi --json`, an object of cards. The keys of a card differ by version."""
-    try:
-        cards = json.loads(text[text.index("{") :])
-    except ValueError:
-        return []
-    found: list[Row] = []
-    for name, card in sorted(cards.items()):
-        if name.startswith("card") and isinstance(card, dict):
-            values = {key.lower(): str(value) for key, value in card.items()}
-            series = next((value for key, value in values.items() if key in ("card series", "card model")), "AMD GPU")
-            total = str(_number(values.get("vram total memory (b)", "")) // MIB)
-            found.append(dict(zip(_FIELDS, (str(len(found)), "", series, total, "", ""))))
-    return found
-
-
 def choose_visible(listed: Sequence[Row], visible: str | None) -> list[Row] | None:
-    """Return the GPUs that are visible, by number or UUID; None if they are parts of GPUs, or the tool says no UUID."""
+    """Return the GPUs that are visible, by number or UUID; None if they are parts of GPUs."""
     if visible is None:
         return list(listed)
     found = []
     for word in filter(None, (word.strip() for word in visible.split(","))):
-        if word.startswith("MIG-") or not (word.isdigit() or any(gpu["uuid"] for gpu in listed)):
+        if word.startswith("MIG-"):
             return None
         found += [gpu for gpu in listed if gpu["index"] == word or (len(word) > 4 and gpu["uuid"].startswith(word))]
     return found
@@ -146,7 +124,3 @@ def _run(argv: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> s
         start_new_session=True,
         check=False,
     )
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["it ended with an error"])[-1][:_LONGEST]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,6 @@ from hpc_serve.job.preflight.facts import (
     Needs,
     NetworkFacts,
     NodeFacts,
-    NodeReport,
     SoftwareFacts,
     WeightsFacts,
 )
@@ -64,18 +64,20 @@ FACTS = NodeFacts(
 )
 
 
-def with_cuda(**changes: Any) -> NodeFacts:
-    """A node on which CUDA says something else."""
-    return replace(FACTS, gpus=replace(GPUS, cuda=replace(CUDA, **changes)))
+def changed(value: Any, changes: Mapping[str, Any]) -> Any:
+    """Return facts with other values at these paths, as `{"gpus.cuda.error": "…"}`."""
+    for path, new in changes.items():
+        name, _, rest = path.partition(".")
+        if isinstance(value, Mapping):
+            value = {**value, name: new}
+        else:
+            value = replace(value, **{name: changed(getattr(value, name), {rest: new}) if rest else new})
+    return value
 
 
-def report(name: str = "n1", **changes: Any) -> NodeReport:
+def report(name: str = "n1", **changes: Any) -> NodeFacts:
     """A healthy node of a run; `changes` are of its facts."""
     number = int(name[1:])
     address = f"10.0.0.{number}"
     network = replace(NETWORK, resolved=(address,))
-    return NodeReport(
-        name=name,
-        facts=replace(FACTS, **{"name": name, "address": address, "network": network, **changes}),
-        unreached={},
-    )
+    return replace(FACTS, **{"name": name, "address": address, "network": network, "unreached": {}, **changes})

@@ -13,7 +13,7 @@ import pytest
 
 from hpc_serve.hub.hub_settings import HubSettings
 from hpc_serve.job.machine import node_memory
-from hpc_serve.job.preflight.facts import CudaFacts, GpuFacts
+from hpc_serve.job.preflight.facts import CudaDevice, CudaFacts
 from hpc_serve.job.preflight.gather import cuda_probe, gpus, machine, network, software, weights
 from tests.unit.job.preflight.nodes import CUDA, DEVICE, NEEDS
 
@@ -37,34 +37,17 @@ LISTED = """\
     ],
 )
 def test_the_gpus_of_this_job_are_those_that_it_may_see(visible, found):
-    chosen = gpus.choose_visible(gpus.parse_nvidia(LISTED), visible)
+    chosen = gpus.choose_visible(gpus.parse_listing(LISTED), visible)
     assert (chosen if chosen is None else [gpu["index"] for gpu in chosen]) == found
 
 
 def test_a_gpu_is_read_as_its_tool_lists_it():
-    first, row = gpus.parse_nvidia(LISTED)
+    first, row = gpus.parse_listing(LISTED)
     second = gpus.read_gpu(row)
     assert (second.name, second.uncorrected_errors) == ("NVIDIA H100 80GB HBM3", 2)
     assert second.total_bytes == 81559 * 2**20
     assert gpus.read_gpu({**first, "ecc.errors.uncorrected.volatile.total": "[N/A]"}).uncorrected_errors == 0
-    assert gpus.parse_nvidia("No devices were found\n") == []
-
-
-def test_amd_gpus_are_read_whatever_the_case_of_the_keys():
-    cards = {
-        "card0": {
-            "Card Series": "AMD Instinct MI300X",
-            "VRAM Total Memory (B)": "206141652992",
-            "VRAM Total Used Memory (B)": "300",
-        },
-        "card1": {"Card series": "AMD Instinct MI300X", "VRAM Total Memory (B)": "206141652992"},
-        "system": {"Driver version": "6.3"},
-    }
-    found = gpus.parse_rocm(f"WARNING: low power\n{json.dumps(cards)}")
-    assert [gpus.read_gpu(gpu) for gpu in found] == [GpuFacts(name="AMD Instinct MI300X", total_bytes=206141652992)] * 2
-    assert gpus.choose_visible(found, "1") == [found[1]]
-    assert gpus.choose_visible(found, "GPU-6d1c1f3e") is None
-    assert gpus.parse_rocm("no such thing") == []
+    assert gpus.parse_listing("No devices were found\n") == []
 
 
 def test_a_gpu_that_somebody_may_be_leaving_is_looked_at_again():
@@ -74,15 +57,12 @@ def test_a_gpu_that_somebody_may_be_leaving_is_looked_at_again():
     assert not gpus.is_in_use(CudaFacts(error="CUDA_ERROR_NO_DEVICE"), NEEDS)
 
 
-def test_an_engine_on_cpus_has_no_gpus_looked_at():
-    assert gpus.gather_gpus(replace(NEEDS, gpus=0), {}) is None
-
-
 def test_a_node_without_any_tool_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(gpus, "torch_cuda", str)
     facts = gpus.gather_gpus(NEEDS, {"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"})
     assert facts is not None
     assert (facts.tool, facts.visible, facts.cuda) == ("", "0", None)
+    assert gpus.gather_gpus(replace(NEEDS, gpus=0), {}) is None  # of an engine on CPUs
 
 
 class FakeCuda:
@@ -125,26 +105,22 @@ class FakeCuda:
 
 
 def test_the_probe_tries_each_gpu():
-    facts = cuda_probe.probe(FakeCuda())
-    assert (facts.error, facts.cuda_version) == ("", 12080)
-    assert [(one.name, one.capability, one.free_bytes, one.total_bytes, one.error) for one in facts.devices] == [
-        ("NVIDIA H100", "9.0", 70, 80, "")
-    ] * 2
+    device = CudaDevice(name="NVIDIA H100", capability="9.0", free_bytes=70, total_bytes=80)
+    assert cuda_probe.probe(FakeCuda()) == CudaFacts(cuda_version=12080, devices=(device, device))
 
 
 @pytest.mark.parametrize(
-    ("cuda", "error", "of_device"),
+    ("cuda", "errors"),
     [
-        (FakeCuda(cuInit=100), "CUDA_ERROR_NO_DEVICE", None),
-        (FakeCuda(1, cuDevicePrimaryCtxRetain=7), "", "error 7"),
-        (FakeCuda(1, forgets=True), "", "no error, but what was written is not what was read"),
-        (FakeCuda(0), "", None),
+        (FakeCuda(cuInit=100), ["CUDA_ERROR_NO_DEVICE"]),
+        (FakeCuda(1, cuDevicePrimaryCtxRetain=7), ["", "error 7"]),
+        (FakeCuda(1, forgets=True), ["", "no error, but what was written is not what was read"]),
+        (FakeCuda(0), [""]),
     ],
 )
-def test_the_probe_says_what_failed(cuda, error, of_device):
+def test_the_probe_says_what_failed(cuda, errors):
     facts = cuda_probe.probe(cuda)
-    assert facts.error == error
-    assert [one.error for one in facts.devices] == ([] if of_device is None else [of_device])
+    assert [facts.error, *(one.error for one in facts.devices)] == errors
 
 
 def test_the_cgroups_of_both_versions_are_found(tmp_path):
@@ -225,7 +201,8 @@ def gathered(model, **options):
     return facts
 
 
-def test_whole_weights_are_counted(model):
+def test_whole_weights_are_counted_and_what_no_index_names_is_not_read(model):
+    (model / "consolidated.safetensors").write_bytes(b"")
     facts = gathered(model)
     assert (facts.error, facts.missing, facts.damaged, facts.num_files) == ("", "", (), 2)
     assert facts.total_bytes == 2 * len(safetensors())
@@ -252,11 +229,6 @@ def test_a_tokenizer_has_one_of_many_files(model, name):
     assert gathered(model).lacks_tokenizer
     (model / name).write_text("")
     assert not gathered(model).lacks_tokenizer
-
-
-def test_a_file_that_no_index_names_is_not_read(model):
-    (model / "consolidated.safetensors").write_bytes(b"")
-    assert gathered(model).damaged == ()
 
 
 def test_files_that_are_missing_are_named(model):
@@ -316,13 +288,10 @@ def hub(monkeypatch):
         def log_message(self, *arguments):
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", seen
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", seen
+        server.shutdown()
 
 
 def test_a_redirect_of_the_hub_is_an_answer_and_the_token_goes_nowhere_else(hub, tmp_path):
@@ -335,11 +304,8 @@ def test_a_redirect_of_the_hub_is_an_answer_and_the_token_goes_nowhere_else(hub,
 
 
 def test_the_network_is_read_from_its_files(tmp_path):
-    for name, text in (
-        ("net/lo/speed", "-1"),
-        ("net/lo/mtu", "65536"),
-        ("infiniband/mlx5_0/ports/1/state", "4: ACTIVE"),
-    ):
+    files = {"net/lo/speed": "-1", "net/lo/mtu": "65536", "infiniband/mlx5_0/ports/1/state": "4: ACTIVE"}
+    for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     facts = network.gather_network("127.0.0.1", {"NCCL_SOCKET_IFNAME": "ib"}, sys_class=tmp_path)
