@@ -181,7 +181,7 @@ async def _start_part(here: _Here, go: Message) -> None:
     address = _own_address(node)
     if here.ray is not None:
         held = await here.ray
-        argv = worker_argv(node.ray_start_argv(address=address), head=str(go.get("gcs")))
+        argv = worker_argv(node, address=address, head=str(go.get("gcs")))
         await held.release(argv, node.ray_environ(address=address))
         return
     environ = node.child_environ(address=address)

@@ -31,7 +31,7 @@ from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.outcome import Outcome, PartFailedError, failure
 from hpc_serve.job.run.parts import PORT_CLASH_EXIT_CODE, Parts, StopOrder
 from hpc_serve.job.run.record_keeper import RecordKeeper
-from hpc_serve.job.run.restarts import Restart, Restarts
+from hpc_serve.job.run.restarts import Restarts
 from hpc_serve.trust.connection import NotOurEngineError
 from hpc_serve.vllm.log import WEIGHTS_LOADED, is_health_answer, read_figures, read_stage
 from hpc_serve.vllm.start_progress import StartProgress
@@ -69,7 +69,8 @@ class Engine:
         self._reading = RunReading(node.run_mark)
         self._progress = StartProgress()
         self.watch: EngineWatch | None = None
-        self._restart: Restart | None = None
+        self._restart_words = ""
+        """What is said of a restart until the engine is ready."""
         self._has_old_cache = node.cache.is_warm
         self._has_loaded_weights = False
         self._process = EngineProcess(node, parts, on_line=self._read_line, is_noise=self._is_noise)
@@ -99,20 +100,27 @@ class Engine:
             self._keeper.stages.note_sizes(sizes)
             outcome, ready_s = await self._run_once(environ)
             may_be_cache = self._may_be_cache(outcome, ready_s)
-            restart = None if may_be_cache else restarts.after_end(ready_s)
-            if restart is None and not may_be_cache:
+            wait_s = 0.0 if may_be_cache else restarts.after_end(ready_s)
+            if wait_s is None:
                 raise PartFailedError(_after_restarts(outcome, restarts.total))
             await self._run_end.wait_for_stop(_SETTLE_S)  # Slurm signals every process of a step at once
-            if self._run_end.is_decided:
+            if self._run_end.outcome is not None:
                 raise PartFailedError(outcome)
-            if restart is not None:
-                self._restart = restart
-                self._publish_restart(restart, outcome, restarts.total)
+            if not may_be_cache:
+                self._restart_words = restarts.words
+                _log.warning("%s, %.0f s after this end: %s", restarts.words, wait_s, outcome.reason)
+                self._keeper.start_again(
+                    state="starting",
+                    stage=restarts.words,
+                    progress=None,
+                    reason=outcome.reason,
+                    last_log_lines=outcome.last_log_lines,
+                    engine_restarts=restarts.total,
+                )
             await self._clear_up()
-            if restart is not None:
-                await asyncio.sleep(restart.wait_s)
-            else:
+            if may_be_cache:
                 self._discard_cache(outcome)
+            await asyncio.sleep(wait_s)
             self._endpoint = move_endpoint(self._node, self._endpoint)
             self._keeper.update(port=self._endpoint.record.port)
             environ = self._node.environ_of_restart(environ)
@@ -120,7 +128,9 @@ class Engine:
     async def _run_once(self, environ: Mapping[str, str]) -> tuple[Outcome, float | None]:
         """Run the engine until its end, or until it is given up; how that was, and how long it had been ready."""
         self.ended_elsewhere = ""
-        self.child = child = await self._start(environ)
+        self._progress = StartProgress()
+        self._has_loaded_weights = False
+        self.child = child = await self._process.start(self._endpoint, environ)
         ended = asyncio.create_task(child.wait())
         handing_over = asyncio.create_task(self._endpoint.socket.hand_over())
         serving = asyncio.create_task(self._serve_once(child))
@@ -154,8 +164,9 @@ class Engine:
         )
         adapters = Adapters(self.address, self._keeper, has_room=self._node.command.takes_adapters)
         await adapters.bring()
-        self._restart, self._has_old_cache = None, False
-        await asyncio.to_thread(self._write_segments)
+        self._restart_words, self._has_old_cache = "", False
+        mapped = await asyncio.to_thread(self._mapped_segments)  # after a kill nothing shows who owned it
+        await asyncio.to_thread(node_dir.write_segments, self._node.node_dir, mapped, seen_by="launcher")
         await self._on_ready()
         self._keeper.update(state="ready", stage="ready", progress=None, reason=None, last_log_lines=())
         _log.info("%s is ready at %s", options.service, self._endpoint.url)
@@ -167,11 +178,6 @@ class Engine:
         return Outcome(
             failed_part="engine", reason=f"engine {reason}", exit_code=1, last_log_lines=tuple(child.last_log_lines)
         )
-
-    async def _start(self, environ: Mapping[str, str]) -> Child:
-        self._progress = StartProgress()
-        self._has_loaded_weights = False
-        return await self._process.start(self._endpoint, environ)
 
     def _is_noise(self, line: str) -> bool:
         return is_health_answer(line) or (self.watch is not None and self.watch.is_noise(line))
@@ -188,10 +194,6 @@ class Engine:
         await end_marked(self._node.run_mark, grace_s=_LEFTOVERS_GRACE_S, variable=ENGINE_MARK)
         listed = node_dir.read_segments(self._node.node_dir)
         await asyncio.to_thread(lambda: shared_memory.remove(unlisted | listed))
-
-    def _write_segments(self) -> None:
-        """Write down the engine's shared memory: after a kill nothing shows who owned it."""
-        node_dir.write_segments(self._node.node_dir, self._mapped_segments(), seen_by="launcher")
 
     def _mapped_segments(self) -> set[Segment]:
         """Return the shared memory of the engine's processes on this node, as far as they live."""
@@ -224,19 +226,8 @@ class Engine:
         words = f"cold, kept in {cache.path} (the engine did not start with what had been there)"
         self._keeper.start_again(stage=stage, progress=None, cache=words)
 
-    def _publish_restart(self, restart: Restart, outcome: Outcome, total: int) -> None:
-        _log.warning("%s, %.0f s after this end: %s", restart.words, restart.wait_s, outcome.reason)
-        self._keeper.start_again(
-            state="starting",
-            stage=restart.words,
-            progress=None,
-            reason=outcome.reason,
-            last_log_lines=outcome.last_log_lines,
-            engine_restarts=total,
-        )
-
     def _set_stage(self, stage: str, done: int | None = None, total: int | None = None) -> None:
-        self._keeper.set_stage(stage, done, total, prefix=f"{self._restart.words}: " if self._restart else "")
+        self._keeper.set_stage(stage, done, total, prefix=self._restart_words and f"{self._restart_words}: ")
 
     async def _wait_until_ready(self, child: Child) -> SmallRequest:
         """Return once the engine is ready, with the request that it answered. Raises PartFailedError."""
@@ -260,7 +251,7 @@ class Engine:
                     exit_code=PORT_CLASH_EXIT_CODE,
                     last_log_lines=tuple(child.last_log_lines),
                 ) from error
-            read = await self._read_so_far()
+            read = await asyncio.to_thread(self._reading.look) + self._read_by_workers()
             self._progress.note_read_bytes(read.total)
             self._keeper.stages.note_read(read)
             if (idle_s := self._progress.idle_s) > node.options.stall_s:
@@ -277,10 +268,6 @@ class Engine:
             else:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(is_up.wait(), _POLL_INTERVAL_S)
-
-    async def _read_so_far(self) -> ReadSoFar:
-        """Return the bytes that the run's processes on all nodes have read; they grow while weights are loaded."""
-        return await asyncio.to_thread(self._reading.look) + self._read_by_workers()
 
     def _read_line(self, line: str) -> None:
         print_line(line)

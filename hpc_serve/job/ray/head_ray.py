@@ -46,8 +46,7 @@ class HeadRay:
         if shutil.which("ray", path=self.environ.get("PATH")) is None:  # the preflight says so, with the cure
             return
         self._client_port = hold_port()
-        start = node.ray_start_argv(address=node.internal_head)
-        argv = head_argv(start, client_port=self._client_port.getsockname()[1])
+        argv = head_argv(node, client_port=self._client_port.getsockname()[1])
         watch = (node.ray_dir, node.internal_head, node.options.device)
         await self._held.release(argv, self.environ, watch=watch)
 

@@ -2,10 +2,10 @@
 
     python -m hpc_serve.job.ray.ray_nodes FOLDER ADDRESS GPU [PORT]     (or another resource of Ray, counted by node)
 
-FOLDER is Ray's own folder, ADDRESS is the head's. PORT is the port of Ray's GCS; if it is not given, Ray writes the
-port into FOLDER. The port is printed as soon as it is known. The program ends when its standard input is closed. It is
-a thread of Ray's head where that is possible, since `import ray` takes more than a second. The launcher never imports
-Ray.
+FOLDER is Ray's own folder, ADDRESS is the head's. PORT is the port of Ray's GCS. If it is given, only public names of
+Ray are used; if not, Ray writes the port into FOLDER. The port is printed as soon as it is known. The program ends when
+its standard input is closed. It is a thread of Ray's head where that is possible, since `import ray` takes more than a
+second. The launcher never imports Ray.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import os
 import select
 import sys
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,10 +57,6 @@ def parse_line(line: str) -> int | RayNodes | None:
         return None
 
 
-def watch_in_thread(*words: str) -> None:
-    threading.Thread(target=watch, args=words, name="ray nodes", daemon=True).start()
-
-
 def watch(folder: str, address: str, device: str, port: str = "") -> None:
     """Print the port, then the nodes, until standard input is closed."""
     while not (gcs_port := int(port or ray_private.read_gcs_port(folder) or 0)):
@@ -72,7 +67,7 @@ def watch(folder: str, address: str, device: str, port: str = "") -> None:
     errors = 0
     while not _is_closed(_STEP_AFTER_ERROR_S if errors else 0.0):
         try:
-            with ray_private.listed_nodes(f"{address}:{gcs_port}") as list_nodes:
+            with ray_private.listed_nodes(f"{address}:{gcs_port}", as_driver=bool(port)) as list_nodes:
                 while True:
                     alive = {at: int(resources.get(device, 0)) for at, resources in list_nodes().items()}
                     if alive != before:

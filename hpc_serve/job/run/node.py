@@ -17,7 +17,7 @@ from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.job.machine.network import LOOPBACK, choose_port, interface_of, node_address
 from hpc_serve.job.machine.process import mark_environ
 from hpc_serve.job.run.outcome import KILL_WAIT_S
-from hpc_serve.job.run.ray_cluster import ray_environ, start_argv
+from hpc_serve.job.run.ray_cluster import ray_environ
 from hpc_serve.job.run.restarts import DEFAULT_RESTARTS
 from hpc_serve.rendezvous.files import check_folder, read_private, write_private
 from hpc_serve.vllm.command import Device, ServeCommand, has_server, rank_args, ray_data_parallel_environ
@@ -102,16 +102,6 @@ class Node:
     def ray_dir(self) -> str:
         """Ray's folder. Ray opens it to everybody (0777), so it is inside the private one."""
         return ray_dir(str(self.node_dir))
-
-    def ray_start_argv(self, *, address: str) -> tuple[str, ...]:
-        """Return the command of Ray on this node, without what is the head's or a worker's."""
-        return start_argv(
-            self.allocation,
-            address=address,
-            temp_dir=self.ray_dir,
-            device=self.options.device,
-            num_devices=self.options.gpus_per_node,
-        )
 
     def check_gpus(self) -> None:
         """Raises DoesNotFitError if Slurm gave this node fewer GPUs than the script says."""

@@ -13,7 +13,7 @@ import pytest
 
 import hpc_serve.client
 from hpc_serve.job.cleanup.shared_memory import list_segments, mapped_by
-from hpc_serve.job.run.restarts import Restart, Restarts
+from hpc_serve.job.run.restarts import Restarts
 from hpc_serve.rendezvous.record import EndpointRecord
 from tests.cluster import wait_for
 from tests.support.local_run import Run
@@ -28,8 +28,9 @@ def test_an_engine_that_was_never_ready_is_not_started_again():
 
 def test_three_starts_with_longer_waits_and_then_none():
     restarts = Restarts(3)
-    ends = [restarts.after_end(ready_s) for ready_s in (100.0, 1.0, None)]
-    assert ends == [Restart(number=n, most=3, wait_s=wait_s) for n, wait_s in ((1, 1.0), (2, 5.0), (3, 25.0))]
+    ends = [(restarts.after_end(ready_s), restarts.words) for ready_s in (100.0, 1.0, None)]
+    words = "starting the engine again ({} of 3)"
+    assert ends == [(1.0, words.format(1)), (5.0, words.format(2)), (25.0, words.format(3))]
     assert restarts.after_end(599.0) is None
     assert restarts.total == 3
 
