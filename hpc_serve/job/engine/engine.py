@@ -19,10 +19,11 @@ from typing import Any
 from hpc_serve.job.cleanup import node_dir, shared_memory
 from hpc_serve.job.cleanup.shared_memory import Segment
 from hpc_serve.job.engine.adapters import Adapters
+from hpc_serve.job.engine.drain import Drain
 from hpc_serve.job.engine.endpoint import EngineEndpoint, move_endpoint
 from hpc_serve.job.engine.engine_process import EngineProcess
 from hpc_serve.job.engine.engine_watch import EngineWatch
-from hpc_serve.job.engine.health import EngineAddress, NotReadyError, SmallRequest, check_ready, is_healthy
+from hpc_serve.job.engine.health import NotReadyError, SmallRequest, check_ready, is_healthy
 from hpc_serve.job.machine.log_setup import print_line
 from hpc_serve.job.machine.process import ENGINE_MARK, Child, end_marked, marked_pids
 from hpc_serve.job.progress.checkpoint import weight_sizes
@@ -63,25 +64,18 @@ class Engine:
         read_by_workers: Callable[[], ReadSoFar],
         on_ready: Callable[[], Awaitable[None]],
     ) -> None:
-        self._node, self._keeper, self._endpoint = node, keeper, endpoint
+        self._node, self.keeper, self._endpoint = node, keeper, endpoint
         self._parts, self._run_end = parts, parts.run_end
         self._read_by_workers, self._on_ready = read_by_workers, on_ready
         self._reading = RunReading(node.run_mark)
         self._progress = StartProgress()
         self.watch: EngineWatch | None = None
-        self._restart_words = ""
-        """What is said of a restart until the engine is ready."""
         self._has_old_cache = node.cache.is_warm
         self._has_loaded_weights = False
         self._process = EngineProcess(node, parts, on_line=self._read_line, is_noise=self._is_noise)
         self.child: Child | None = None
         self.ended_elsewhere = ""
         """What has ended of the engine on another node, for the reason of the engine's own end."""
-
-    @property
-    def address(self) -> EngineAddress:
-        """Return the engine's address."""
-        return self._endpoint.address
 
     async def hold(self, environ: Mapping[str, str]) -> None:
         """Import the engine's program before `serve` is due; `environ` has the known variables of `serve`."""
@@ -91,13 +85,13 @@ class Engine:
         """Have the engine serve until cancelled. Raises PartFailedError for an end after which it is not started."""
         # The parts of an engine that spans nodes without Ray find each other at their start alone.
         restarts = Restarts(0 if self._node.spans_nodes_without_ray else self._node.options.engine_restarts)
-        self._keeper.set_stage("starting the engine")
+        self.keeper.set_stage("starting the engine")
         self._parts.add(StopOrder.ENGINE, self._stop)
         command = self._node.command
         sizes = await asyncio.to_thread(weight_sizes, Path(command.stand_in or command.model))
-        self._keeper.add_figures({"checkpoint_bytes": sum(sizes)} if sizes else {})
+        self.keeper.add_figures({"checkpoint_bytes": sum(sizes)} if sizes else {})
         while True:
-            self._keeper.stages.note_sizes(sizes)
+            self.keeper.stages.note_sizes(sizes)
             outcome, ready_s = await self._run_once(environ)
             may_be_cache = self._may_be_cache(outcome, ready_s)
             wait_s = 0.0 if may_be_cache else restarts.after_end(ready_s)
@@ -107,9 +101,9 @@ class Engine:
             if self._run_end.outcome is not None:
                 raise PartFailedError(outcome)
             if not may_be_cache:
-                self._restart_words = restarts.words
+                self.keeper.stage_prefix = f"{restarts.words}: "
                 _log.warning("%s, %.0f s after this end: %s", restarts.words, wait_s, outcome.reason)
-                self._keeper.start_again(
+                self.keeper.start_again(
                     state="starting",
                     stage=restarts.words,
                     progress=None,
@@ -122,8 +116,21 @@ class Engine:
                 self._discard_cache(outcome)
             await asyncio.sleep(wait_s)
             self._endpoint = move_endpoint(self._node, self._endpoint)
-            self._keeper.update(port=self._endpoint.record.port)
+            self.keeper.update(port=self._endpoint.record.port)
             environ = self._node.environ_of_restart(environ)
+
+    async def drain(self, stop: Outcome) -> Outcome:
+        """Finish the requests under way, if the engine has begun to serve and answers; returns how the run ended."""
+        if self.child is None or self.keeper.record.state != "ready":
+            return stop
+        gate_file = Path(self._node.environ["HPC_SERVE_DRAIN_FILE"])
+        return await Drain(
+            engine=self.child,
+            address=self._endpoint.address,
+            gate_file=gate_file,
+            keeper=self.keeper,
+            run_end=self._run_end,
+        ).run(stop)
 
     async def _run_once(self, environ: Mapping[str, str]) -> tuple[Outcome, float | None]:
         """Run the engine until its end, or until it is given up; how that was, and how long it had been ready."""
@@ -156,19 +163,19 @@ class Engine:
             request = request.after_all_others()
         options = self._node.options
         self.watch = EngineWatch(
-            address=self.address,
+            address=self._endpoint.address,
             request=request,
             limit_s=options.canary_limit_s,
             give_up_s=options.hang_s,
-            keeper=self._keeper,
+            keeper=self.keeper,
         )
-        adapters = Adapters(self.address, self._keeper, has_room=self._node.command.takes_adapters)
+        adapters = Adapters(self._endpoint.address, self.keeper, has_room=self._node.command.takes_adapters)
         await adapters.bring()
-        self._restart_words, self._has_old_cache = "", False
+        self.keeper.stage_prefix, self._has_old_cache = "", False
         mapped = await asyncio.to_thread(self._mapped_segments)  # after a kill nothing shows who owned it
         await asyncio.to_thread(node_dir.write_segments, self._node.node_dir, mapped, seen_by="launcher")
         await self._on_ready()
-        self._keeper.update(state="ready", stage="ready", progress=None, reason=None, last_log_lines=())
+        self.keeper.update(state="ready", stage="ready", progress=None, reason=None, last_log_lines=())
         _log.info("%s is ready at %s", options.service, self._endpoint.url)
         following = asyncio.create_task(adapters.follow())
         try:
@@ -224,10 +231,7 @@ class Engine:
         except OSError as error:
             raise PartFailedError(replace(outcome, reason=f"{outcome.reason} ({cache.path}: {error})")) from error
         words = f"cold, kept in {cache.path} (the engine did not start with what had been there)"
-        self._keeper.start_again(stage=stage, progress=None, cache=words)
-
-    def _set_stage(self, stage: str, done: int | None = None, total: int | None = None) -> None:
-        self._keeper.set_stage(stage, done, total, prefix=self._restart_words and f"{self._restart_words}: ")
+        self.keeper.start_again(stage=stage, progress=None, cache=words)
 
     async def _wait_until_ready(self, child: Child) -> SmallRequest:
         """Return once the engine is ready, with the request that it answered. Raises PartFailedError."""
@@ -236,15 +240,15 @@ class Engine:
         is_up = self._endpoint.socket.is_taken  # a connection before that would only wait
         while True:
             try:
-                if is_up.is_set() and await asyncio.to_thread(is_healthy, self.address):
-                    self._set_stage("answering a first request")
+                if is_up.is_set() and await asyncio.to_thread(is_healthy, self._endpoint.address):
+                    self.keeper.set_stage("answering a first request")
                     return await asyncio.to_thread(
-                        check_ready, self.address, model, completion_timeout_s=_FIRST_REQUEST_TIMEOUT_S
+                        check_ready, self._endpoint.address, model, completion_timeout_s=_FIRST_REQUEST_TIMEOUT_S
                     )
             except NotReadyError as error:
-                self._set_stage(f"not ready: {error}")
+                self.keeper.set_stage(f"not ready: {error}")
             except NotOurEngineError as error:
-                where = f"{self.address.host}:{self.address.port}"
+                where = f"{self._endpoint.address.host}:{self._endpoint.address.port}"
                 raise failure(
                     "engine",
                     f"the server is up, but another program answers at {where}: {error}",
@@ -253,9 +257,9 @@ class Engine:
                 ) from error
             read = await asyncio.to_thread(self._reading.look) + self._read_by_workers()
             self._progress.note_read_bytes(read.total)
-            self._keeper.stages.note_read(read)
+            self.keeper.stages.note_read(read)
             if (idle_s := self._progress.idle_s) > node.options.stall_s:
-                record = self._keeper.record
+                record = self.keeper.record
                 how_far = f"; {record.progress.done} of {record.progress.total} were done" if record.progress else ""
                 raise failure(
                     "engine",
@@ -274,9 +278,9 @@ class Engine:
         self._progress.note_line(line)
         stage = read_stage(line)
         self._has_loaded_weights |= stage is not None and stage.name == WEIGHTS_LOADED
-        if stage is not None and self._keeper.record.state == "starting":
-            self._set_stage(stage.name, stage.done, stage.total)
-        self._keeper.add_figures(read_figures(line))
+        if stage is not None and self.keeper.record.state == "starting":
+            self.keeper.set_stage(stage.name, stage.done, stage.total)
+        self.keeper.add_figures(read_figures(line))
 
 
 def _after_restarts(outcome: Outcome, total: int) -> Outcome:

@@ -176,7 +176,8 @@ def test_only_the_first_start_of_a_run_is_remembered_and_an_engine_that_is_start
     keeper.start_again(state="starting", stage="starting the engine again (1 of 3)", engine_restarts=1)
     assert keeper.record.start is not None
     assert keeper.record.start.stage == "engine"
-    keeper.set_stage("loading weights", 1, 4, prefix="starting the engine again (1 of 3): ")
+    keeper.stage_prefix = "starting the engine again (1 of 3): "
+    keeper.set_stage("loading weights", 1, 4)
     assert keeper.record.stage == "starting the engine again (1 of 3): loading weights"
     keeper.update(state="ready", stage="ready")
     assert last_start(tmp_path, keeper.record) == past
