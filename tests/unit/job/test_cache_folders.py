@@ -44,16 +44,6 @@ def used_before(root, key=KEY, *, at_s: float, size: int = 0) -> Path:
     return folder.path
 
 
-def test_a_run_gets_the_same_private_folder_again(root):
-    first = locked(root)
-    (first.path / "graph").write_text("compiled")
-    first.close()
-    again = locked(root)
-    assert (again.path, (again.path / "graph").read_text()) == (first.path, "compiled")
-    assert stat.S_IMODE(again.path.stat().st_mode) == 0o700
-    again.close()
-
-
 def test_runs_at_the_same_time_have_a_folder_each(root):
     folders = [locked(root) for _ in range(3)]
     assert [folder.path.name for folder in folders] == [f"{KEY}-0", f"{KEY}-1", f"{KEY}-2"]
@@ -62,12 +52,6 @@ def test_runs_at_the_same_time_have_a_folder_each(root):
     assert again.path.name == f"{KEY}-1"
     for folder in (folders[0], folders[2], again):
         folder.close()
-
-
-def test_a_replica_of_a_job_begins_with_its_own_number(root):
-    folder = locked(root, first=2)
-    assert folder.path.name == f"{KEY}-2"
-    folder.close()
 
 
 def test_a_run_goes_on_without_where_all_are_in_use(root, monkeypatch):

@@ -298,22 +298,6 @@ def test_a_thousand_connections_take_a_bounded_number_of_places_and_a_node_still
     with_a_server(scenario, num_nodes=2)
 
 
-def test_strangers_of_another_address_cost_no_node_its_connection():
-    """The node has connected first and is slow; a stranger elsewhere then connects without end."""
-
-    async def scenario(port, links, errors, server):
-        reader, writer, nonce = await open_with_ticket(port, local_addr=("127.0.0.2", 0))
-        strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]
-        writer.write(json.dumps({**HELLO, "proof": proof("secret", "node", nonce)}).encode() + b"\n")
-        assert json.loads(await asyncio.wait_for(reader.readline(), 60))["name"] == "n1"
-        assert (await asyncio.wait_for(links.get(), 60)).name == "n2"
-        assert not errors
-        for _, stranger in [*strangers, (reader, writer)]:
-            stranger.close()
-
-    with_a_server(scenario, num_nodes=2)
-
-
 @pytest.mark.parametrize("cut_after", ["accept", "greeting", "hello"])
 def test_a_handshake_that_is_cut_off_is_tried_again(monkeypatch, cut_after):
     """As the head cuts off connections while strangers hold too many."""

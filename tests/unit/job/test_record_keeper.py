@@ -60,23 +60,6 @@ def test_a_disk_that_is_full_ends_nothing(tmp_path, caplog):
     assert caplog.text.count("No space left on device") == 1
 
 
-def test_a_home_that_is_moved_away_is_told_once_and_not_made_anew_and_is_written_when_it_is_back(tmp_path, caplog):
-    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
-    store = ServiceStore(home)
-
-    with caplog.at_level("INFO", logger="hpc_serve"):
-        keeper = RecordKeeper(store, make_record())
-        home.rename(elsewhere)
-        for state in ("draining", "ready", "draining"):
-            keeper.update(state=state)
-        assert not home.exists()
-        elsewhere.rename(home)
-        keeper.update(state="ready")
-    assert caplog.text.count(f"{home} is gone") == 1
-    assert caplog.text.count("the record is written again") == 1
-    assert [record.state for record in store.read("405b").records] == ["ready"]
-
-
 def test_a_record_says_since_when_it_is_in_its_state(tmp_path):
     keeper = RecordKeeper(ServiceStore(tmp_path), make_record(state_since=5.0))
     keeper.update(stage="ready", reason="none")

@@ -41,10 +41,6 @@ def test_ten_minutes_of_readiness_begin_the_count_anew():
     assert restarts.total == 3
 
 
-def test_none_are_made_where_none_are_wanted():
-    assert Restarts(0).after_end(10_000.0) is None
-
-
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     runs: list[Run] = []
@@ -129,12 +125,6 @@ def test_without_restarts_the_run_ends_at_once(start):
     record = run.wait_for_state("failed")
     assert KILLED.fullmatch(str(record.reason)), record.reason
     assert record.exit_code == 137
-
-
-def test_a_first_start_that_fails_is_not_repeated(start):
-    run = start("--stub-fail", "ValueError: no such model")
-    assert run.wait_for_state("failed").reason == "engine exited with 1: ValueError: no such model"
-    assert run.node_log().count("engine command:") == 1
 
 
 @pytest.mark.parametrize("when", ["waiting", "loading"])
