@@ -29,11 +29,12 @@ from hpc_serve.job.links.link import (
 from hpc_serve.job.machine.network import PortsInUseError
 
 _HANDSHAKE_TIMEOUT_S = 10.0
-# Most handshakes at once, after the ticket. A node tries several times at once.
+# Most handshakes at once, after the ticket. Earlier tries of a node may still be ending.
 _HANDSHAKES_PER_NODE = 4
 _SPARE_HANDSHAKES = 64
 _RETRY_INTERVAL_S = 0.2
-_MAX_TRIES_AT_ONCE = 16
+# Strangers may keep the kernel or the head busy: a new try then comes in sooner than an old one.
+_TRY_S = 3.0
 _MAX_WRONG_ANSWERS = 3
 
 
@@ -142,68 +143,37 @@ async def connect(
     deadline = time.monotonic() + deadline_s
     about: Message = {"rank": rank, "name": name, "cache": cache[:MAX_TEXT]}
     wrong_answers = 0
-    error: BaseException | None = None
-    proving = asyncio.Lock()
-    tries: set[asyncio.Task[Link]] = set()
-    try:
-        while True:
-            if len(tries) < _MAX_TRIES_AT_ONCE:
-                one = asyncio.create_task(_try_to_connect(head, token, about, own_address, proving))
-                one.add_done_callback(_take_error)
-                tries.add(one)
-            done, tries = await asyncio.wait(tries, timeout=_RETRY_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
-            for ended in done:
-                if (error := ended.exception()) is None:
-                    return ended.result()
-                if not isinstance(error, OSError | ValueError | EOFError | asyncio.TimeoutError):
-                    raise error
-                wrong_answers += isinstance(error, ValueError)
-            is_late = time.monotonic() > deadline
-            if wrong_answers >= _MAX_WRONG_ANSWERS or (is_late and isinstance(error, ValueError | EOFError)):
-                raise PortsInUseError(
-                    f"A program other than the head's launcher answers at {head[0]}:{head[1]}."
-                ) from error
-            if is_late:
-                why = str(error or "") or "no answer"
-                raise LinkLostError(
-                    f"node {name} cannot reach the head's launcher at {head[0]}:{head[1]} "
-                    f"after {deadline_s:.0f} s ({why}); if the nodes have several networks, "
-                    "name the one to use in HPC_SERVE_INTERFACE"
-                ) from error
-            if done:
-                await asyncio.sleep(_RETRY_INTERVAL_S)
-    finally:
-        for pending in tries:
-            pending.cancel()
-
-
-def _take_error(ended: asyncio.Task[Link]) -> None:
-    """Take the error of a try that nobody awaits any more: asyncio would print it."""
-    if not ended.cancelled():
-        ended.exception()
-
-
-async def _try_to_connect(
-    head: tuple[str, int], token: str, about: Message, own_address: Callable[[], str], proving: asyncio.Lock
-) -> Link:
-    """Try once to connect, and return the link. Raises what `open_with_ticket` raises.
-
-    `proving` stays locked after a success: the head takes one connection from a node.
-    """
-    reader, writer, greeted = await open_with_ticket(head, token, "head", within_s=_HANDSHAKE_TIMEOUT_S)
-    try:
-        await proving.acquire()
+    while True:
         try:
-            hello = {**about, "address": own_address(), "proof": proof(token, "node", text(greeted, "nonce"))}
-            await write_message(writer, hello)
-            answer = await asyncio.wait_for(read_message(reader), _HANDSHAKE_TIMEOUT_S)
-            silence_s = answer.get("silence_s")  # the head's value: both ends wait equally long
-            if not isinstance(silence_s, int | float):
-                raise ValueError("no silence_s")
-            return Link(reader, writer, rank=0, name=text(answer, "name"), address=head[0], silence_s=silence_s)
-        except BaseException:
-            proving.release()
-            raise
+            return await _try_to_connect(head, token, about, own_address)
+        except (OSError, ValueError, EOFError, asyncio.TimeoutError) as caught:
+            error = caught
+        wrong_answers += isinstance(error, ValueError)
+        is_late = time.monotonic() > deadline
+        if wrong_answers >= _MAX_WRONG_ANSWERS or (is_late and isinstance(error, ValueError | EOFError)):
+            raise PortsInUseError(
+                f"A program other than the head's launcher answers at {head[0]}:{head[1]}."
+            ) from error
+        if is_late:
+            raise LinkLostError(
+                f"node {name} cannot reach the head's launcher at {head[0]}:{head[1]} after {deadline_s:.0f} s "
+                f"({str(error) or 'no answer'}); if the nodes have several networks, name the one to use in "
+                "HPC_SERVE_INTERFACE"
+            ) from error
+        await asyncio.sleep(_RETRY_INTERVAL_S)
+
+
+async def _try_to_connect(head: tuple[str, int], token: str, about: Message, own_address: Callable[[], str]) -> Link:
+    """Try once to connect, and return the link. Raises what `open_with_ticket` raises."""
+    reader, writer, greeted = await open_with_ticket(head, token, "head", within_s=_TRY_S)
+    try:
+        hello = {**about, "address": own_address(), "proof": proof(token, "node", text(greeted, "nonce"))}
+        await write_message(writer, hello)
+        answer = await asyncio.wait_for(read_message(reader), _HANDSHAKE_TIMEOUT_S)
+        silence_s = answer.get("silence_s")  # the head's value: both ends wait equally long
+        if not isinstance(silence_s, int | float):
+            raise ValueError("no silence_s")
+        return Link(reader, writer, rank=0, name=text(answer, "name"), address=head[0], silence_s=silence_s)
     except BaseException as error:
         writer.transport.abort()
         if isinstance(error, OSError | asyncio.TimeoutError):

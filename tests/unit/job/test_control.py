@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 import threading
 import time
@@ -287,8 +286,8 @@ def test_a_thousand_connections_take_a_bounded_number_of_places_and_a_node_still
             writer.write(ticket)
         link = await join(port)
         assert (await asyncio.wait_for(links.get(), 60)).name == "n2"
-        # Strangers without a ticket take no place. The node's own tries at once may still be ending.
-        assert len(server._handshakes) <= (server._max_handshakes if ticket else control._MAX_TRIES_AT_ONCE)
+        # Strangers without a ticket take no place.
+        assert len(server._handshakes) <= (server._max_handshakes if ticket else 1)
         assert server._max_handshakes == 2 * 4 + 64
         assert not errors
         for _, writer in strangers:
@@ -316,7 +315,6 @@ def test_a_handshake_that_is_cut_off_is_tried_again(monkeypatch, cut_after):
         raise EOFError
 
     monkeypatch.setattr(ControlServer, "_handshake", handshake)
-    monkeypatch.setattr(control, "_MAX_TRIES_AT_ONCE", 1)  # a busy machine may make a try slow; no further one then
 
     async def scenario(head, node):
         return head.name
@@ -348,34 +346,6 @@ def test_who_says_no_more_is_not_waited_for(monkeypatch, said):
         assert not server._handshakes
 
     with_a_server(scenario)
-
-
-def test_tries_that_fail_beside_the_one_that_succeeds_print_nothing(monkeypatch):
-    """As where strangers keep the head busy: it cuts some tries off while another comes through."""
-    link, printed, calls, are_answered = Link.__new__(Link), [], [], asyncio.Event()
-
-    async def try_to_connect(*_):
-        calls.append(1)
-        if len(calls) == 8:
-            asyncio.get_running_loop().call_soon(are_answered.set)
-            raise ConnectionResetError
-        is_first = len(calls) == 1
-        await are_answered.wait()
-        if is_first:
-            return link
-        raise EOFError
-
-    async def run():
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: printed.append(context["message"]))
-        head = ("127.0.0.1", 1)
-        found = await connect(head, "t", rank=1, name="n2", own_address=lambda: "a", deadline_s=60)
-        gc.collect()
-        return found
-
-    monkeypatch.setattr(control, "_try_to_connect", try_to_connect)
-    assert asyncio.run(run()) is link
-    gc.collect()
-    assert not printed
 
 
 def test_once_closed_it_takes_nobody_and_keeps_who_is_in():
