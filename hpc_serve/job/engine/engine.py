@@ -25,6 +25,7 @@ from hpc_serve.job.engine.engine_process import EngineProcess
 from hpc_serve.job.engine.engine_watch import EngineWatch
 from hpc_serve.job.engine.health import NotReadyError, SmallRequest, check_ready, is_healthy
 from hpc_serve.job.machine.log_setup import print_line
+from hpc_serve.job.machine.network import choose_port
 from hpc_serve.job.machine.process import ENGINE_MARK, Child, end_marked, marked_pids
 from hpc_serve.job.progress.checkpoint import weight_sizes
 from hpc_serve.job.progress.reading import ReadSoFar, RunReading
@@ -84,7 +85,8 @@ class Engine:
     async def serve(self, environ: Mapping[str, str]) -> None:
         """Have the engine serve until cancelled. Raises PartFailedError for an end after which it is not started."""
         # The parts of an engine that spans nodes without Ray find each other at their start alone.
-        restarts = Restarts(0 if self._node.spans_nodes_without_ray else self._node.options.engine_restarts)
+        spans_nodes_without_ray = self._node.backend == "mp" and self._node.allocation.num_nodes > 1
+        restarts = Restarts(0 if spans_nodes_without_ray else self._node.options.engine_restarts)
         self.keeper.set_stage("starting the engine")
         self._parts.add(StopOrder.ENGINE, self._stop)
         command = self._node.command
@@ -117,7 +119,7 @@ class Engine:
             await asyncio.sleep(wait_s)
             self._endpoint = move_endpoint(self._node, self._endpoint)
             self.keeper.update(port=self._endpoint.record.port)
-            environ = self._node.environ_of_restart(environ)
+            environ = {**environ, "VLLM_PORT": str(choose_port())}
 
     async def drain(self, stop: Outcome) -> Outcome:
         """Finish the requests under way, if the engine has begun to serve and answers; returns how the run ended."""
@@ -176,7 +178,8 @@ class Engine:
         await asyncio.to_thread(node_dir.write_segments, self._node.node_dir, mapped, seen_by="launcher")
         await self._on_ready()
         self.keeper.update(state="ready", stage="ready", progress=None, reason=None, last_log_lines=())
-        _log.info("%s is ready at %s", options.service, self._endpoint.url)
+        at = self._endpoint.address
+        _log.info("%s is ready at https://%s:%d", options.service, at.host, at.port)
         following = asyncio.create_task(adapters.follow())
         try:
             reason = await self.watch.run()

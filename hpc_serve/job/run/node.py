@@ -115,11 +115,6 @@ class Node:
             )
 
     @property
-    def spans_nodes_without_ray(self) -> bool:
-        """Return whether vLLM's own multi-node start joins the engine's processes."""
-        return self.backend == "mp" and self.allocation.num_nodes > 1
-
-    @property
     def has_server(self) -> bool:
         """Return whether this node runs a server of its own, with a record of its own."""
         return has_server(self.command, self.allocation.node_rank)
@@ -183,10 +178,6 @@ class Node:
     def without_kept_cache(self, reason: str) -> Node:
         """Return the node with caches of the engine that go with the run."""
         return replace(self, cache=private_cache(self.node_dir, reason))
-
-    def environ_of_restart(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of an engine that is started again, from that of its last start."""
-        return {**environ, "VLLM_PORT": str(choose_port())}
 
     def make_peer_files(self, *, address: str) -> None:
         """Make a certificate for this node's Ray, which listens at `address`. Raises what `trust.peers` does."""
