@@ -195,7 +195,7 @@ class Head:
         """Return whether the engine's caches outlive the run. vLLM gives its workers over Ray the head's path of them,
         so all nodes must have that folder, and its lock; without Ray each node has its own."""
         cache = self._node.cache
-        if cache.folder is None:
+        if cache.lock is None:
             return False
         if self._node.backend == "ray" and not self._workers.have_cache(str(cache.path)):
             self._node = self._node.without_kept_cache(f"not every node has {cache.path} for this run")

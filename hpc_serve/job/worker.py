@@ -67,7 +67,7 @@ async def run_worker(node: Node) -> int:
         name=node.allocation.node_name,
         own_address=lambda: _own_address(node),
         deadline_s=node.options.join_s,
-        cache=str(node.cache.path) if node.cache.folder is not None else "",
+        cache=str(node.cache.path) if node.cache.lock is not None else "",
     )
     parts = Parts(node.run_mark, run_end, node_name=node.allocation.node_name)
     parts.run_in_background(parts.watch_memory())

@@ -139,7 +139,7 @@ def test_a_folder_that_a_stranger_made_first_is_not_used(scratch, node_dir, tmp_
     with open_cache(
         KEY, node_dir, {"HPC_SERVE_TMPDIR": str(scratch), "HPC_SERVE_HOME": str(scratch / "home")}
     ) as cache:
-        assert (cache.path, cache.is_warm, cache.folder) == (node_dir / "cache", False, None)
+        assert (cache.path, cache.is_warm, cache.lock) == (node_dir / "cache", False, None)
         assert cache.words.startswith("cold, and not kept: ")
         assert str(root) in cache.words or str(planted) in cache.words or str(scratch) in cache.words
     if attack != "a file":
