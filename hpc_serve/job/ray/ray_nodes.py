@@ -15,7 +15,6 @@ import os
 import select
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from hpc_serve.job.ray import ray_private
@@ -25,25 +24,23 @@ _STEP_S, _STEP_AFTER_ERROR_S = 0.05, 0.3
 _ERRORS_BEFORE_WORDS = 10
 
 
-@dataclass(frozen=True)
-class RayNodes:
-    """The number of devices of the wanted kind that each node of Ray has, by its address."""
+RayNodes = dict[str, int]
+"""The number of devices of the wanted kind that each node of Ray has, by its address."""
 
-    devices: Mapping[str, int]
 
-    def missing(self, expected: Mapping[str, str], device: str, per_node: int) -> list[str]:
-        """Return a sentence for each node that is absent, has another number of devices, or is not of this job.
+def missing_nodes(found: RayNodes, expected: Mapping[str, str], device: str, per_node: int) -> list[str]:
+    """Return a sentence for each node that is absent, has another number of devices, or is not of this job.
 
-        `expected` maps addresses to node names.
-        """
-        sentences = []
-        for address, name in expected.items():
-            if address not in self.devices:
-                sentences.append(f"{name} ({address}) has not joined")
-            elif self.devices[address] != per_node:
-                sentences.append(f"{name} ({address}) has {self.devices[address]} {device}s instead of {per_node}")
-        unexpected = sorted(set(self.devices) - set(expected))
-        return [*sentences, *(f"{address} joined but is not of this job" for address in unexpected)]
+    `expected` maps addresses to node names.
+    """
+    sentences = []
+    for address, name in expected.items():
+        if address not in found:
+            sentences.append(f"{name} ({address}) has not joined")
+        elif found[address] != per_node:
+            sentences.append(f"{name} ({address}) has {found[address]} {device}s instead of {per_node}")
+    unexpected = sorted(set(found) - set(expected))
+    return [*sentences, *(f"{address} joined but is not of this job" for address in unexpected)]
 
 
 def parse_line(line: str) -> int | RayNodes | None:
@@ -52,7 +49,7 @@ def parse_line(line: str) -> int | RayNodes | None:
         fact = json.loads(line)
         if "hpc_serve_gcs" in fact:
             return int(fact["hpc_serve_gcs"])
-        return RayNodes({str(address): int(count) for address, count in fact["hpc_serve_nodes"].items()})
+        return {str(address): int(count) for address, count in fact["hpc_serve_nodes"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

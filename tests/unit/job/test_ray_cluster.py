@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.job.machine.allocation import Allocation
-from hpc_serve.job.ray.ray_nodes import RayNodes, parse_line
+from hpc_serve.job.ray.ray_nodes import missing_nodes, parse_line
 from hpc_serve.job.ray.ray_private import read_gcs_port
 from hpc_serve.job.run.node import LaunchOptions, Node
 from hpc_serve.job.run.ray_cluster import head_argv, ray_environ, worker_argv
@@ -121,18 +121,18 @@ def test_rays_connections_show_token_and_certificates_and_its_metrics_do_not_lis
 
 
 def test_who_is_missing_is_named():
-    assert RayNodes({"10.0.0.1": 8, "10.0.0.2": 8}).missing(EXPECTED, "GPU", 8) == []
-    assert RayNodes({"10.0.0.1": 8}).missing(EXPECTED, "GPU", 8) == ["n2 (10.0.0.2) has not joined"]
-    assert RayNodes({"10.0.0.1": 8, "10.0.0.2": 4}).missing(EXPECTED, "TPU", 8) == [
+    assert missing_nodes({"10.0.0.1": 8, "10.0.0.2": 8}, EXPECTED, "GPU", 8) == []
+    assert missing_nodes({"10.0.0.1": 8}, EXPECTED, "GPU", 8) == ["n2 (10.0.0.2) has not joined"]
+    assert missing_nodes({"10.0.0.1": 8, "10.0.0.2": 4}, EXPECTED, "TPU", 8) == [
         "n2 (10.0.0.2) has 4 TPUs instead of 8"
     ]
-    assert RayNodes({"10.0.0.1": 8, "10.0.0.2": 8, "10.0.0.3": 8}).missing(EXPECTED, "GPU", 8) == [
+    assert missing_nodes({"10.0.0.1": 8, "10.0.0.2": 8, "10.0.0.3": 8}, EXPECTED, "GPU", 8) == [
         "10.0.0.3 joined but is not of this job"
     ]
 
 
 def test_rays_log_lines_are_not_taken_for_nodes():
-    assert parse_line('{"hpc_serve_nodes": {"10.0.0.1": 8}}') == RayNodes({"10.0.0.1": 8})
+    assert parse_line('{"hpc_serve_nodes": {"10.0.0.1": 8}}') == {"10.0.0.1": 8}
     assert parse_line('{"hpc_serve_gcs": 4321}') == 4321
     for line in ("INFO worker.py: Connecting", "[1, 2]", "7", "{}"):
         assert parse_line(line) is None
