@@ -21,7 +21,7 @@ from hpc_serve.job.ray.held_ray import HeldRay
 from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.outcome import Outcome, RunEnd
 from hpc_serve.job.run.parts import Parts, StopOrder
-from hpc_serve.job.run.ray_cluster import worker_argv
+from hpc_serve.job.run.ray_cluster import ray_environ, worker_argv
 from hpc_serve.vllm.command import headless_argv
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ async def _control_port(node: Node) -> int:
 async def _hold_ray(node: Node, parts: Parts, ready: asyncio.Future[HeldRay]) -> None:
     address = _own_address(node)
     held = HeldRay("ray worker", parts, grace_s=_GRACE_S)
-    await held.begin(node.ray_environ(address=address))
+    await held.begin(ray_environ(node, address=address))
     await asyncio.to_thread(node.make_peer_files, address=address)
     ready.set_result(held)
 
@@ -178,7 +178,7 @@ async def _start_part(here: _Here, go: Message) -> None:
     if here.ray is not None:
         held = await here.ray
         argv = worker_argv(node, address=address, head=str(go.get("gcs")))
-        await held.release(argv, node.ray_environ(address=address))
+        await held.release(argv, ray_environ(node, address=address))
         return
     environ = node.child_environ(address=address)
     node.write_settings(str(go.get("settings", "")))

@@ -15,7 +15,7 @@ from hpc_serve.job.ray.held_ray import HeldRay
 from hpc_serve.job.ray.ray_nodes import RayNodes, missing_nodes, parse_line
 from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.parts import Parts
-from hpc_serve.job.run.ray_cluster import head_argv
+from hpc_serve.job.run.ray_cluster import head_argv, ray_environ
 from hpc_serve.job.run.record_keeper import RecordKeeper
 
 _NAME = "ray head"
@@ -36,13 +36,13 @@ class HeadRay:
     async def hold(self) -> None:
         """Have its program imported, while nodes are waited for. Raises what `make_peer_files` does."""
         node = self._node
-        await self._held.begin(node.ray_environ(address=node.internal_head))
+        await self._held.begin(ray_environ(node, address=node.internal_head))
         await asyncio.to_thread(node.make_peer_files, address=node.internal_head)
 
     async def start_head(self, node: Node) -> None:
         """Start Ray's head, if there is a command `ray`; `node` is this node as all nodes have agreed on."""
         self._node = node
-        self.environ = node.ray_environ(address=node.internal_head)
+        self.environ = ray_environ(node, address=node.internal_head)
         if shutil.which("ray", path=self.environ.get("PATH")) is None:  # the preflight says so, with the cure
             return
         self._client_port = hold_port()

@@ -17,7 +17,6 @@ from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.job.machine.network import LOOPBACK, choose_port, interface_of, node_address
 from hpc_serve.job.machine.process import mark_environ
 from hpc_serve.job.run.outcome import KILL_WAIT_S
-from hpc_serve.job.run.ray_cluster import ray_environ
 from hpc_serve.job.run.restarts import DEFAULT_RESTARTS
 from hpc_serve.rendezvous.files import check_folder, read_private, write_private
 from hpc_serve.vllm.command import Device, ServeCommand, has_server, rank_args, ray_data_parallel_environ
@@ -184,12 +183,6 @@ class Node:
         from hpc_serve.trust.peers import make_peer_files
 
         make_peer_files(Path(self.environ["HPC_SERVE_JOB_DIR"]), self.node_dir / "tls", addresses=(address,))
-
-    def ray_environ(self, *, address: str) -> dict[str, str]:
-        """Return the environment of Ray here, and of an engine over it. They read what `make_peer_files` makes."""
-        from hpc_serve.trust.peers import PeerFiles
-
-        return ray_environ(self.child_environ(address=address), PeerFiles.in_folder(self.node_dir / "tls"))
 
 
 def ray_dir(node_dir: str) -> str:

@@ -9,15 +9,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from hpc_serve.job.machine.node_memory import shared_memory_bytes
+from hpc_serve.job.run.node import Node
 from hpc_serve.sizes import GIB, MIB
 from hpc_serve.vllm.command import Device
-
-if TYPE_CHECKING:
-    from hpc_serve.job.run.node import Node
-    from hpc_serve.trust.peers import PeerFiles
 
 # vLLM passes small messages through the object store; tensors go by NCCL or shared memory.
 _OBJECT_STORE_BYTES = GIB
@@ -77,10 +73,16 @@ def _device_args(device: Device, num_devices: int) -> list[str]:
     return ["--num-gpus=0", f"--resources={json.dumps({device: num_devices})}"]
 
 
-def ray_environ(environ: Mapping[str, str], peer: PeerFiles) -> dict[str, str]:
-    """`environ`, which names the token's file, with what every Ray process on this node needs beside it."""
+def ray_environ(node: Node, *, address: str) -> dict[str, str]:
+    """Return the environment of Ray on a node at `address`, and of an engine over it.
+
+    It names the token's file, and what `Node.make_peer_files` makes.
+    """
+    from hpc_serve.trust.peers import PeerFiles
+
+    peer = PeerFiles.in_folder(node.node_dir / "tls")
     return {
-        **_with_hip_devices(environ),
+        **_with_hip_devices(node.child_environ(address=address)),
         "RAY_AUTH_MODE": "token",  # `ray start --address` does not turn it on by itself
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "1",  # its default, 30 s, is Slurm's KillWait
         "RAY_memory_monitor_refresh_ms": "0",  # it would end our workers for memory that other users of the node use

@@ -29,7 +29,6 @@ def of_node(allocation: Allocation = ALLOCATION, **options: Any) -> Node:
 
 
 NODE = of_node()
-PEER = PeerFiles(authority=Path("/t/a.pem"), certificate=Path("/t/n.pem"), key=Path("/t/n.key"))
 EXPECTED = {"10.0.0.1": "n1", "10.0.0.2": "n2"}
 
 
@@ -63,7 +62,7 @@ def test_chips_of_a_tpu_are_a_resource_like_any_other():
     ],
 )
 def test_amd_gpus_are_named_as_ray_takes_them(monkeypatch, given, seen):
-    environ = ray_environ(given, PEER)
+    environ = ray_environ(replace(NODE, environ=given), address="127.0.0.1")
     assert {name: value for name, value in environ.items() if name.endswith("VISIBLE_DEVICES")} == seen
     manager = pytest.importorskip("ray._private.accelerators.amd_gpu").AMDGPUAcceleratorManager
     for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
@@ -110,10 +109,11 @@ def test_ray_knows_every_port_option():
 
 
 def test_rays_connections_show_token_and_certificates_and_its_metrics_do_not_listen():
-    environ = ray_environ({"X": "1"}, PEER)
+    environ = ray_environ(replace(NODE, environ={"X": "1"}), address="127.0.0.1")
     assert (environ["X"], environ["RAY_AUTH_MODE"], environ["RAY_USE_TLS"]) == ("1", "token", "1")
-    assert environ["RAY_TLS_CA_CERT"] == "/t/a.pem"
-    assert (environ["RAY_TLS_SERVER_CERT"], environ["RAY_TLS_SERVER_KEY"]) == ("/t/n.pem", "/t/n.key")
+    peer = PeerFiles.in_folder(NODE.node_dir / "tls")
+    assert environ["RAY_TLS_CA_CERT"] == str(peer.authority)
+    assert (environ["RAY_TLS_SERVER_CERT"], environ["RAY_TLS_SERVER_KEY"]) == (str(peer.certificate), str(peer.key))
     constants = pytest.importorskip("ray._common.tls_utils")
     source = Path(constants.__file__).read_text()
     assert all(name in source for name in environ if name.startswith("RAY_TLS_"))
