@@ -101,7 +101,7 @@ class Head:
             self._preflight = HeadPreflight(node)
         await control.start(listener)
         self._parts.run_in_background(self._keeper.renew())
-        self._parts.run_in_background(self._parts.watch_memory())
+        self._parts.run_in_background(self._parts.oom_watch.run())
         self._parts.run_in_background(self._run_end.fail_on_error(self._start(control)))
         drain_requests = self._drain_requests()
         for path in drain_requests:

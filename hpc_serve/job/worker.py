@@ -70,7 +70,7 @@ async def run_worker(node: Node) -> int:
         cache=str(node.cache.path) if node.cache.lock is not None else "",
     )
     parts = Parts(node.run_mark, run_end, node_name=node.allocation.node_name)
-    parts.run_in_background(parts.watch_memory())
+    parts.run_in_background(parts.oom_watch.run())
     parts.run_in_background(link.send_heartbeats(RunReading(node.run_mark).look))
     here = _Here(node=node, link=link, parts=parts)
     try:
