@@ -91,11 +91,7 @@ class Head:
         node = self._node
         self._run_end.stop_on_signals()
         control = ControlServer(
-            node.token,
-            node.allocation.node_name,
-            self._workers.add_worker,
-            silence_s=node.silence_s,
-            num_nodes=node.allocation.num_nodes,
+            node.token, node.allocation.node_name, self._workers.add_worker, silence_s=node.silence_s
         )
         if node.options.preflight != "off":
             self._preflight = HeadPreflight(node)

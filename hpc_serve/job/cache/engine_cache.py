@@ -105,7 +105,6 @@ class EngineCache:
         if self.lock is not None:
             try:
                 (self.path / READY).write_text(machine_key())
-                os.utime(self.lock)  # of many folders, those used last are kept
             except OSError as error:
                 _log.warning("the caches in %s will not be used again: %s", self.path, error)
 
@@ -186,7 +185,7 @@ def remove_unused(root: Path, *, limit_bytes: int) -> list[Path]:
 def _lock_cache(root: Path, key: str, first: int, *, is_ready_until_it_fails: bool) -> EngineCache:
     path, lock = lock_folder(root, key, first=first)
     try:
-        os.utime(lock)
+        os.utime(lock)  # of many folders, those used last are kept
         ready_on = _read(path / READY)
         if ready_on == machine_key():
             words, is_warm = f"warm, from {path} on this node", True

@@ -29,9 +29,6 @@ from hpc_serve.job.links.link import (
 from hpc_serve.job.machine.network import PortsInUseError
 
 _HANDSHAKE_TIMEOUT_S = 10.0
-# Most handshakes at once, after the ticket. Earlier tries of a node may still be ending.
-_HANDSHAKES_PER_NODE = 4
-_SPARE_HANDSHAKES = 64
 _RETRY_INTERVAL_S = 0.2
 # Strangers may keep the kernel or the head busy: a new try then comes in sooner than an old one.
 _TRY_S = 3.0
@@ -41,17 +38,14 @@ _MAX_WRONG_ANSWERS = 3
 class ControlServer:
     """The head's end: accepts launchers that hold the token, and calls `on_link` with the connection of each.
 
-    Anybody can connect to it. A connection without a ticket is closed at once (`Admission`). A connection with a ticket
-    has _HANDSHAKE_TIMEOUT_S for its proof. If there are too many, the oldest is closed.
+    Anybody can connect to it. A connection without a ticket of its own is closed at once (`Admission`). Another one has
+    _HANDSHAKE_TIMEOUT_S for its proof.
     """
 
-    def __init__(
-        self, token: str, name: str, on_link: Callable[[Link], None], *, silence_s: float, num_nodes: int = 1
-    ) -> None:
+    def __init__(self, token: str, name: str, on_link: Callable[[Link], None], *, silence_s: float) -> None:
         self._token, self._name, self._on_link = token, name, on_link
         self._silence_s = silence_s
-        self._max_handshakes = num_nodes * _HANDSHAKES_PER_NODE + _SPARE_HANDSHAKES
-        self._handshakes: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._handshakes: set[asyncio.Task[None]] = set()
         self._admission: Admission | None = None
 
     async def start(self, listener: socket.socket) -> None:
@@ -70,23 +64,19 @@ class ControlServer:
         if self._admission is not None:
             self._admission.close()
             self._admission = None
-        for handshake in self._handshakes:
+        for handshake in [*self._handshakes]:
             handshake.cancel()
 
     def _admit(self, connection: socket.socket, nonce: str) -> None:
         if self._admission is None:
             connection.close()
             return
-        if len(self._handshakes) >= self._max_handshakes:
-            oldest = next(iter(self._handshakes))
-            del self._handshakes[oldest]
-            oldest.cancel()
         handshake = asyncio.ensure_future(self._open(connection, nonce))
-        self._handshakes[handshake] = None
+        self._handshakes.add(handshake)
         handshake.add_done_callback(functools.partial(self._forget, connection))
 
     def _forget(self, connection: socket.socket, handshake: asyncio.Task[None]) -> None:
-        self._handshakes.pop(handshake, None)
+        self._handshakes.discard(handshake)
         if handshake.cancelled():  # before it began
             connection.close()
 

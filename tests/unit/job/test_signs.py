@@ -102,6 +102,17 @@ def served(vllm: Vllm, **options):
             vllm.may_go_on.set()
 
 
+@pytest.fixture
+def vllm() -> Vllm:
+    return Vllm()
+
+
+@pytest.fixture
+def port(vllm):
+    with served(vllm) as port:
+        yield port
+
+
 class Client:
     """A connection, and all bytes that came on it."""
 
@@ -179,17 +190,15 @@ def test_a_request_that_asks_gets_signs_before_and_within_its_answer(served_both
         ("/v1/events", ASK + AUTH, "1.0"),
     ],
 )
-def test_where_no_sign_may_stand_there_is_none(path, more, version):
-    vllm = Vllm()
-    with served(vllm) as port:
-        watched = Client(port).ask("/v1/whole")
-        client = Client(port).ask(path, more=more, version=version)
-        watched.until(PROCESSING, 3)
-        vllm.may_go_on.set()
-        client.socket.settimeout(5)
-        text = client.until(b"200 OK")
-        assert client.quiet(1.0) or client.received
-        assert not any(sign in text + client.received for sign in SIGNS)
+def test_where_no_sign_may_stand_there_is_none(path, more, version, vllm, port):
+    watched = Client(port).ask("/v1/whole")
+    client = Client(port).ask(path, more=more, version=version)
+    watched.until(PROCESSING, 3)
+    vllm.may_go_on.set()
+    client.socket.settimeout(5)
+    text = client.until(b"200 OK")
+    assert client.quiet(1.0) or client.received
+    assert not any(sign in text + client.received for sign in SIGNS)
 
 
 def test_a_head_request_has_signs_before_its_answer_alone():
@@ -206,57 +215,47 @@ def test_a_head_request_has_signs_before_its_answer_alone():
         assert client.quiet(1.2)
 
 
-def test_a_connection_that_closes_after_its_answer_has_signs():
-    vllm = Vllm()
-    with served(vllm) as port:
-        client = Client(port).ask("/v1/whole", more=ASK + AUTH + "Connection: close\r\n")
-        client.until(PROCESSING, 2)
-        vllm.may_go_on.set()
-        assert b"connection: close" in client.until(b"0\r\n\r\n")
+def test_a_connection_that_closes_after_its_answer_has_signs(vllm, port):
+    client = Client(port).ask("/v1/whole", more=ASK + AUTH + "Connection: close\r\n")
+    client.until(PROCESSING, 2)
+    vllm.may_go_on.set()
+    assert b"connection: close" in client.until(b"0\r\n\r\n")
 
 
-def test_requests_in_one_packet_have_each_their_signs_in_their_order():
-    vllm = Vllm()
-    with served(vllm) as port:
-        client = Client(port)
-        one = f"GET /v1/{{}} HTTP/1.1\r\nHost: e\r\n{ASK}{AUTH}\r\n"
-        client.socket.sendall((one.format("events") + one.format("whole")).encode())
-        client.until(COMMENT_CHUNK, 3)
-        assert PROCESSING not in client.received
-        vllm.may_go_on.set()
-        first, rest = client.until(b"0\r\n\r\n", 2).split(b"0\r\n\r\n", 1)
-        assert first.endswith(b"data: 2\n\n\r\n")
-        assert rest.startswith((OK, PROCESSING))
+def test_requests_in_one_packet_have_each_their_signs_in_their_order(vllm, port):
+    client = Client(port)
+    one = f"GET /v1/{{}} HTTP/1.1\r\nHost: e\r\n{ASK}{AUTH}\r\n"
+    client.socket.sendall((one.format("events") + one.format("whole")).encode())
+    client.until(COMMENT_CHUNK, 3)
+    assert PROCESSING not in client.received
+    vllm.may_go_on.set()
+    first, rest = client.until(b"0\r\n\r\n", 2).split(b"0\r\n\r\n", 1)
+    assert first.endswith(b"data: 2\n\n\r\n")
+    assert rest.startswith((OK, PROCESSING))
 
 
-def test_signs_come_while_a_body_is_still_arriving():
-    vllm = Vllm()
-    with served(vllm) as port:
-        client = Client(port).ask("/v1/upload", method="POST", more=ASK + AUTH + "Content-Length: 10\r\n")
-        client.socket.sendall(b"12345")
-        assert client.until(PROCESSING, 2) == PROCESSING * 2
-        vllm.may_go_on.set()
-        client.socket.sendall(b"67890")
-        client.until(OK)
+def test_signs_come_while_a_body_is_still_arriving(vllm, port):
+    client = Client(port).ask("/v1/upload", method="POST", more=ASK + AUTH + "Content-Length: 10\r\n")
+    client.socket.sendall(b"12345")
+    assert client.until(PROCESSING, 2) == PROCESSING * 2
+    vllm.may_go_on.set()
+    client.socket.sendall(b"67890")
+    client.until(OK)
 
 
 @pytest.mark.parametrize("key", ["", "Authorization: Bearer another\r\n"])
-def test_without_the_key_there_are_no_signs_even_if_the_body_never_ends(key):
-    vllm = Vllm()
-    with served(vllm) as port:
-        client = Client(port).ask("/v1/upload", method="POST", more=ASK + key + "Content-Length: 10\r\n")
-        assert client.quiet(1.5)
-        client.socket.sendall(b"1234567890")
-        assert client.until(b"\r\n\r\n").startswith(b"HTTP/1.1 401")
+def test_without_the_key_there_are_no_signs_even_if_the_body_never_ends(key, vllm, port):
+    client = Client(port).ask("/v1/upload", method="POST", more=ASK + key + "Content-Length: 10\r\n")
+    assert client.quiet(1.5)
+    client.socket.sendall(b"1234567890")
+    assert client.until(b"\r\n\r\n").startswith(b"HTTP/1.1 401")
 
 
-def test_an_application_that_fails_after_signs_is_answered_with_500():
-    vllm = Vllm()
-    with served(vllm) as port:
-        client = Client(port).ask("/v1/fails")
-        client.until(PROCESSING)
-        vllm.may_go_on.set()
-        assert client.until(b"Internal Server Error").replace(PROCESSING, b"").startswith(b"HTTP/1.1 500")
+def test_an_application_that_fails_after_signs_is_answered_with_500(vllm, port):
+    client = Client(port).ask("/v1/fails")
+    client.until(PROCESSING)
+    vllm.may_go_on.set()
+    assert client.until(b"Internal Server Error").replace(PROCESSING, b"").startswith(b"HTTP/1.1 500")
 
 
 def test_a_websocket_handshake_that_asks_has_no_signs():
@@ -292,18 +291,16 @@ def test_a_client_that_reads_nothing_gets_no_signs_on_top():
         assert COMMENT_CHUNK not in text
 
 
-def test_many_that_ask_and_leave_disturb_nobody():
-    vllm = Vllm()
-    with served(vllm) as port:
-        for _ in range(20):
-            clients = [Client(port).ask("/v1/whole") for _ in range(50)]
-            clients[-1].until(PROCESSING)
-            for client in clients:
-                client.socket.close()
-        staying = Client(port).ask("/v1/whole")
-        staying.until(PROCESSING, 2)
-        vllm.may_go_on.set()
-        staying.until(OK)
+def test_many_that_ask_and_leave_disturb_nobody(vllm, port):
+    for _ in range(20):
+        clients = [Client(port).ask("/v1/whole") for _ in range(50)]
+        clients[-1].until(PROCESSING)
+        for client in clients:
+            client.socket.close()
+    staying = Client(port).ask("/v1/whole")
+    staying.until(PROCESSING, 2)
+    vllm.may_go_on.set()
+    staying.until(OK)
 
 
 def test_a_timer_runs_while_a_request_asks_and_only_then():
@@ -363,14 +360,12 @@ def test_signs_stop_with_the_engine_and_come_back_with_its_next_step(counter, mo
         client.until(PROCESSING, before + 2)
 
 
-def test_health_says_whether_the_engine_is_busy_to_who_has_the_key(counter):
-    vllm = Vllm()
-    with served(vllm) as port:
-        assert b"x-hpc-serve-engine: idle" in Client(port).ask("/health", more=AUTH).until(b"\r\n\r\n")
-        assert b"x-hpc-serve-engine" not in Client(port).ask("/health", more="").until(b"\r\n\r\n")
-        _due(vllm)
-        time.sleep(0.5)
-        assert b"x-hpc-serve-engine: busy" in Client(port).ask("/health", more=AUTH).until(b"\r\n\r\n")
+def test_health_says_whether_the_engine_is_busy_to_who_has_the_key(counter, vllm, port):
+    assert b"x-hpc-serve-engine: idle" in Client(port).ask("/health", more=AUTH).until(b"\r\n\r\n")
+    assert b"x-hpc-serve-engine" not in Client(port).ask("/health", more="").until(b"\r\n\r\n")
+    _due(vllm)
+    time.sleep(0.5)
+    assert b"x-hpc-serve-engine: busy" in Client(port).ask("/health", more=AUTH).until(b"\r\n\r\n")
 
 
 def test_an_engine_of_another_vllm_is_never_called_hung(counter, caplog):
