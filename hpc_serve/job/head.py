@@ -17,7 +17,7 @@ from pathlib import Path
 from hpc_serve.errors import StoreError
 from hpc_serve.exit_codes import PREFLIGHT_EXIT_CODE
 from hpc_serve.job.cleanup.run_dir import write_control_port
-from hpc_serve.job.engine.drain import drain_engine, follow_drain_requests
+from hpc_serve.job.engine.drain import follow_drain_requests
 from hpc_serve.job.engine.endpoint import EngineEndpoint, make_endpoint
 from hpc_serve.job.engine.engine import Engine
 from hpc_serve.job.links.control import ControlServer
@@ -29,7 +29,7 @@ from hpc_serve.job.ray.head_ray import HeadRay
 from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.outcome import Outcome, RunEnd, failure
 from hpc_serve.job.run.parts import Parts, StopOrder
-from hpc_serve.job.run.record_keeper import RecordKeeper, end_of, first_record
+from hpc_serve.job.run.record_keeper import RecordKeeper, first_record
 from hpc_serve.job.run.takeover import take_over
 from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.drain import drain_file_of
@@ -91,17 +91,13 @@ class Head:
         node = self._node
         self._run_end.stop_on_signals()
         control = ControlServer(
-            node.token,
-            node.allocation.node_name,
-            self._workers.add_worker,
-            silence_s=node.silence_s,
-            num_nodes=node.allocation.num_nodes,
+            node.token, node.allocation.node_name, self._workers.add_worker, silence_s=node.silence_s
         )
         if node.options.preflight != "off":
             self._preflight = HeadPreflight(node)
         await control.start(listener)
         self._parts.run_in_background(self._keeper.renew())
-        self._parts.run_in_background(self._parts.watch_memory())
+        self._parts.run_in_background(self._parts.oom_watch.run())
         self._parts.run_in_background(self._run_end.fail_on_error(self._start(control)))
         drain_requests = self._drain_requests()
         for path in drain_requests:
@@ -110,14 +106,16 @@ class Head:
         outcome = await self._run_end.wait()
         if not outcome.is_failure and outcome.drain_s > 0:
             outcome = await self._drain(outcome)
-        self._publish_end(outcome)
+        if outcome.is_failure:
+            _log.error("%s failed (exit code %d): %s", outcome.failed_part, outcome.exit_code, outcome.reason)
+        else:
+            _log.info("stopping: %s", outcome.reason)
+        self._keeper.publish_end(outcome, node.environ)
         await self._parts.take_down(most_grace_s=self._run_end.grace_s)
         control.close()
         with contextlib.suppress(StoreError):
             for path in drain_requests:
                 remove_file(path)
-        if not outcome.is_failure:
-            self._keeper.update(state="stopped", stage="stopped", progress=None, reason=outcome.reason, exit_code=0)
         await self._keeper.finish()
         return outcome.exit_code
 
@@ -134,7 +132,7 @@ class Head:
             asked = {"reason": stop.reason, "drain_s": stop.drain_s, "cause": stop.drain_cause}
             others = asyncio.create_task(self._workers.ask_all("drain", **asked))
         began = time.monotonic()
-        outcome = await drain_engine(self._engine, self._node, self._keeper, self._run_end, stop)
+        outcome = await self._engine.drain(stop)
         if others is not None and not outcome.is_failure:
             interrupted = asyncio.create_task(self._run_end.wait_for_interruption())
             left_s = max(0.0, stop.drain_s - (time.monotonic() - began))
@@ -193,7 +191,7 @@ class Head:
         """Return whether the engine's caches outlive the run. vLLM gives its workers over Ray the head's path of them,
         so all nodes must have that folder, and its lock; without Ray each node has its own."""
         cache = self._node.cache
-        if cache.folder is None:
+        if cache.lock is None:
             return False
         if self._node.backend == "ray" and not self._workers.have_cache(str(cache.path)):
             self._node = self._node.without_kept_cache(f"not every node has {cache.path} for this run")
@@ -267,11 +265,3 @@ class Head:
         await asyncio.sleep(_ENDS_ITSELF_S)
         if watch is not None and watch is self._engine.watch:
             watch.fault, self._engine.ended_elsewhere = told, ""
-
-    def _publish_end(self, outcome: Outcome) -> None:
-        if outcome.is_failure:
-            _log.error("%s failed (exit code %d): %s", outcome.failed_part, outcome.exit_code, outcome.reason)
-            self._keeper.update(progress=None, **end_of(outcome, self._node.environ))
-        else:
-            _log.info("stopping: %s", outcome.reason)
-            self._keeper.update(state="draining", stage="stopping", progress=None, reason=outcome.reason)

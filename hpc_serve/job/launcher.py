@@ -18,7 +18,7 @@ from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.job.ray.ray_logs import kept_ray_logs
 from hpc_serve.job.run.node import LaunchOptions, Node, read_token
 from hpc_serve.job.weights.stage_folder import stage_base
-from hpc_serve.job.weights.weights_place import find_load_strategy, with_strategy
+from hpc_serve.job.weights.weights_place import with_strategy
 from hpc_serve.vllm.command import ServeCommand, choose_backend, read_command
 
 _FROM_PREPARE = (
@@ -55,8 +55,7 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
             command = staging.command(command)
             loading = f"vLLM's default (lazy): from the copy {staging.target} on the node"
         else:
-            strategy = find_load_strategy(command, environ, num_nodes=allocation.num_nodes)
-            command, loading = with_strategy(command, strategy), strategy.reason
+            command, loading = with_strategy(command, environ, num_nodes=allocation.num_nodes)
         node = Node(
             options=options,
             allocation=allocation,

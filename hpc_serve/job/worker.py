@@ -21,11 +21,11 @@ from hpc_serve.job.ray.held_ray import HeldRay
 from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.outcome import Outcome, RunEnd
 from hpc_serve.job.run.parts import Parts, StopOrder
-from hpc_serve.job.run.ray_cluster import worker_argv
+from hpc_serve.job.run.ray_cluster import ray_environ, worker_argv
 from hpc_serve.vllm.command import headless_argv
 
 if TYPE_CHECKING:
-    from hpc_serve.job.worker_server import WorkerServer
+    from hpc_serve.job.engine.engine import Engine
 
 _log = logging.getLogger(__name__)
 _REPORT_TIMEOUT_S = 30.0
@@ -44,7 +44,7 @@ class _Here:
     link: Link
     parts: Parts
     ray: asyncio.Future[HeldRay] | None = None
-    server: WorkerServer | None = None
+    server: Engine | None = None
     end_of_run: Outcome | None = None
 
 
@@ -67,10 +67,10 @@ async def run_worker(node: Node) -> int:
         name=node.allocation.node_name,
         own_address=lambda: _own_address(node),
         deadline_s=node.options.join_s,
-        cache=str(node.cache.path) if node.cache.folder is not None else "",
+        cache=str(node.cache.path) if node.cache.lock is not None else "",
     )
     parts = Parts(node.run_mark, run_end, node_name=node.allocation.node_name)
-    parts.run_in_background(parts.watch_memory())
+    parts.run_in_background(parts.oom_watch.run())
     parts.run_in_background(link.send_heartbeats(RunReading(node.run_mark).look))
     here = _Here(node=node, link=link, parts=parts)
     try:
@@ -80,7 +80,7 @@ async def run_worker(node: Node) -> int:
         parts.run_in_background(_follow_head(here))
         outcome = await run_end.wait()
         if here.server is not None:
-            here.server.publish_end(here.end_of_run or outcome)
+            here.server.keeper.publish_end(here.end_of_run or outcome, node.environ)
         if outcome.is_failure:
             await _report_failure(link, run_end, outcome)
         else:
@@ -88,7 +88,7 @@ async def run_worker(node: Node) -> int:
     finally:
         await parts.take_down()
         if here.server is not None:
-            await here.server.finish()
+            await here.server.keeper.finish()
         await link.close()
     return outcome.exit_code
 
@@ -109,7 +109,7 @@ async def _control_port(node: Node) -> int:
 async def _hold_ray(node: Node, parts: Parts, ready: asyncio.Future[HeldRay]) -> None:
     address = _own_address(node)
     held = HeldRay("ray worker", parts, grace_s=_GRACE_S)
-    await held.begin(node.ray_environ(address=address))
+    await held.begin(ray_environ(node, address=address))
     await asyncio.to_thread(node.make_peer_files, address=address)
     ready.set_result(held)
 
@@ -123,7 +123,7 @@ async def _follow_head(here: _Here) -> None:
     preflight = NodePreflight(node)
     try:
         while (message := await link.receive())["kind"] in ("preflight", "peers", "stage"):
-            parts.run_in_background(_answer(node, link, run_end, preflight, message))
+            parts.run_in_background(run_end.fail_on_error(_answer(here, preflight, message)))
         preflight.close()
         if message["kind"] == "go":
             if not message.get("keeps_cache"):
@@ -148,12 +148,16 @@ async def _follow_head(here: _Here) -> None:
         run_end.stop(str(error))
 
 
-async def _answer(node: Node, link: Link, run_end: RunEnd, preflight: NodePreflight, question: Message) -> None:
-    """Answer one question of the head."""
-    if question["kind"] == "stage":
-        await run_end.fail_on_error(_stage_model(node, link, question))
-    else:
-        await link.answer(question, **await preflight.answer(question))
+async def _answer(here: _Here, preflight: NodePreflight, question: Message) -> None:
+    """Answer one question of the head; "stage" is answered once the copy is there."""
+    told: Message = {}
+    if question["kind"] != "stage":
+        told = await preflight.answer(question)
+    elif here.node.staging is not None:
+        from hpc_serve.job.weights.staging import stage
+
+        await stage(here.node.staging, lambda done, total: None)
+    await here.link.answer(question, **told)
 
 
 async def _drain(here: _Here, question: Message) -> None:
@@ -165,14 +169,6 @@ async def _drain(here: _Here, question: Message) -> None:
     await here.link.answer(question)
 
 
-async def _stage_model(node: Node, link: Link, question: Message) -> None:
-    if node.staging is not None:
-        from hpc_serve.job.weights.staging import stage
-
-        await stage(node.staging, lambda done, total: None)
-    await link.answer(question)
-
-
 async def _start_part(here: _Here, go: Message) -> None:
     """Start this node's share of Ray, or of the engine where there is no Ray, as the message `go` says."""
     node, parts = here.node, here.parts
@@ -181,15 +177,15 @@ async def _start_part(here: _Here, go: Message) -> None:
     address = _own_address(node)
     if here.ray is not None:
         held = await here.ray
-        argv = worker_argv(node.ray_start_argv(address=address), head=str(go.get("gcs")))
-        await held.release(argv, node.ray_environ(address=address))
+        argv = worker_argv(node, address=address, head=str(go.get("gcs")))
+        await held.release(argv, ray_environ(node, address=address))
         return
     environ = node.child_environ(address=address)
     node.write_settings(str(go.get("settings", "")))
     if node.has_server:
-        from hpc_serve.job.worker_server import WorkerServer
+        from hpc_serve.job.worker_server import make_server
 
-        here.server = WorkerServer(node, address, parts)
+        here.server = make_server(node, address, parts)
         await here.server.serve(environ)
     else:
         engine = await parts.start_child("engine", [*headless_argv(node.command), *node.rank_args()], environ)

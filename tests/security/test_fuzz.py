@@ -257,7 +257,7 @@ def test_the_control_port_takes_launchers_after_whatever_came_before(rng):
     async def stranger(port: int, line: bytes, *, hold: bool, has_ticket: bool) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         if has_ticket:
-            writer.write(make_ticket("secret", "0" * 32))
+            writer.write(make_ticket("secret", rng.randbytes(16).hex()))
             await reader.readline()
         writer.write(line)
         if not hold:

@@ -39,28 +39,11 @@ _MOST_AT_ONCE = 64
 _UNUSED_S = 30 * 86_400.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class LockedFolder:
-    """A folder that this process has locked; `descriptor` holds the lock."""
+def lock_folder(root: Path, key: str, *, first: int = 0) -> tuple[Path, int]:
+    """Make and lock the first folder of this key that nobody uses, from number `first` on; return it with its lock.
 
-    path: Path
-    descriptor: int
-
-    def note_use(self) -> None:
-        """Count as used now: of many folders, those used last are kept."""
-        with contextlib.suppress(OSError):
-            os.utime(self.descriptor)
-
-    def close(self) -> None:
-        """Give the lock back."""
-        os.close(self.descriptor)
-
-
-def lock_folder(root: Path, key: str, *, first: int = 0) -> LockedFolder | None:
-    """Make and lock the first folder of this key that nobody uses, from number `first` on; None if all are in use.
-
-    A folder with a file of another user is removed first, and is skipped if it cannot be removed. Raises OSError, for
-    example on a filesystem without locks.
+    A folder with a file of another user is removed first, and is skipped if it cannot be removed. Raises OSError if all
+    are in use, or for example on a filesystem without locks.
     """
     for number in range(first, first + _MOST_AT_ONCE):
         path = root / f"{key}-{number}"
@@ -73,12 +56,12 @@ def lock_folder(root: Path, key: str, *, first: int = 0) -> LockedFolder | None:
                 remove_tree(path, mark=READY)
             path.mkdir(mode=0o700, exist_ok=True)
             if others_file(path) is None:
-                return LockedFolder(path=path, descriptor=descriptor)
+                return path, descriptor
         except OSError:
             os.close(descriptor)
             raise
         os.close(descriptor)
-    return None
+    raise OSError(f"other runs use all folders of this engine in {root}")
 
 
 def empty_folder(path: Path) -> None:
@@ -91,14 +74,14 @@ def empty_folder(path: Path) -> None:
 class EngineCache:
     """The folder of one run's caches. `words` says for people whether it was warm when the run began, and from where.
 
-    `folder` is None for the run's private folder, which goes with the run. `archive` is None if no archive is to be
-    written.
+    `lock` is held on a folder that outlives the run; None for the run's private folder. `archive` is None if no archive
+    is to be written.
     """
 
     path: Path
     words: str
     is_warm: bool = False
-    folder: LockedFolder | None = None
+    lock: int | None = None
     archive: CacheArchive | None = None
 
     def environ(self) -> dict[str, str]:
@@ -108,7 +91,7 @@ class EngineCache:
             "TORCHINDUCTOR_CACHE_DIR": str(self.path / "inductor"),
             "TRITON_CACHE_DIR": str(self.path / "triton"),
         }
-        if self.folder is not None:
+        if self.lock is not None:
             found |= {
                 "FLASHINFER_WORKSPACE_BASE": str(self.path / "flashinfer"),
                 "VLLM_XLA_CACHE_PATH": str(self.path / "xla"),
@@ -119,10 +102,9 @@ class EngineCache:
 
     def note_ready(self) -> None:
         """Note that an engine is ready with these caches: the next start may use them."""
-        if self.folder is not None:
+        if self.lock is not None:
             try:
                 (self.path / READY).write_text(machine_key())
-                self.folder.note_use()
             except OSError as error:
                 _log.warning("the caches in %s will not be used again: %s", self.path, error)
 
@@ -179,23 +161,19 @@ def open_cache(
                 limit_bytes=archives_bytes or _ARCHIVES_BYTES,
             )
             cache = _seeded(replace(cache, archive=archive))
-    except (OSError, _UnusableError) as error:
+    except OSError as error:
         _log.warning("what the engine compiles is not kept for the next start: %s", error)
         yield private_cache(node_dir, str(error))
         return
-    assert cache.folder is not None
+    assert cache.lock is not None
     try:
         for removed in remove_unused(root, limit_bytes=limit_bytes):
             _log.info("removed %s: the caches of this node may take %.1f GiB", removed, limit_bytes / GIB)
         _log.info("caches of the engine: %s", cache.words)
         yield cache
     finally:
-        cache.folder.close()
+        os.close(cache.lock)
         remove_unused(root, limit_bytes=limit_bytes)
-
-
-class _UnusableError(Exception):
-    """No folder that outlives the run can be used safely."""
 
 
 def remove_unused(root: Path, *, limit_bytes: int) -> list[Path]:
@@ -205,25 +183,23 @@ def remove_unused(root: Path, *, limit_bytes: int) -> list[Path]:
 
 
 def _lock_cache(root: Path, key: str, first: int, *, is_ready_until_it_fails: bool) -> EngineCache:
-    folder = lock_folder(root, key, first=first)
-    if folder is None:
-        raise _UnusableError(f"other runs use all folders of this engine in {root}")
+    path, lock = lock_folder(root, key, first=first)
     try:
-        folder.note_use()
-        ready_on = _read(folder.path / READY)
+        os.utime(lock)  # of many folders, those used last are kept
+        ready_on = _read(path / READY)
         if ready_on == machine_key():
-            words, is_warm = f"warm, from {folder.path} on this node", True
+            words, is_warm = f"warm, from {path} on this node", True
             if not is_ready_until_it_fails:
-                (folder.path / READY).unlink()
+                (path / READY).unlink()
         else:
             # Another machine, or an engine that did not become ready: what it left may be half written.
             why = "no engine was ready with it yet" if ready_on is None else "it was of another kind of machine"
-            words, is_warm = f"cold, kept in {folder.path} ({why})", False
-            empty_folder(folder.path)
+            words, is_warm = f"cold, kept in {path} ({why})", False
+            empty_folder(path)
     except OSError:
-        folder.close()
+        os.close(lock)
         raise
-    return EngineCache(path=folder.path, words=words, is_warm=is_warm, folder=folder)
+    return EngineCache(path=path, words=words, is_warm=is_warm, lock=lock)
 
 
 def _seeded(cache: EngineCache) -> EngineCache:
@@ -249,7 +225,7 @@ def _read(path: Path) -> str | None:
 
 
 def _root(environ: Mapping[str, str]) -> Path:
-    """Return the folder of all caches on this node. Raises _UnusableError, or OSError where it cannot be made."""
+    """Return the folder of all caches on this node. Raises OSError where it cannot be made or used safely."""
     if named := environ.get("HPC_SERVE_CACHE_DIR"):
         path = Path(named)
         make_own_folder(
@@ -261,7 +237,7 @@ def _root(environ: Mapping[str, str]) -> Path:
     path = Path(environ.get("HPC_SERVE_TMPDIR") or "/tmp") / f"hpc-serve-cache-{os.geteuid()}"
     make_folders(path)
     if (reason := fault(path, "private")) is not None:
-        raise _UnusableError(f"{reason}. Compiled code in it would run as you: remove it, or set HPC_SERVE_CACHE_DIR")
+        raise OSError(f"{reason}. Compiled code in it would run as you: remove it, or set HPC_SERVE_CACHE_DIR")
     return path
 
 

@@ -11,17 +11,12 @@ import logging
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpc_serve.job.engine.health import EngineAddress, requests_under_way
 from hpc_serve.job.machine.process import Child
-from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.outcome import Outcome, RunEnd
 from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.rendezvous.drain import DrainRequest, read_drain_request
-
-if TYPE_CHECKING:
-    from hpc_serve.job.engine.engine import Engine
 
 _log = logging.getLogger(__name__)
 _REQUEST_INTERVAL_S = 1.0
@@ -45,19 +40,6 @@ async def follow_drain_requests(path: Path, run_end: RunEnd) -> None:
             followed = request
             run_end.stop(request.by, drain_s=request.deadline_s, cause=request.cause)
         await asyncio.sleep(_REQUEST_INTERVAL_S)
-
-
-async def drain_engine(engine: Engine, node: Node, keeper: RecordKeeper, run_end: RunEnd, stop: Outcome) -> Outcome:
-    """Finish the requests under way, if the engine has begun to serve and answers; returns how the run ended."""
-    if engine.child is None or keeper.record.state != "ready":
-        return stop
-    return await Drain(
-        engine=engine.child,
-        address=engine.address,
-        gate_file=Path(node.environ["HPC_SERVE_DRAIN_FILE"]),
-        keeper=keeper,
-        run_end=run_end,
-    ).run(stop)
 
 
 @dataclass(kw_only=True)

@@ -29,10 +29,6 @@ class EngineEndpoint:
     certificate: RunCertificate
 
     @property
-    def url(self) -> str:
-        return f"https://{self.address.host}:{self.address.port}"
-
-    @property
     def tls_files(self) -> tuple[str, str]:
         """Return the files of the key and the certificate, as the engine is told them."""
         return str(self.certificate.key_file), str(self.certificate.certificate_file)

@@ -19,11 +19,13 @@ from typing import Any
 from hpc_serve.job.cleanup import node_dir, shared_memory
 from hpc_serve.job.cleanup.shared_memory import Segment
 from hpc_serve.job.engine.adapters import Adapters
+from hpc_serve.job.engine.drain import Drain
 from hpc_serve.job.engine.endpoint import EngineEndpoint, move_endpoint
 from hpc_serve.job.engine.engine_process import EngineProcess
 from hpc_serve.job.engine.engine_watch import EngineWatch
-from hpc_serve.job.engine.health import EngineAddress, NotReadyError, SmallRequest, check_ready, is_healthy
+from hpc_serve.job.engine.health import NotReadyError, SmallRequest, check_ready, is_healthy
 from hpc_serve.job.machine.log_setup import print_line
+from hpc_serve.job.machine.network import choose_port
 from hpc_serve.job.machine.process import ENGINE_MARK, Child, end_marked, marked_pids
 from hpc_serve.job.progress.checkpoint import weight_sizes
 from hpc_serve.job.progress.reading import ReadSoFar, RunReading
@@ -31,7 +33,7 @@ from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.outcome import Outcome, PartFailedError, failure
 from hpc_serve.job.run.parts import PORT_CLASH_EXIT_CODE, Parts, StopOrder
 from hpc_serve.job.run.record_keeper import RecordKeeper
-from hpc_serve.job.run.restarts import Restart, Restarts
+from hpc_serve.job.run.restarts import Restarts
 from hpc_serve.trust.connection import NotOurEngineError
 from hpc_serve.vllm.log import WEIGHTS_LOADED, is_health_answer, read_figures, read_stage
 from hpc_serve.vllm.start_progress import StartProgress
@@ -63,24 +65,18 @@ class Engine:
         read_by_workers: Callable[[], ReadSoFar],
         on_ready: Callable[[], Awaitable[None]],
     ) -> None:
-        self._node, self._keeper, self._endpoint = node, keeper, endpoint
+        self._node, self.keeper, self._endpoint = node, keeper, endpoint
         self._parts, self._run_end = parts, parts.run_end
         self._read_by_workers, self._on_ready = read_by_workers, on_ready
         self._reading = RunReading(node.run_mark)
         self._progress = StartProgress()
         self.watch: EngineWatch | None = None
-        self._restart: Restart | None = None
         self._has_old_cache = node.cache.is_warm
         self._has_loaded_weights = False
         self._process = EngineProcess(node, parts, on_line=self._read_line, is_noise=self._is_noise)
         self.child: Child | None = None
         self.ended_elsewhere = ""
         """What has ended of the engine on another node, for the reason of the engine's own end."""
-
-    @property
-    def address(self) -> EngineAddress:
-        """Return the engine's address."""
-        return self._endpoint.address
 
     async def hold(self, environ: Mapping[str, str]) -> None:
         """Import the engine's program before `serve` is due; `environ` has the known variables of `serve`."""
@@ -89,38 +85,61 @@ class Engine:
     async def serve(self, environ: Mapping[str, str]) -> None:
         """Have the engine serve until cancelled. Raises PartFailedError for an end after which it is not started."""
         # The parts of an engine that spans nodes without Ray find each other at their start alone.
-        restarts = Restarts(0 if self._node.spans_nodes_without_ray else self._node.options.engine_restarts)
-        self._keeper.set_stage("starting the engine")
+        spans_nodes_without_ray = self._node.backend == "mp" and self._node.allocation.num_nodes > 1
+        restarts = Restarts(0 if spans_nodes_without_ray else self._node.options.engine_restarts)
+        self.keeper.set_stage("starting the engine")
         self._parts.add(StopOrder.ENGINE, self._stop)
         command = self._node.command
         sizes = await asyncio.to_thread(weight_sizes, Path(command.stand_in or command.model))
-        self._keeper.add_figures({"checkpoint_bytes": sum(sizes)} if sizes else {})
+        self.keeper.add_figures({"checkpoint_bytes": sum(sizes)} if sizes else {})
         while True:
-            self._keeper.stages.note_sizes(sizes)
+            self.keeper.stages.note_sizes(sizes)
             outcome, ready_s = await self._run_once(environ)
             may_be_cache = self._may_be_cache(outcome, ready_s)
-            restart = None if may_be_cache else restarts.after_end(ready_s)
-            if restart is None and not may_be_cache:
+            wait_s = 0.0 if may_be_cache else restarts.after_end(ready_s)
+            if wait_s is None:
                 raise PartFailedError(_after_restarts(outcome, restarts.total))
             await self._run_end.wait_for_stop(_SETTLE_S)  # Slurm signals every process of a step at once
-            if self._run_end.is_decided:
+            if self._run_end.outcome is not None:
                 raise PartFailedError(outcome)
-            if restart is not None:
-                self._restart = restart
-                self._publish_restart(restart, outcome, restarts.total)
+            if not may_be_cache:
+                self.keeper.stage_prefix = f"{restarts.words}: "
+                _log.warning("%s, %.0f s after this end: %s", restarts.words, wait_s, outcome.reason)
+                self.keeper.start_again(
+                    state="starting",
+                    stage=restarts.words,
+                    progress=None,
+                    reason=outcome.reason,
+                    last_log_lines=outcome.last_log_lines,
+                    engine_restarts=restarts.total,
+                )
             await self._clear_up()
-            if restart is not None:
-                await asyncio.sleep(restart.wait_s)
-            else:
+            if may_be_cache:
                 self._discard_cache(outcome)
+            await asyncio.sleep(wait_s)
             self._endpoint = move_endpoint(self._node, self._endpoint)
-            self._keeper.update(port=self._endpoint.record.port)
-            environ = self._node.environ_of_restart(environ)
+            self.keeper.update(port=self._endpoint.record.port)
+            environ = {**environ, "VLLM_PORT": str(choose_port())}
+
+    async def drain(self, stop: Outcome) -> Outcome:
+        """Finish the requests under way, if the engine has begun to serve and answers; returns how the run ended."""
+        if self.child is None or self.keeper.record.state != "ready":
+            return stop
+        gate_file = Path(self._node.environ["HPC_SERVE_DRAIN_FILE"])
+        return await Drain(
+            engine=self.child,
+            address=self._endpoint.address,
+            gate_file=gate_file,
+            keeper=self.keeper,
+            run_end=self._run_end,
+        ).run(stop)
 
     async def _run_once(self, environ: Mapping[str, str]) -> tuple[Outcome, float | None]:
         """Run the engine until its end, or until it is given up; how that was, and how long it had been ready."""
         self.ended_elsewhere = ""
-        self.child = child = await self._start(environ)
+        self._progress = StartProgress()
+        self._has_loaded_weights = False
+        self.child = child = await self._process.start(self._endpoint, environ)
         ended = asyncio.create_task(child.wait())
         handing_over = asyncio.create_task(self._endpoint.socket.hand_over())
         serving = asyncio.create_task(self._serve_once(child))
@@ -146,19 +165,21 @@ class Engine:
             request = request.after_all_others()
         options = self._node.options
         self.watch = EngineWatch(
-            address=self.address,
+            address=self._endpoint.address,
             request=request,
             limit_s=options.canary_limit_s,
             give_up_s=options.hang_s,
-            keeper=self._keeper,
+            keeper=self.keeper,
         )
-        adapters = Adapters(self.address, self._keeper, has_room=self._node.command.takes_adapters)
+        adapters = Adapters(self._endpoint.address, self.keeper, has_room=self._node.command.takes_adapters)
         await adapters.bring()
-        self._restart, self._has_old_cache = None, False
-        await asyncio.to_thread(self._write_segments)
+        self.keeper.stage_prefix, self._has_old_cache = "", False
+        mapped = await asyncio.to_thread(self._mapped_segments)  # after a kill nothing shows who owned it
+        await asyncio.to_thread(node_dir.write_segments, self._node.node_dir, mapped, seen_by="launcher")
         await self._on_ready()
-        self._keeper.update(state="ready", stage="ready", progress=None, reason=None, last_log_lines=())
-        _log.info("%s is ready at %s", options.service, self._endpoint.url)
+        self.keeper.update(state="ready", stage="ready", progress=None, reason=None, last_log_lines=())
+        at = self._endpoint.address
+        _log.info("%s is ready at https://%s:%d", options.service, at.host, at.port)
         following = asyncio.create_task(adapters.follow())
         try:
             reason = await self.watch.run()
@@ -167,11 +188,6 @@ class Engine:
         return Outcome(
             failed_part="engine", reason=f"engine {reason}", exit_code=1, last_log_lines=tuple(child.last_log_lines)
         )
-
-    async def _start(self, environ: Mapping[str, str]) -> Child:
-        self._progress = StartProgress()
-        self._has_loaded_weights = False
-        return await self._process.start(self._endpoint, environ)
 
     def _is_noise(self, line: str) -> bool:
         return is_health_answer(line) or (self.watch is not None and self.watch.is_noise(line))
@@ -188,10 +204,6 @@ class Engine:
         await end_marked(self._node.run_mark, grace_s=_LEFTOVERS_GRACE_S, variable=ENGINE_MARK)
         listed = node_dir.read_segments(self._node.node_dir)
         await asyncio.to_thread(lambda: shared_memory.remove(unlisted | listed))
-
-    def _write_segments(self) -> None:
-        """Write down the engine's shared memory: after a kill nothing shows who owned it."""
-        node_dir.write_segments(self._node.node_dir, self._mapped_segments(), seen_by="launcher")
 
     def _mapped_segments(self) -> set[Segment]:
         """Return the shared memory of the engine's processes on this node, as far as they live."""
@@ -222,21 +234,7 @@ class Engine:
         except OSError as error:
             raise PartFailedError(replace(outcome, reason=f"{outcome.reason} ({cache.path}: {error})")) from error
         words = f"cold, kept in {cache.path} (the engine did not start with what had been there)"
-        self._keeper.start_again(stage=stage, progress=None, cache=words)
-
-    def _publish_restart(self, restart: Restart, outcome: Outcome, total: int) -> None:
-        _log.warning("%s, %.0f s after this end: %s", restart.words, restart.wait_s, outcome.reason)
-        self._keeper.start_again(
-            state="starting",
-            stage=restart.words,
-            progress=None,
-            reason=outcome.reason,
-            last_log_lines=outcome.last_log_lines,
-            engine_restarts=total,
-        )
-
-    def _set_stage(self, stage: str, done: int | None = None, total: int | None = None) -> None:
-        self._keeper.set_stage(stage, done, total, prefix=f"{self._restart.words}: " if self._restart else "")
+        self.keeper.start_again(stage=stage, progress=None, cache=words)
 
     async def _wait_until_ready(self, child: Child) -> SmallRequest:
         """Return once the engine is ready, with the request that it answered. Raises PartFailedError."""
@@ -245,26 +243,26 @@ class Engine:
         is_up = self._endpoint.socket.is_taken  # a connection before that would only wait
         while True:
             try:
-                if is_up.is_set() and await asyncio.to_thread(is_healthy, self.address):
-                    self._set_stage("answering a first request")
+                if is_up.is_set() and await asyncio.to_thread(is_healthy, self._endpoint.address):
+                    self.keeper.set_stage("answering a first request")
                     return await asyncio.to_thread(
-                        check_ready, self.address, model, completion_timeout_s=_FIRST_REQUEST_TIMEOUT_S
+                        check_ready, self._endpoint.address, model, completion_timeout_s=_FIRST_REQUEST_TIMEOUT_S
                     )
             except NotReadyError as error:
-                self._set_stage(f"not ready: {error}")
+                self.keeper.set_stage(f"not ready: {error}")
             except NotOurEngineError as error:
-                where = f"{self.address.host}:{self.address.port}"
+                where = f"{self._endpoint.address.host}:{self._endpoint.address.port}"
                 raise failure(
                     "engine",
                     f"the server is up, but another program answers at {where}: {error}",
                     exit_code=PORT_CLASH_EXIT_CODE,
                     last_log_lines=tuple(child.last_log_lines),
                 ) from error
-            read = await self._read_so_far()
+            read = await asyncio.to_thread(self._reading.look) + self._read_by_workers()
             self._progress.note_read_bytes(read.total)
-            self._keeper.stages.note_read(read)
+            self.keeper.stages.note_read(read)
             if (idle_s := self._progress.idle_s) > node.options.stall_s:
-                record = self._keeper.record
+                record = self.keeper.record
                 how_far = f"; {record.progress.done} of {record.progress.total} were done" if record.progress else ""
                 raise failure(
                     "engine",
@@ -278,18 +276,14 @@ class Engine:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(is_up.wait(), _POLL_INTERVAL_S)
 
-    async def _read_so_far(self) -> ReadSoFar:
-        """Return the bytes that the run's processes on all nodes have read; they grow while weights are loaded."""
-        return await asyncio.to_thread(self._reading.look) + self._read_by_workers()
-
     def _read_line(self, line: str) -> None:
         print_line(line)
         self._progress.note_line(line)
         stage = read_stage(line)
         self._has_loaded_weights |= stage is not None and stage.name == WEIGHTS_LOADED
-        if stage is not None and self._keeper.record.state == "starting":
-            self._set_stage(stage.name, stage.done, stage.total)
-        self._keeper.add_figures(read_figures(line))
+        if stage is not None and self.keeper.record.state == "starting":
+            self.keeper.set_stage(stage.name, stage.done, stage.total)
+        self.keeper.add_figures(read_figures(line))
 
 
 def _after_restarts(outcome: Outcome, total: int) -> Outcome:

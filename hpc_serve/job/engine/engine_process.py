@@ -40,39 +40,40 @@ class EngineProcess:
         self._node, self._parts = node, parts
         self._on_line, self._is_noise = on_line, is_noise
         self._held: Child | None = None
-        self._held_environ: dict[str, str] = {}
 
     async def hold(self, endpoint: EngineEndpoint, environ: Mapping[str, str]) -> None:
-        """Start the import of vLLM, if possible. `environ` has the known variables of the later `start`."""
+        """Start the import of vLLM, if possible. `environ` lacks only RAY_ADDRESS of what `start` will have."""
         script = shutil.which(self._node.command.argv[0], path=environ.get("PATH"))
         if self._node.options.device == "TPU" or not is_own_script(script, engine_start.VLLM_MODULE):
             return
         assert script is not None
-        self._held_environ = self._environ(endpoint, environ)
         argv = [sys.executable, "-m", engine_start.__name__, script, *self._argv(endpoint)[1:]]
         self._parts.add(StopOrder.ENGINE, self._end_held)
         with contextlib.suppress(OSError):  # the start says what is wrong
             self._held = await self._parts.start_child(
-                _NAME, argv, self._held_environ, on_line=self._on_line, is_noise=self._is_noise, told=True
+                _NAME,
+                argv,
+                self._environ(endpoint, environ),
+                on_line=self._on_line,
+                is_noise=self._is_noise,
+                told=True,
             )
 
     async def start(self, endpoint: EngineEndpoint, environ: Mapping[str, str]) -> Child:
         """Start the engine with exactly `environ` and what its endpoint needs. Raises PartFailedError."""
-        argv, full = self._argv(endpoint), self._environ(endpoint, environ)
+        argv = self._argv(endpoint)
         _log.info("engine command: %s", " ".join(argv))
-        told = {name: value for name, value in full.items() if self._held_environ.get(name) != value}
-        held = self._held
-        if held is not None and held.exit_code is None and self._held_environ.keys() <= full.keys():
-            self._held = None
-            held.tell(json.dumps(told))
+        held, self._held = self._held, None
+        if held is not None and held.exit_code is None:
+            held.tell(json.dumps({"RAY_ADDRESS": environ["RAY_ADDRESS"]}))
             return held
-        await self._end_held()
-        return await self._parts.start_child(_NAME, argv, full, on_line=self._on_line, is_noise=self._is_noise)
+        return await self._parts.start_child(
+            _NAME, argv, self._environ(endpoint, environ), on_line=self._on_line, is_noise=self._is_noise
+        )
 
     async def _end_held(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            await held.stop(min(_GRACE_S, self._parts.most_grace_s))
+        if self._held is not None:
+            await self._held.stop(min(_GRACE_S, self._parts.most_grace_s))
 
     def _argv(self, endpoint: EngineEndpoint) -> list[str]:
         node, command = self._node, self._node.command

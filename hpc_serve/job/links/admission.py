@@ -2,8 +2,8 @@
 
 Anybody can connect. A thread takes each connection, reads what has come with it, and closes it at once if that is no
 ticket. So a connection without the token takes no place, no time and no memory, however many there are. The ticket's
-nonce is the question that the answering side proves itself by: with its role and the token (`proof`). A ticket can be
-sent twice, so `control` asks who has connected for a proof of its own.
+nonce is the question that the answering side proves itself by: with its role and the token (`proof`). A ticket counts
+once, so who has read one on the network gains nothing by it. `control` also asks who has connected for a proof.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ class Admission:
 
     def __init__(self, listener: socket.socket, token: str, on_admitted: Callable[[socket.socket, str], None]) -> None:
         self._listener, self._token, self._on_admitted = listener, token, on_admitted
+        self._used: set[str] = set()
         self._closed = threading.Event()
         listener.setblocking(True)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _FIRST_BYTES_S)
@@ -126,7 +127,10 @@ class Admission:
                 connection.close()
 
     def _ticket_nonce(self, connection: socket.socket) -> str:
-        """Return the nonce of the ticket in the first bytes, "" if they are none. They are here by now, or never."""
+        """Return the nonce of the new ticket in the first bytes, "" if they are none.
+
+        They are here by now, or never.
+        """
         try:
             connection.setblocking(False)
             said = _TICKET.fullmatch(connection.recv(_TICKET_BYTES))
@@ -134,4 +138,7 @@ class Admission:
             return ""
         nonce = said[1].decode() if said is not None else ""
         is_ticket = said is not None and hmac.compare_digest(said[2], proof(self._token, "ticket", nonce).encode())
-        return nonce if is_ticket else ""
+        if not is_ticket or nonce in self._used:
+            return ""
+        self._used.add(nonce)
+        return nonce

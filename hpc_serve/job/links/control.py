@@ -29,28 +29,23 @@ from hpc_serve.job.links.link import (
 from hpc_serve.job.machine.network import PortsInUseError
 
 _HANDSHAKE_TIMEOUT_S = 10.0
-# Most handshakes at once, after the ticket. A node tries several times at once.
-_HANDSHAKES_PER_NODE = 4
-_SPARE_HANDSHAKES = 64
 _RETRY_INTERVAL_S = 0.2
-_MAX_TRIES_AT_ONCE = 16
+# Strangers may keep the kernel or the head busy: a new try then comes in sooner than an old one.
+_TRY_S = 3.0
 _MAX_WRONG_ANSWERS = 3
 
 
 class ControlServer:
     """The head's end: accepts launchers that hold the token, and calls `on_link` with the connection of each.
 
-    Anybody can connect to it. A connection without a ticket is closed at once (`Admission`). A connection with a ticket
-    has _HANDSHAKE_TIMEOUT_S for its proof. If there are too many, the oldest is closed.
+    Anybody can connect to it. A connection without a ticket of its own is closed at once (`Admission`). Another one has
+    _HANDSHAKE_TIMEOUT_S for its proof.
     """
 
-    def __init__(
-        self, token: str, name: str, on_link: Callable[[Link], None], *, silence_s: float, num_nodes: int = 1
-    ) -> None:
+    def __init__(self, token: str, name: str, on_link: Callable[[Link], None], *, silence_s: float) -> None:
         self._token, self._name, self._on_link = token, name, on_link
         self._silence_s = silence_s
-        self._max_handshakes = num_nodes * _HANDSHAKES_PER_NODE + _SPARE_HANDSHAKES
-        self._handshakes: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._handshakes: set[asyncio.Task[None]] = set()
         self._admission: Admission | None = None
 
     async def start(self, listener: socket.socket) -> None:
@@ -69,23 +64,19 @@ class ControlServer:
         if self._admission is not None:
             self._admission.close()
             self._admission = None
-        for handshake in self._handshakes:
+        for handshake in [*self._handshakes]:
             handshake.cancel()
 
     def _admit(self, connection: socket.socket, nonce: str) -> None:
         if self._admission is None:
             connection.close()
             return
-        if len(self._handshakes) >= self._max_handshakes:
-            oldest = next(iter(self._handshakes))
-            del self._handshakes[oldest]
-            oldest.cancel()
         handshake = asyncio.ensure_future(self._open(connection, nonce))
-        self._handshakes[handshake] = None
+        self._handshakes.add(handshake)
         handshake.add_done_callback(functools.partial(self._forget, connection))
 
     def _forget(self, connection: socket.socket, handshake: asyncio.Task[None]) -> None:
-        self._handshakes.pop(handshake, None)
+        self._handshakes.discard(handshake)
         if handshake.cancelled():  # before it began
             connection.close()
 
@@ -142,68 +133,37 @@ async def connect(
     deadline = time.monotonic() + deadline_s
     about: Message = {"rank": rank, "name": name, "cache": cache[:MAX_TEXT]}
     wrong_answers = 0
-    error: BaseException | None = None
-    proving = asyncio.Lock()
-    tries: set[asyncio.Task[Link]] = set()
-    try:
-        while True:
-            if len(tries) < _MAX_TRIES_AT_ONCE:
-                one = asyncio.create_task(_try_to_connect(head, token, about, own_address, proving))
-                one.add_done_callback(_take_error)
-                tries.add(one)
-            done, tries = await asyncio.wait(tries, timeout=_RETRY_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
-            for ended in done:
-                if (error := ended.exception()) is None:
-                    return ended.result()
-                if not isinstance(error, OSError | ValueError | EOFError | asyncio.TimeoutError):
-                    raise error
-                wrong_answers += isinstance(error, ValueError)
-            is_late = time.monotonic() > deadline
-            if wrong_answers >= _MAX_WRONG_ANSWERS or (is_late and isinstance(error, ValueError | EOFError)):
-                raise PortsInUseError(
-                    f"A program other than the head's launcher answers at {head[0]}:{head[1]}."
-                ) from error
-            if is_late:
-                why = str(error or "") or "no answer"
-                raise LinkLostError(
-                    f"node {name} cannot reach the head's launcher at {head[0]}:{head[1]} "
-                    f"after {deadline_s:.0f} s ({why}); if the nodes have several networks, "
-                    "name the one to use in HPC_SERVE_INTERFACE"
-                ) from error
-            if done:
-                await asyncio.sleep(_RETRY_INTERVAL_S)
-    finally:
-        for pending in tries:
-            pending.cancel()
-
-
-def _take_error(ended: asyncio.Task[Link]) -> None:
-    """Take the error of a try that nobody awaits any more: asyncio would print it."""
-    if not ended.cancelled():
-        ended.exception()
-
-
-async def _try_to_connect(
-    head: tuple[str, int], token: str, about: Message, own_address: Callable[[], str], proving: asyncio.Lock
-) -> Link:
-    """Try once to connect, and return the link. Raises what `open_with_ticket` raises.
-
-    `proving` stays locked after a success: the head takes one connection from a node.
-    """
-    reader, writer, greeted = await open_with_ticket(head, token, "head", within_s=_HANDSHAKE_TIMEOUT_S)
-    try:
-        await proving.acquire()
+    while True:
         try:
-            hello = {**about, "address": own_address(), "proof": proof(token, "node", text(greeted, "nonce"))}
-            await write_message(writer, hello)
-            answer = await asyncio.wait_for(read_message(reader), _HANDSHAKE_TIMEOUT_S)
-            silence_s = answer.get("silence_s")  # the head's value: both ends wait equally long
-            if not isinstance(silence_s, int | float):
-                raise ValueError("no silence_s")
-            return Link(reader, writer, rank=0, name=text(answer, "name"), address=head[0], silence_s=silence_s)
-        except BaseException:
-            proving.release()
-            raise
+            return await _try_to_connect(head, token, about, own_address)
+        except (OSError, ValueError, EOFError, asyncio.TimeoutError) as caught:
+            error = caught
+        wrong_answers += isinstance(error, ValueError)
+        is_late = time.monotonic() > deadline
+        if wrong_answers >= _MAX_WRONG_ANSWERS or (is_late and isinstance(error, ValueError | EOFError)):
+            raise PortsInUseError(
+                f"A program other than the head's launcher answers at {head[0]}:{head[1]}."
+            ) from error
+        if is_late:
+            raise LinkLostError(
+                f"node {name} cannot reach the head's launcher at {head[0]}:{head[1]} after {deadline_s:.0f} s "
+                f"({str(error) or 'no answer'}); if the nodes have several networks, name the one to use in "
+                "HPC_SERVE_INTERFACE"
+            ) from error
+        await asyncio.sleep(_RETRY_INTERVAL_S)
+
+
+async def _try_to_connect(head: tuple[str, int], token: str, about: Message, own_address: Callable[[], str]) -> Link:
+    """Try once to connect, and return the link. Raises what `open_with_ticket` raises."""
+    reader, writer, greeted = await open_with_ticket(head, token, "head", within_s=_TRY_S)
+    try:
+        hello = {**about, "address": own_address(), "proof": proof(token, "node", text(greeted, "nonce"))}
+        await write_message(writer, hello)
+        answer = await asyncio.wait_for(read_message(reader), _HANDSHAKE_TIMEOUT_S)
+        silence_s = answer.get("silence_s")  # the head's value: both ends wait equally long
+        if not isinstance(silence_s, int | float):
+            raise ValueError("no silence_s")
+        return Link(reader, writer, rank=0, name=text(answer, "name"), address=head[0], silence_s=silence_s)
     except BaseException as error:
         writer.transport.abort()
         if isinstance(error, OSError | asyncio.TimeoutError):

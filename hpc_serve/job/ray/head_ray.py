@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from hpc_serve.job.machine.log_setup import print_line
 from hpc_serve.job.machine.network import hold_port
 from hpc_serve.job.ray.held_ray import HeldRay
-from hpc_serve.job.ray.ray_nodes import RayNodes, parse_line
+from hpc_serve.job.ray.ray_nodes import RayNodes, missing_nodes, parse_line
 from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.parts import Parts
-from hpc_serve.job.run.ray_cluster import head_argv
+from hpc_serve.job.run.ray_cluster import head_argv, ray_environ
 from hpc_serve.job.run.record_keeper import RecordKeeper
 
 _NAME = "ray head"
@@ -31,23 +31,22 @@ class HeadRay:
         self.environ: dict[str, str] = {}
         """What Ray's processes on this node have, and an engine over it, but for RAY_ADDRESS; since `start_head`."""
         self._gcs_port: int | None = None
-        self._nodes = RayNodes({})
+        self._nodes: RayNodes = {}
 
     async def hold(self) -> None:
         """Have its program imported, while nodes are waited for. Raises what `make_peer_files` does."""
         node = self._node
-        await self._held.begin(node.ray_environ(address=node.internal_head))
+        await self._held.begin(ray_environ(node, address=node.internal_head))
         await asyncio.to_thread(node.make_peer_files, address=node.internal_head)
 
     async def start_head(self, node: Node) -> None:
         """Start Ray's head, if there is a command `ray`; `node` is this node as all nodes have agreed on."""
         self._node = node
-        self.environ = node.ray_environ(address=node.internal_head)
+        self.environ = ray_environ(node, address=node.internal_head)
         if shutil.which("ray", path=self.environ.get("PATH")) is None:  # the preflight says so, with the cure
             return
         self._client_port = hold_port()
-        start = node.ray_start_argv(address=node.internal_head)
-        argv = head_argv(start, client_port=self._client_port.getsockname()[1])
+        argv = head_argv(node, client_port=self._client_port.getsockname()[1])
         watch = (node.ray_dir, node.internal_head, node.options.device)
         await self._held.release(argv, self.environ, watch=watch)
 
@@ -64,7 +63,7 @@ class HeadRay:
         def missing() -> str | None:
             if self._gcs_port is None:
                 return "Ray's GCS does not listen"
-            if node.internal_head not in self._nodes.devices:
+            if node.internal_head not in self._nodes:
                 return f"{node.allocation.node_name} ({node.internal_head}) has not joined the Ray that it started"
             return None
 
@@ -77,8 +76,8 @@ class HeadRay:
         expected = {node.internal_head: node.allocation.node_name, **others}
 
         def missing() -> str | None:
-            sentences = self._nodes.missing(expected, node.options.device, node.options.gpus_per_node)
-            joined = set(expected) & set(self._nodes.devices)
+            sentences = missing_nodes(self._nodes, expected, node.options.device, node.options.gpus_per_node)
+            joined = set(expected) & set(self._nodes)
             self._keeper.set_stage("waiting for Ray nodes", len(joined), len(expected))
             return "; ".join(sentences) or None
 
@@ -91,7 +90,7 @@ class HeadRay:
         if fact is None:
             print_line(line)
             return
-        if isinstance(fact, RayNodes):
+        if isinstance(fact, dict):
             self._nodes = fact
         else:
             self._gcs_port = fact

@@ -2,10 +2,10 @@
 
     python -m hpc_serve.job.ray.ray_nodes FOLDER ADDRESS GPU [PORT]     (or another resource of Ray, counted by node)
 
-FOLDER is Ray's own folder, ADDRESS is the head's. PORT is the port of Ray's GCS; if it is not given, Ray writes the
-port into FOLDER. The port is printed as soon as it is known. The program ends when its standard input is closed. It is
-a thread of Ray's head where that is possible, since `import ray` takes more than a second. The launcher never imports
-Ray.
+FOLDER is Ray's own folder, ADDRESS is the head's. PORT is the port of Ray's GCS. If it is given, only public names of
+Ray are used; if not, Ray writes the port into FOLDER. The port is printed as soon as it is known. The program ends when
+its standard input is closed. It is a thread of Ray's head where that is possible, since `import ray` takes more than a
+second. The launcher never imports Ray.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import json
 import os
 import select
 import sys
-import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from hpc_serve.job.ray import ray_private
@@ -26,25 +24,23 @@ _STEP_S, _STEP_AFTER_ERROR_S = 0.05, 0.3
 _ERRORS_BEFORE_WORDS = 10
 
 
-@dataclass(frozen=True)
-class RayNodes:
-    """The number of devices of the wanted kind that each node of Ray has, by its address."""
+RayNodes = dict[str, int]
+"""The number of devices of the wanted kind that each node of Ray has, by its address."""
 
-    devices: Mapping[str, int]
 
-    def missing(self, expected: Mapping[str, str], device: str, per_node: int) -> list[str]:
-        """Return a sentence for each node that is absent, has another number of devices, or is not of this job.
+def missing_nodes(found: RayNodes, expected: Mapping[str, str], device: str, per_node: int) -> list[str]:
+    """Return a sentence for each node that is absent, has another number of devices, or is not of this job.
 
-        `expected` maps addresses to node names.
-        """
-        sentences = []
-        for address, name in expected.items():
-            if address not in self.devices:
-                sentences.append(f"{name} ({address}) has not joined")
-            elif self.devices[address] != per_node:
-                sentences.append(f"{name} ({address}) has {self.devices[address]} {device}s instead of {per_node}")
-        unexpected = sorted(set(self.devices) - set(expected))
-        return [*sentences, *(f"{address} joined but is not of this job" for address in unexpected)]
+    `expected` maps addresses to node names.
+    """
+    sentences = []
+    for address, name in expected.items():
+        if address not in found:
+            sentences.append(f"{name} ({address}) has not joined")
+        elif found[address] != per_node:
+            sentences.append(f"{name} ({address}) has {found[address]} {device}s instead of {per_node}")
+    unexpected = sorted(set(found) - set(expected))
+    return [*sentences, *(f"{address} joined but is not of this job" for address in unexpected)]
 
 
 def parse_line(line: str) -> int | RayNodes | None:
@@ -53,13 +49,9 @@ def parse_line(line: str) -> int | RayNodes | None:
         fact = json.loads(line)
         if "hpc_serve_gcs" in fact:
             return int(fact["hpc_serve_gcs"])
-        return RayNodes({str(address): int(count) for address, count in fact["hpc_serve_nodes"].items()})
+        return {str(address): int(count) for address, count in fact["hpc_serve_nodes"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def watch_in_thread(*words: str) -> None:
-    threading.Thread(target=watch, args=words, name="ray nodes", daemon=True).start()
 
 
 def watch(folder: str, address: str, device: str, port: str = "") -> None:
@@ -72,7 +64,7 @@ def watch(folder: str, address: str, device: str, port: str = "") -> None:
     errors = 0
     while not _is_closed(_STEP_AFTER_ERROR_S if errors else 0.0):
         try:
-            with ray_private.listed_nodes(f"{address}:{gcs_port}") as list_nodes:
+            with ray_private.listed_nodes(f"{address}:{gcs_port}", as_driver=bool(port)) as list_nodes:
                 while True:
                     alive = {at: int(resources.get(device, 0)) for at, resources in list_nodes().items()}
                     if alive != before:

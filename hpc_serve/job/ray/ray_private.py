@@ -21,7 +21,7 @@ _HOOK, _OUR_HOOK = "ray._private.ray_constants:RAY_START_HOOK", f"{__name__}.wit
 _MAIN, _START_DASHBOARD = f"{COMMAND_LINE}:main", "ray._private.services:start_api_server"
 _PORT_FILE = "ray._raylet:GCS_SERVER_PORT_NAME"
 _LIST_NODES = ("ray._raylet:GcsClient", "ray._raylet:InnerGcsClient.get_all_node_info")  # the first calls the second
-NAMES: tuple[str, ...] = (_MAIN, _HOOK, _START_DASHBOARD, _PORT_FILE, *_LIST_NODES)
+NAMES = (_MAIN, _HOOK, _START_DASHBOARD, _PORT_FILE, *_LIST_NODES)
 """All names that a start uses."""
 # Commands of Ray that do not start it, nearly half of the import. Ray goes on if it cannot find them.
 _OTHER_COMMANDS = ("ray.util.state.state_cli", "ray.dashboard.modules.job.cli", "ray.serve.scripts")
@@ -31,9 +31,9 @@ ListNodes = Callable[[], Mapping[str, Mapping[str, float]]]
 """Returns the resources of each node that is alive, by its address."""
 
 
-def missing_names(names: Sequence[str] = NAMES) -> list[str]:
+def missing_names() -> list[str]:
     """Return those of the names that the installed Ray does not have, with dots."""
-    return [name.replace(":", ".") for name in names if not _has(name)]
+    return [name.replace(":", ".") for name in NAMES if not _has(name)]
 
 
 def _has(name: str) -> bool:
@@ -75,11 +75,6 @@ def without_unused_servers(ray_params: Any, is_head: bool) -> None:
     services.start_api_server = lambda *words, **named: ("", None)  # as where the dashboard could not start
 
 
-def writes_gcs_port() -> bool:
-    """Return whether this Ray writes the port of its GCS into a file."""
-    return _has(_PORT_FILE)
-
-
 def read_gcs_port(temp_dir: str) -> int | None:
     """Return the port of the GCS below Ray's folder; None until the GCS listens."""
     for path in Path(temp_dir).glob("session_latest/gcs_server_port*"):
@@ -89,9 +84,9 @@ def read_gcs_port(temp_dir: str) -> int | None:
 
 
 @contextlib.contextmanager
-def listed_nodes(gcs: str) -> Iterator[ListNodes]:
-    """Ask the GCS at "address:port" for its nodes, by its private client or else as a driver of this Ray."""
-    if not missing_names(_LIST_NODES):
+def listed_nodes(gcs: str, *, as_driver: bool) -> Iterator[ListNodes]:
+    """Ask the GCS at "address:port" for its nodes: by public names as its driver, or by its private client."""
+    if not as_driver:
         client: Any = importlib.import_module("ray._raylet").GcsClient(address=gcs)
         yield lambda: {
             node.node_manager_address: node.resources_total

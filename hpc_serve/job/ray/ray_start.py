@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 
 from hpc_serve.job.machine.network import choose_port
 from hpc_serve.job.machine.own_script import is_own_script
@@ -30,14 +31,12 @@ def main() -> None:
     argv, watch = order["argv"], order["watch"]
     if is_in_process:
         if watch:
-            ray_nodes.watch_in_thread(*watch)
+            threading.Thread(target=ray_nodes.watch, args=watch, name="ray nodes", daemon=True).start()
         sys.exit(ray_private.run_command_line(argv, is_head=bool(watch)))
     if watch:
-        if not ray_private.writes_gcs_port():
-            port = choose_port()
-            argv = [f"--port={port}" if word == "--port=0" else word for word in argv]
-            watch = [*watch, str(port)]
-        subprocess.Popen([sys.executable, "-u", "-m", ray_nodes.__name__, *watch])
+        port = choose_port()
+        argv = [f"--port={port}" if word == "--port=0" else word for word in argv]
+        subprocess.Popen([sys.executable, "-u", "-m", ray_nodes.__name__, *watch, str(port)])
     os.execvp(argv[0], argv)
 
 

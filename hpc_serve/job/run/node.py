@@ -17,7 +17,6 @@ from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.job.machine.network import LOOPBACK, choose_port, interface_of, node_address
 from hpc_serve.job.machine.process import mark_environ
 from hpc_serve.job.run.outcome import KILL_WAIT_S
-from hpc_serve.job.run.ray_cluster import ray_environ, start_argv
 from hpc_serve.job.run.restarts import DEFAULT_RESTARTS
 from hpc_serve.rendezvous.files import check_folder, read_private, write_private
 from hpc_serve.vllm.command import Device, ServeCommand, has_server, rank_args, ray_data_parallel_environ
@@ -103,16 +102,6 @@ class Node:
         """Ray's folder. Ray opens it to everybody (0777), so it is inside the private one."""
         return ray_dir(str(self.node_dir))
 
-    def ray_start_argv(self, *, address: str) -> tuple[str, ...]:
-        """Return the command of Ray on this node, without what is the head's or a worker's."""
-        return start_argv(
-            self.allocation,
-            address=address,
-            temp_dir=self.ray_dir,
-            device=self.options.device,
-            num_devices=self.options.gpus_per_node,
-        )
-
     def check_gpus(self) -> None:
         """Raises DoesNotFitError if Slurm gave this node fewer GPUs than the script says."""
         given = self.allocation.num_gpus
@@ -123,11 +112,6 @@ class Node:
                 f"{self.allocation.node_name} has {given} GPU{'s' if given != 1 else ''} {whose}, the launcher was "
                 f"told {self.options.gpus_per_node}: make --gpus-per-node in the #SBATCH lines and here agree."
             )
-
-    @property
-    def spans_nodes_without_ray(self) -> bool:
-        """Return whether vLLM's own multi-node start joins the engine's processes."""
-        return self.backend == "mp" and self.allocation.num_nodes > 1
 
     @property
     def has_server(self) -> bool:
@@ -194,21 +178,11 @@ class Node:
         """Return the node with caches of the engine that go with the run."""
         return replace(self, cache=private_cache(self.node_dir, reason))
 
-    def environ_of_restart(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of an engine that is started again, from that of its last start."""
-        return {**environ, "VLLM_PORT": str(choose_port())}
-
     def make_peer_files(self, *, address: str) -> None:
         """Make a certificate for this node's Ray, which listens at `address`. Raises what `trust.peers` does."""
         from hpc_serve.trust.peers import make_peer_files
 
         make_peer_files(Path(self.environ["HPC_SERVE_JOB_DIR"]), self.node_dir / "tls", addresses=(address,))
-
-    def ray_environ(self, *, address: str) -> dict[str, str]:
-        """Return the environment of Ray here, and of an engine over it. They read what `make_peer_files` makes."""
-        from hpc_serve.trust.peers import PeerFiles
-
-        return ray_environ(self.child_environ(address=address), PeerFiles.in_folder(self.node_dir / "tls"))
 
 
 def ray_dir(node_dir: str) -> str:

@@ -80,11 +80,6 @@ class RunEnd:
         self._interrupted: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
 
     @property
-    def is_decided(self) -> bool:
-        """Return whether the run ends, or drains and then ends."""
-        return self._decided.done()
-
-    @property
     def outcome(self) -> Outcome | None:
         """Return how the run ends, or what began the drain before its end; None: it goes on."""
         return self._decided.result() if self._decided.done() else None

@@ -56,7 +56,7 @@ class Parts:
         node_name: str = "this node",
     ) -> None:
         self._run_mark, self.run_end, self._is_starting = run_mark, run_end, is_starting
-        self._oom_watch = OomWatch(node_name)
+        self.oom_watch = OomWatch(node_name)
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self.most_grace_s = math.inf
@@ -135,10 +135,6 @@ class Parts:
             reason = f"{reason}; {words}"
         return Outcome(failed_part=child.name, reason=reason, exit_code=code or 1, last_log_lines=lines)
 
-    async def watch_memory(self) -> None:
-        """Log what the kernel kills of this job for memory, until cancelled."""
-        await self._oom_watch.run()
-
     async def take_down(self, *, most_grace_s: float = math.inf) -> None:
         """Stop all parts in their order, then every process that they left on this node.
 
@@ -158,6 +154,6 @@ class Parts:
         """Explain a child's end by the kernel's OOM counters."""
         rule = child.cause.name if child.cause is not None else ""
         was_killed = child.exit_code == _SIGKILL_EXIT_CODE
-        return self._oom_watch.words_of_end(
+        return self.oom_watch.words_of_end(
             by_sigkill=was_killed or rule in SIGKILL_RULES, is_silent=was_killed or rule in SILENT_RULES
         )

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.job.machine.node_memory import shared_memory_bytes
+from hpc_serve.job.run.node import Node
 from hpc_serve.sizes import GIB, MIB
 from hpc_serve.vllm.command import Device
-
-if TYPE_CHECKING:
-    from hpc_serve.trust.peers import PeerFiles
 
 # vLLM passes small messages through the object store; tensors go by NCCL or shared memory.
 _OBJECT_STORE_BYTES = GIB
@@ -29,10 +25,9 @@ _PORTS_FROM_THE_KERNEL = (
 )
 
 
-def start_argv(
-    allocation: Allocation, *, address: str, temp_dir: str, device: Device, num_devices: int
-) -> tuple[str, ...]:
+def _start_argv(node: Node, address: str) -> tuple[str, ...]:
     """Return the command of every Ray of a run. Ray gets the job's CPUs, memory and devices, not the machine's."""
+    allocation, options = node.allocation, node.options
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = allocation.memory_bytes or machine // allocation.share.count
     store = max(_SMALLEST_OBJECT_STORE_BYTES, min(_OBJECT_STORE_BYTES, memory // 8, shared_memory_bytes()[1] // 2))
@@ -42,22 +37,22 @@ def start_argv(
         "--block",
         "--disable-usage-stats",
         f"--node-ip-address={address}",
-        f"--temp-dir={temp_dir}",
+        f"--temp-dir={node.ray_dir}",
         f"--num-cpus={allocation.num_cpus}",
-        *_device_args(device, num_devices),
+        *_device_args(options.device, options.gpus_per_node),
         f"--memory={max(GIB, memory - store)}",
         f"--object-store-memory={store}",
         *(f"--{name}-port=0" for name in _PORTS_FROM_THE_KERNEL),
     )
 
 
-def head_argv(start: Sequence[str], *, client_port: int) -> list[str]:
+def head_argv(node: Node, *, client_port: int) -> list[str]:
     """Return the command of the head. `client_port` is Ray Client's.
 
     No option turns Ray Client's server off, or leaves the port to the kernel.
     """
     return [
-        *start,
+        *_start_argv(node, node.internal_head),
         "--head",
         "--port=0",
         f"--ray-client-server-port={client_port}",
@@ -66,9 +61,9 @@ def head_argv(start: Sequence[str], *, client_port: int) -> list[str]:
     ]
 
 
-def worker_argv(start: Sequence[str], *, head: str) -> list[str]:
-    """Return the command of another node. `head` is "address:port" of the head's GCS."""
-    return [*start, f"--address={head}"]
+def worker_argv(node: Node, *, address: str, head: str) -> list[str]:
+    """Return the command of another node at `address`. `head` is "address:port" of the head's GCS."""
+    return [*_start_argv(node, address), f"--address={head}"]
 
 
 def _device_args(device: Device, num_devices: int) -> list[str]:
@@ -78,10 +73,16 @@ def _device_args(device: Device, num_devices: int) -> list[str]:
     return ["--num-gpus=0", f"--resources={json.dumps({device: num_devices})}"]
 
 
-def ray_environ(environ: Mapping[str, str], peer: PeerFiles) -> dict[str, str]:
-    """`environ`, which names the token's file, with what every Ray process on this node needs beside it."""
+def ray_environ(node: Node, *, address: str) -> dict[str, str]:
+    """Return the environment of Ray on a node at `address`, and of an engine over it.
+
+    It names the token's file, and what `Node.make_peer_files` makes.
+    """
+    from hpc_serve.trust.peers import PeerFiles
+
+    peer = PeerFiles.in_folder(node.node_dir / "tls")
     return {
-        **_with_hip_devices(environ),
+        **_with_hip_devices(node.child_environ(address=address)),
         "RAY_AUTH_MODE": "token",  # `ray start --address` does not turn it on by itself
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "1",  # its default, 30 s, is Slurm's KillWait
         "RAY_memory_monitor_refresh_ms": "0",  # it would end our workers for memory that other users of the node use

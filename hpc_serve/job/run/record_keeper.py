@@ -141,6 +141,8 @@ class RecordKeeper:
         self._changed = asyncio.Event()
         self._writing = threading.Lock()
         self._is_written = False
+        self.stage_prefix = ""
+        """Words before each stage, while an engine is started again."""
         self._problem = ""
         self._past = last_start(store.home, record)
         self._planned_bytes = _planned_bytes(store, record)
@@ -175,11 +177,11 @@ class RecordKeeper:
         self.stages = self._begin_start("engine")
         self.update(**changes)
 
-    def set_stage(self, stage: str, done: int | None = None, total: int | None = None, *, prefix: str = "") -> None:
+    def set_stage(self, stage: str, done: int | None = None, total: int | None = None) -> None:
         """Publish a stage of the start, unless the start is past it already, as lines of other ranks have told."""
         if self.stages.note_phrase(stage, done, total) or self.stages.is_over:
             progress = Progress(done=done, total=total) if done is not None and total is not None else None
-            self.update(stage=prefix + stage, progress=progress)
+            self.update(stage=self.stage_prefix + stage, progress=progress)
 
     def add_figures(self, figures: Mapping[str, float]) -> None:
         """Add figures that the engine has logged."""
@@ -224,11 +226,22 @@ class RecordKeeper:
         except (HpcServeError, OSError) as error:
             _log.warning("cannot write down how long this start took: %s", error)
 
+    def publish_end(self, outcome: Outcome, environ: Mapping[str, str]) -> None:
+        """Say how the run ends, before its parts are taken down."""
+        if outcome.is_failure:
+            self.update(progress=None, **end_of(outcome, environ))
+        else:
+            self.update(state="draining", stage="stopping", progress=None, reason=outcome.reason)
+
     async def finish(self, within_s: float = _LAST_RECORD_S) -> None:
-        """Write what has changed, again and again for `within_s` seconds: a full disk may have room by then.
+        """Say that it has stopped, if it was to stop, once nothing of the run is left.
+
+        What has changed is written again and again for `within_s` seconds: a full disk may have room by then.
 
         A last record that is missing leaves the replica `ready` for everybody, until its lease has run out.
         """
+        if self.record.state == "draining":
+            self.update(state="stopped", stage="stopped", progress=None, exit_code=0)
         if self._changed.is_set():
             await asyncio.to_thread(self._write)
         deadline = time.monotonic() + within_s

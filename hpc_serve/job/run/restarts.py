@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 DEFAULT_RESTARTS = 3
 _WAITS_S = (1.0, 5.0, 25.0)
 # An engine that was ready for so long has recovered from what ended it before.
 _RECOVERED_AFTER_S = 600.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restart:
-    """One start in place: the `number`-th of `most`, after `wait_s` seconds."""
-
-    number: int
-    most: int
-    wait_s: float
-
-    @property
-    def words(self) -> str:
-        """Return a phrase for people about the restart."""
-        return f"starting the engine again ({self.number} of {self.most})"
 
 
 class Restarts:
@@ -36,9 +20,14 @@ class Restarts:
         self._used = 0
         self._was_ready = False
 
-    def after_end(self, ready_s: float | None) -> Restart | None:
-        """Return the restart after an end; None if the run is to end. `ready_s`: seconds the engine was ready, if
-        ever."""
+    @property
+    def words(self) -> str:
+        """Return a phrase for people about the latest restart."""
+        return f"starting the engine again ({self._used} of {self.most})"
+
+    def after_end(self, ready_s: float | None) -> float | None:
+        """Return the seconds to the next restart after an end; None if the run is to end. `ready_s`: seconds the
+        engine was ready, if ever."""
         self._was_ready = self._was_ready or ready_s is not None
         if ready_s is not None and ready_s >= _RECOVERED_AFTER_S:
             self._used = 0
@@ -46,5 +35,4 @@ class Restarts:
             return None
         self._used += 1
         self.total += 1
-        wait_s = _WAITS_S[min(self._used, len(_WAITS_S)) - 1]
-        return Restart(number=self._used, most=self.most, wait_s=wait_s)
+        return _WAITS_S[min(self._used, len(_WAITS_S)) - 1]

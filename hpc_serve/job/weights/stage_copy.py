@@ -38,6 +38,7 @@ def copy_files(
     `on_copied` is told how many bytes are copied, of all. Raises OSError, CopyStoppedError once `stop` is set.
     """
     total, copied, counting = sum(file.size_bytes for file in files), 0, threading.Lock()
+    has_failed = threading.Event()
 
     def count(size: int) -> None:
         nonlocal copied
@@ -45,52 +46,36 @@ def copy_files(
             copied += size
             on_copied(copied, total)
 
+    def copy_block(file: RepositoryFile, at: int) -> None:
+        end = min(at + _BLOCK_BYTES, file.size_bytes)
+        buffer = memoryview(bytearray(min(_PIECE_BYTES, end - at)))
+        with open_regular(source / file.path) as reader, (target / file.path).open("r+b") as writer:
+            writer.seek(at)
+            while at < end and not has_failed.is_set():
+                if stop.is_set():
+                    raise CopyStoppedError
+                read = os.preadv(reader.fileno(), [buffer[: end - at]], at)
+                if read == 0:
+                    raise OSError(None, f"{source / file.path} has become shorter than {file.size_bytes:,} bytes")
+                writer.write(buffer[:read])
+                with contextlib.suppress(OSError):  # what was read is not needed again, the copy is
+                    os.posix_fadvise(reader.fileno(), at, read, os.POSIX_FADV_DONTNEED)
+                at += read
+                count(read)
+
     for file in files:
         path = target / file.path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.ftruncate(descriptor, file.size_bytes)
-        finally:
-            os.close(descriptor)
+        with open(path, "xb", opener=_private) as made:
+            made.truncate(file.size_bytes)
     blocks = [(file, at) for file in files for at in range(0, file.size_bytes, _BLOCK_BYTES)]
-    failed = threading.Event()
-
-    def copy(file: RepositoryFile, at: int) -> None:
-        _copy_block(source / file.path, target / file.path, at, file.size_bytes, count, stop, failed)
-
     with ThreadPoolExecutor(_READERS) as readers:
-        copies = [readers.submit(copy, file, at) for file, at in blocks]
+        copies = [readers.submit(copy_block, file, at) for file, at in blocks]
         done, _ = wait(copies, return_when=FIRST_EXCEPTION)
-        failed.set()
+        has_failed.set()
     for one in done:
         one.result()
 
 
-def _copy_block(
-    source: Path,
-    target: Path,
-    at: int,
-    size: int,
-    count: Callable[[int], None],
-    stop: threading.Event,
-    failed: threading.Event,
-) -> None:
-    end = min(at + _BLOCK_BYTES, size)
-    buffer = memoryview(bytearray(min(_PIECE_BYTES, end - at)))
-    with open_regular(source) as reader, target.open("r+b", buffering=0) as writer:
-        while at < end:
-            if stop.is_set():
-                raise CopyStoppedError
-            if failed.is_set():
-                return
-            read = os.preadv(reader.fileno(), [buffer[: end - at]], at)
-            if read == 0:
-                raise OSError(None, f"{source} has become shorter than {size:,} bytes")
-            written = 0
-            while written < read:
-                written += os.pwrite(writer.fileno(), buffer[written:read], at + written)
-            with contextlib.suppress(OSError):  # what was read is not needed again, the copy is
-                os.posix_fadvise(reader.fileno(), at, read, os.POSIX_FADV_DONTNEED)
-            at += read
-            count(read)
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

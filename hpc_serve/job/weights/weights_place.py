@@ -16,7 +16,7 @@ from hpc_serve.hub.local_weights import cached_folder, weight_files
 from hpc_serve.job.machine.node_memory import available_memory
 from hpc_serve.vllm.arguments import names_in
 from hpc_serve.vllm.command import ServeCommand
-from hpc_serve.vllm.load_strategy import LoadStrategy, WeightsPlace, choose_strategy
+from hpc_serve.vllm.load_strategy import WeightsPlace, choose_strategy
 
 _log = logging.getLogger(__name__)
 _ELSEWHERE = frozenset({"--download-dir", "--revision"})
@@ -24,25 +24,20 @@ _STRATEGIES = re.compile(r"SafetensorsLoadStrategy\b[^=\n]*=\s*Literal\[([^\]]*)
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # as /proc/mounts writes blanks
 
 
-def find_load_strategy(command: ServeCommand, environ: Mapping[str, str], *, num_nodes: int) -> LoadStrategy:
-    """Return the strategy by which the engine reads its weights fast on this node; the log says which, and why."""
+def with_strategy(command: ServeCommand, environ: Mapping[str, str], *, num_nodes: int) -> tuple[ServeCommand, str]:
+    """Return the command by which the engine reads its weights fast on this node, and why; the log says so too."""
     words = command.argv[command.argv.index("serve") + 1 :]
     try:
         place = find_weights(command.stand_in or command.model, words, environ)
     except (OSError, ValueError) as error:
         _log.warning("where the weights are cannot be seen, so vLLM chooses how it loads them: %s", error)
-        return LoadStrategy(reason=f"vLLM's default: where the weights are cannot be seen: {error}")
+        return command, f"vLLM's default: where the weights are cannot be seen: {error}"
     if place is None:
-        return LoadStrategy(reason="")
+        return command, ""
     ranks = -(-command.world_size // num_nodes)
     chosen = choose_strategy(words, place, known=known_strategies(), ranks_per_node=ranks)
     _log.info("loading weights: %s", chosen.reason)
-    return chosen
-
-
-def with_strategy(command: ServeCommand, strategy: LoadStrategy) -> ServeCommand:
-    """Return the command with the words of a strategy."""
-    return replace(command, argv=(*command.argv, *strategy.args))
+    return replace(command, argv=(*command.argv, *chosen.args)), chosen.reason
 
 
 def find_weights(model: str, words: tuple[str, ...], environ: Mapping[str, str]) -> WeightsPlace | None:

@@ -121,12 +121,6 @@ def test_what_has_no_end_is_cut_off(what):
             assert b"let in" in all_of(another)
 
 
-def test_headers_that_are_too_long_are_answered_with_431():
-    with served() as (port, _), connect(port) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nx: " + b"a" * (limits.MAX_HEADER_BYTES + 1))
-        assert all_of(connection).startswith(b"HTTP/1.1 431 ")
-
-
 @pytest.mark.parametrize("with_key", [WITH_KEY, b""], ids=["with the key", "without it"])
 @pytest.mark.parametrize("in_pieces", [1, 7])
 @pytest.mark.parametrize(

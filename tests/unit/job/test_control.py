@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
+import secrets
 import threading
 import time
 from types import SimpleNamespace
@@ -160,7 +160,7 @@ async def test_the_token_itself_never_travels():
     server = await asyncio.start_server(impostor, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     with pytest.raises(PortsInUseError):
-        await join(port, "s3cret", 60)
+        await asyncio.wait_for(join(port, "s3cret", 3600), 60)  # long before its deadline
     server.close()
     assert b"s3cret" not in told[0]
 
@@ -178,6 +178,12 @@ def test_a_head_that_never_listens_ends_the_wait_with_advice():
 
 NONCE = "0" * 32
 TICKET = make_ticket("secret", NONCE)
+
+
+def new_ticket() -> bytes:
+    return make_ticket("secret", secrets.token_hex(16))
+
+
 HELLO = {"rank": 1, "name": "n2", "address": "10.0.0.2"}
 NOT_TEXT: tuple[object, ...] = (
     *(None, [], {}, "", "\ud800", "\u00e9" * 64, "a" * 10_000, 1e999, -1e999, 10**40, True, "\x1b[2J"),
@@ -201,7 +207,7 @@ NO_HELLOS = [
 ]
 
 
-def with_a_server(scenario, **options):
+def with_a_server(scenario):
     """Run `scenario(port, links, errors)` beside a head; `errors` are what the event loop was told of."""
 
     async def run():
@@ -209,7 +215,7 @@ def with_a_server(scenario, **options):
         asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
         port = choose_port()
         links: asyncio.Queue[Link] = asyncio.Queue()
-        server = ControlServer("secret", "n1", links.put_nowait, silence_s=60, **options)
+        server = ControlServer("secret", "n1", links.put_nowait, silence_s=60)
         await server.start(listen_on(port))
         try:
             return await scenario(port, links, errors, server)
@@ -219,10 +225,10 @@ def with_a_server(scenario, **options):
     return asyncio.run(run())
 
 
-async def open_with_ticket(port: int, ticket: bytes | None = None, **options):
+async def open_with_ticket(port: int):
     """A connection after the head's greeting; the greeting's nonce."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, **options)
-    writer.write(ticket or TICKET)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(new_ticket())
     return reader, writer, json.loads(await reader.readline())["nonce"]
 
 
@@ -280,43 +286,24 @@ def test_what_follows_a_right_proof_is_checked_too():
 
 
 @pytest.mark.parametrize("ticket", [None, TICKET], ids=["no ticket", "one ticket, seen and repeated"])
-def test_a_thousand_connections_take_a_bounded_number_of_places_and_a_node_still_comes_in(ticket):
+def test_many_connections_take_no_place_and_a_node_still_comes_in(ticket):
     async def scenario(port, links, errors, server):
         strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(400)]
         for _, writer in strangers if ticket else ():
             writer.write(ticket)
         link = await join(port)
         assert (await asyncio.wait_for(links.get(), 60)).name == "n2"
-        # Strangers without a ticket take no place. The node's own tries at once may still be ending.
-        assert len(server._handshakes) <= (server._max_handshakes if ticket else control._MAX_TRIES_AT_ONCE)
-        assert server._max_handshakes == 2 * 4 + 64
+        assert len(server._handshakes) <= 2  # the node's, and that of the ticket's first use
         assert not errors
         for _, writer in strangers:
             writer.close()
         await link.close()
 
-    with_a_server(scenario, num_nodes=2)
-
-
-def test_strangers_of_another_address_cost_no_node_its_connection():
-    """The node has connected first and is slow; a stranger elsewhere then connects without end."""
-
-    async def scenario(port, links, errors, server):
-        reader, writer, nonce = await open_with_ticket(port, local_addr=("127.0.0.2", 0))
-        strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]
-        writer.write(json.dumps({**HELLO, "proof": proof("secret", "node", nonce)}).encode() + b"\n")
-        assert json.loads(await asyncio.wait_for(reader.readline(), 60))["name"] == "n1"
-        assert (await asyncio.wait_for(links.get(), 60)).name == "n2"
-        assert not errors
-        for _, stranger in [*strangers, (reader, writer)]:
-            stranger.close()
-
-    with_a_server(scenario, num_nodes=2)
+    with_a_server(scenario)
 
 
 @pytest.mark.parametrize("cut_after", ["accept", "greeting", "hello"])
 def test_a_handshake_that_is_cut_off_is_tried_again(monkeypatch, cut_after):
-    """As the head cuts off connections while strangers hold too many."""
     usual, tries = ControlServer._handshake, []
 
     async def handshake(server, reader, writer, nonce):
@@ -332,7 +319,6 @@ def test_a_handshake_that_is_cut_off_is_tried_again(monkeypatch, cut_after):
         raise EOFError
 
     monkeypatch.setattr(ControlServer, "_handshake", handshake)
-    monkeypatch.setattr(control, "_MAX_TRIES_AT_ONCE", 1)  # a busy machine may make a try slow; no further one then
 
     async def scenario(head, node):
         return head.name
@@ -364,34 +350,6 @@ def test_who_says_no_more_is_not_waited_for(monkeypatch, said):
         assert not server._handshakes
 
     with_a_server(scenario)
-
-
-def test_tries_that_fail_beside_the_one_that_succeeds_print_nothing(monkeypatch):
-    """As where strangers keep the head busy: it cuts some tries off while another comes through."""
-    link, printed, calls, are_answered = Link.__new__(Link), [], [], asyncio.Event()
-
-    async def try_to_connect(*_):
-        calls.append(1)
-        if len(calls) == 8:
-            asyncio.get_running_loop().call_soon(are_answered.set)
-            raise ConnectionResetError
-        is_first = len(calls) == 1
-        await are_answered.wait()
-        if is_first:
-            return link
-        raise EOFError
-
-    async def run():
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: printed.append(context["message"]))
-        head = ("127.0.0.1", 1)
-        found = await connect(head, "t", rank=1, name="n2", own_address=lambda: "a", deadline_s=60)
-        gc.collect()
-        return found
-
-    monkeypatch.setattr(control, "_try_to_connect", try_to_connect)
-    assert asyncio.run(run()) is link
-    gc.collect()
-    assert not printed
 
 
 def test_once_closed_it_takes_nobody_and_keeps_who_is_in():

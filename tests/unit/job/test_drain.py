@@ -80,13 +80,6 @@ async def until(is_so) -> None:
     await asyncio.to_thread(wait_for, is_so, 60)
 
 
-async def report_end(scene: Scene) -> None:
-    """What `Parts` does at the end of a part."""
-    engine = scene.drain.engine
-    await engine.wait()
-    await scene.drain.run_end.fail(Outcome(failed_part="engine", reason=engine.failure_reason, exit_code=1))
-
-
 def in_scene(tmp_path: Path, test, *flags: str, kill_wait_s: float = 30.0) -> Any:
     """Run `test(scene)` with an engine that is up."""
 
@@ -199,28 +192,6 @@ def test_a_drain_ends_at_once_when_that_is_asked_for(tmp_path, how):
 
     outcome = in_scene(tmp_path, test)
     assert outcome.reason == "hpc-serve stop; of 1 request under way 1 did not finish in time"
-
-
-def test_a_signal_reaches_the_engine_too_which_ends_after_its_requests(tmp_path):
-    """As Slurm does it: every process of the step gets SIGTERM."""
-
-    async def test(scene):
-        streams = await scene.begin(2)
-        run_end = scene.drain.run_end
-        run_end.stop_on_signals()
-        watching = asyncio.create_task(report_end(scene))
-        os.kill(scene.drain.engine.pid, signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        draining = asyncio.create_task(scene.drain.run(await run_end.wait()))
-        await scene.go_on()
-        outcome = await draining
-        assert [await stream for stream in streams] == [(200, 10)] * 2
-        await watching
-        return outcome
-
-    outcome = in_scene(tmp_path, test, *STREAM, "--shutdown-timeout", "60")
-    assert outcome.exit_code == 0
-    assert outcome.reason == "SIGTERM (cancelled, preempted, or out of time); 2 requests under way finished"
 
 
 def test_an_engine_that_dies_while_it_drains_has_failed(tmp_path):

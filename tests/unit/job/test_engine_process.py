@@ -132,18 +132,6 @@ async def test_a_child_that_has_ended_is_replaced_by_the_command(vllm, tmp_path)
 
 
 @in_a_loop
-async def test_one_that_would_have_a_variable_too_many_is_ended(vllm, tmp_path):
-    process, parts = engine(tmp_path, print)
-    await process.hold(ENDPOINT, environ_of(vllm, FIRST="1"))
-    held = process._held
-    child = await process.start(ENDPOINT, environ_of(vllm))
-    assert held is not None
-    assert (held.exit_code is None, child is held) == (False, False)
-    await asyncio.wait_for(child.wait(), WITHIN_S)
-    await parts.take_down()
-
-
-@in_a_loop
 async def test_one_that_is_never_told_ends_with_the_run(vllm, tmp_path):
     process, parts = engine(tmp_path, print)
     await process.hold(ENDPOINT, environ_of(vllm))

@@ -11,21 +11,24 @@ from typing import Any
 import pytest
 
 from hpc_serve.job.machine.allocation import Allocation
-from hpc_serve.job.ray.ray_nodes import RayNodes, parse_line
+from hpc_serve.job.ray.ray_nodes import missing_nodes, parse_line
 from hpc_serve.job.ray.ray_private import read_gcs_port
-from hpc_serve.job.run.ray_cluster import head_argv, ray_environ, start_argv, worker_argv
+from hpc_serve.job.run.node import LaunchOptions, Node
+from hpc_serve.job.run.ray_cluster import head_argv, ray_environ, worker_argv
 from hpc_serve.sizes import GIB
 from hpc_serve.trust.peers import PeerFiles
-from tests.support.nodes import ALLOCATION
+from tests.support.nodes import ALLOCATION, make_node
 
 
-def of_node(allocation: Allocation = ALLOCATION, **changes: Any) -> tuple[str, ...]:
-    words = {"address": "10.0.0.1", "temp_dir": "/tmp/hs-1/ray", "device": "GPU", "num_devices": 8}
-    return start_argv(allocation, **{**words, **changes})
+def of_node(allocation: Allocation = ALLOCATION, **options: Any) -> Node:
+    return make_node(
+        Path("/tmp/hs-1"),
+        allocation=allocation,
+        options=LaunchOptions(**{"service": "8b", "backend": "ray", "gpus_per_node": 8, **options}),
+    )
 
 
 NODE = of_node()
-PEER = PeerFiles(authority=Path("/t/a.pem"), certificate=Path("/t/n.pem"), key=Path("/t/n.key"))
 EXPECTED = {"10.0.0.1": "n1", "10.0.0.2": "n2"}
 
 
@@ -42,8 +45,9 @@ def test_ray_gets_the_jobs_share_and_not_the_machines():
 
 
 def test_chips_of_a_tpu_are_a_resource_like_any_other():
-    said = options(worker_argv(of_node(device="TPU", num_devices=4), head="h"))
+    said = options(worker_argv(of_node(device="TPU", gpus_per_node=4), address="10.0.0.2", head="10.0.0.9:1"))
     assert (said["num-gpus"], json.loads(said["resources"])) == ("0", {"TPU": 4})
+    assert (said["address"], "head" in said) == ("10.0.0.9:1", False)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +62,7 @@ def test_chips_of_a_tpu_are_a_resource_like_any_other():
     ],
 )
 def test_amd_gpus_are_named_as_ray_takes_them(monkeypatch, given, seen):
-    environ = ray_environ(given, PEER)
+    environ = ray_environ(replace(NODE, environ=given), address="127.0.0.1")
     assert {name: value for name, value in environ.items() if name.endswith("VISIBLE_DEVICES")} == seen
     manager = pytest.importorskip("ray._private.accelerators.amd_gpu").AMDGPUAcceleratorManager
     for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
@@ -78,7 +82,7 @@ def test_ray_still_refuses_rocms_own_name(monkeypatch):
 
 
 def test_every_port_is_given_and_zero_for_all_but_ray_clients():
-    for argv in (head_argv(NODE, client_port=20_002), worker_argv(NODE, head="10.0.0.9:1")):
+    for argv in (head_argv(NODE, client_port=20_002), worker_argv(NODE, address="10.0.0.2", head="10.0.0.9:1")):
         ports = {name: int(value) for name, value in options(argv).items() if name.endswith("port")}
         chosen = {name: port for name, port in ports.items() if port}
         assert chosen in ({}, {"ray-client-server-port": 20_002})
@@ -100,25 +104,16 @@ def test_the_port_of_the_gcs_is_known_once_ray_has_written_it(tmp_path):
 def test_ray_knows_every_port_option():
     scripts = pytest.importorskip("ray.scripts.scripts")
     known = {name for option in scripts.start.params for name in option.opts}
-    for argv in (head_argv(NODE, client_port=20_002), worker_argv(NODE, head="10.0.0.9:1")):
+    for argv in (head_argv(NODE, client_port=20_002), worker_argv(NODE, address="10.0.0.2", head="10.0.0.9:1")):
         assert {word.partition("=")[0] for word in argv if word.startswith("--")} <= known
 
 
-def test_a_worker_joins_the_head_it_is_told():
-    assert options(worker_argv(NODE, head="10.0.0.9:20001"))["address"] == "10.0.0.9:20001"
-    assert "head" not in options(worker_argv(NODE, head="h"))
-
-
-def test_the_token_mode_is_said_on_every_node():
-    assert ray_environ({"X": "1"}, PEER)["RAY_AUTH_MODE"] == "token"
-    assert ray_environ({"X": "1"}, PEER)["X"] == "1"
-
-
-def test_rays_connections_show_certificates_and_its_metrics_do_not_listen():
-    environ = ray_environ({}, PEER)
-    assert environ["RAY_USE_TLS"] == "1"
-    assert environ["RAY_TLS_CA_CERT"] == "/t/a.pem"
-    assert (environ["RAY_TLS_SERVER_CERT"], environ["RAY_TLS_SERVER_KEY"]) == ("/t/n.pem", "/t/n.key")
+def test_rays_connections_show_token_and_certificates_and_its_metrics_do_not_listen():
+    environ = ray_environ(replace(NODE, environ={"X": "1"}), address="127.0.0.1")
+    assert (environ["X"], environ["RAY_AUTH_MODE"], environ["RAY_USE_TLS"]) == ("1", "token", "1")
+    peer = PeerFiles.in_folder(NODE.node_dir / "tls")
+    assert environ["RAY_TLS_CA_CERT"] == str(peer.authority)
+    assert (environ["RAY_TLS_SERVER_CERT"], environ["RAY_TLS_SERVER_KEY"]) == (str(peer.certificate), str(peer.key))
     constants = pytest.importorskip("ray._common.tls_utils")
     source = Path(constants.__file__).read_text()
     assert all(name in source for name in environ if name.startswith("RAY_TLS_"))
@@ -126,18 +121,18 @@ def test_rays_connections_show_certificates_and_its_metrics_do_not_listen():
 
 
 def test_who_is_missing_is_named():
-    assert RayNodes({"10.0.0.1": 8, "10.0.0.2": 8}).missing(EXPECTED, "GPU", 8) == []
-    assert RayNodes({"10.0.0.1": 8}).missing(EXPECTED, "GPU", 8) == ["n2 (10.0.0.2) has not joined"]
-    assert RayNodes({"10.0.0.1": 8, "10.0.0.2": 4}).missing(EXPECTED, "TPU", 8) == [
+    assert missing_nodes({"10.0.0.1": 8, "10.0.0.2": 8}, EXPECTED, "GPU", 8) == []
+    assert missing_nodes({"10.0.0.1": 8}, EXPECTED, "GPU", 8) == ["n2 (10.0.0.2) has not joined"]
+    assert missing_nodes({"10.0.0.1": 8, "10.0.0.2": 4}, EXPECTED, "TPU", 8) == [
         "n2 (10.0.0.2) has 4 TPUs instead of 8"
     ]
-    assert RayNodes({"10.0.0.1": 8, "10.0.0.2": 8, "10.0.0.3": 8}).missing(EXPECTED, "GPU", 8) == [
+    assert missing_nodes({"10.0.0.1": 8, "10.0.0.2": 8, "10.0.0.3": 8}, EXPECTED, "GPU", 8) == [
         "10.0.0.3 joined but is not of this job"
     ]
 
 
 def test_rays_log_lines_are_not_taken_for_nodes():
-    assert parse_line('{"hpc_serve_nodes": {"10.0.0.1": 8}}') == RayNodes({"10.0.0.1": 8})
+    assert parse_line('{"hpc_serve_nodes": {"10.0.0.1": 8}}') == {"10.0.0.1": 8}
     assert parse_line('{"hpc_serve_gcs": 4321}') == 4321
     for line in ("INFO worker.py: Connecting", "[1, 2]", "7", "{}"):
         assert parse_line(line) is None

@@ -17,28 +17,27 @@ from hpc_serve.sizes import MIB
 SIZE = 32 * MIB
 
 
-def read_in_a_process(name: str, code: str, *words: str) -> tuple[ReadSoFar, ReadSoFar]:
-    """What is counted of a process before and after it has run `code`."""
+def looks_at(name: str, *steps: str, words: tuple[str, ...] = ()) -> list[ReadSoFar]:
+    """What is counted of a process before its first step, and after each of them."""
     mark = f"test-{os.getpid()}-{name}"
-    wrapped = f"import sys; print('begun', flush=True); sys.stdin.readline()\n{code}\nprint('done', flush=True)"
+    lines = [line for step in ("pass", *steps) for line in (step, "print(flush=True)", "sys.stdin.readline()")]
     process = subprocess.Popen(
-        [sys.executable, "-c", f"{wrapped}\nsys.stdin.read()", *words],
+        [sys.executable, "-c", "\n".join(["import mmap, sys", *lines]), *words],
         env={**os.environ, **mark_environ(mark)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    reading = RunReading(mark)
-    try:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        assert process.stdout.readline() == b"begun\n"
-        before = reading.look()
-        process.stdin.write(b"\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == b"done\n"
-        return before, reading.look()
-    finally:
-        process.communicate(b"")
+    reading, found = RunReading(mark), []
+    assert process.stdout is not None
+    assert process.stdin is not None
+    with process.stdin, process.stdout:
+        for _ in range(len(steps) + 1):
+            assert process.stdout.readline() == b"\n"
+            found.append(reading.look())
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+    process.wait()
+    return found
 
 
 @pytest.fixture
@@ -49,43 +48,18 @@ def weights(tmp_path) -> Path:
 
 
 def test_what_marked_processes_read_is_counted():
-    before, after = read_in_a_process("reader", "kept = open('/dev/zero', 'rb').read(10_000_000)")
+    before, after = looks_at("reader", "kept = open('/dev/zero', 'rb').read(10_000_000)")
     assert after.by_read - before.by_read >= 10_000_000
 
 
-def test_a_mapped_file_is_counted_though_no_byte_comes_by_read_or_from_a_disk(weights):
+MAP = "f = open(sys.argv[1], 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); sum(m[::4096])"
+
+
+def test_a_mapped_file_is_counted_though_no_byte_comes_by_read_and_stays_counted_when_it_is_unmapped(weights):
     """As vLLM loads weights that the page cache has, or that lie on FUSE."""
-    code = "import mmap; f = open(sys.argv[1], 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); sum(m[::4096])"
-    before, after = read_in_a_process("mapper", code, str(weights))
-    assert after.mapped - before.mapped >= 0.9 * SIZE
-    assert after.by_read - before.by_read < SIZE / 2
-
-
-def test_what_was_mapped_stays_counted_when_it_is_unmapped(weights):
-    mark = f"test-{os.getpid()}-unmapper"
-    code = (
-        "import mmap, sys\nf = open(sys.argv[1], 'rb')\n"
-        "m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); sum(m[::4096])\n"
-        "print('mapped', flush=True); sys.stdin.readline(); m.close(); print('closed', flush=True); sys.stdin.read()"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(weights)],
-        env={**os.environ, **mark_environ(mark)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        reading = RunReading(mark)
-        assert process.stdout.readline() == b"mapped\n"
-        mapped = reading.look().mapped
-        process.stdin.write(b"\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == b"closed\n"
-        assert reading.look().mapped >= mapped >= 0.9 * SIZE
-    finally:
-        process.communicate(b"")
+    before, mapped, closed = looks_at("mapper", MAP, "m.close()", words=(str(weights),))
+    assert closed.mapped - before.mapped >= mapped.mapped - before.mapped >= 0.9 * SIZE
+    assert mapped.by_read - before.by_read < SIZE / 2
 
 
 def test_counts_of_nodes_are_added():

@@ -60,23 +60,6 @@ def test_a_disk_that_is_full_ends_nothing(tmp_path, caplog):
     assert caplog.text.count("No space left on device") == 1
 
 
-def test_a_home_that_is_moved_away_is_told_once_and_not_made_anew_and_is_written_when_it_is_back(tmp_path, caplog):
-    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
-    store = ServiceStore(home)
-
-    with caplog.at_level("INFO", logger="hpc_serve"):
-        keeper = RecordKeeper(store, make_record())
-        home.rename(elsewhere)
-        for state in ("draining", "ready", "draining"):
-            keeper.update(state=state)
-        assert not home.exists()
-        elsewhere.rename(home)
-        keeper.update(state="ready")
-    assert caplog.text.count(f"{home} is gone") == 1
-    assert caplog.text.count("the record is written again") == 1
-    assert [record.state for record in store.read("405b").records] == ["ready"]
-
-
 def test_a_record_says_since_when_it_is_in_its_state(tmp_path):
     keeper = RecordKeeper(ServiceStore(tmp_path), make_record(state_since=5.0))
     keeper.update(stage="ready", reason="none")
@@ -176,7 +159,8 @@ def test_only_the_first_start_of_a_run_is_remembered_and_an_engine_that_is_start
     keeper.start_again(state="starting", stage="starting the engine again (1 of 3)", engine_restarts=1)
     assert keeper.record.start is not None
     assert keeper.record.start.stage == "engine"
-    keeper.set_stage("loading weights", 1, 4, prefix="starting the engine again (1 of 3): ")
+    keeper.stage_prefix = "starting the engine again (1 of 3): "
+    keeper.set_stage("loading weights", 1, 4)
     assert keeper.record.stage == "starting the engine again (1 of 3): loading weights"
     keeper.update(state="ready", stage="ready")
     assert last_start(tmp_path, keeper.record) == past

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from hpc_serve.rendezvous.files import make_private_folder, write_private
 from tests.cluster import wait_for
 from tests.support.local_run import Run
 from tests.unit.job.test_staging import safetensors
@@ -22,27 +20,16 @@ def root(tmp_path) -> Path:
 
 
 @pytest.fixture
-def begin(tmp_path, root):
-    """Starts the run when it is called."""
+def run(tmp_path, root):
     model = tmp_path / "weights"
     model.mkdir()
     (model / "config.json").write_text("{}")
     (model / "tokenizer.json").write_text("{}")
     (model / "a.safetensors").write_bytes(safetensors(os.urandom(100_000)))
     variables = {"HPC_SERVE_MODEL": str(model), "HPC_SERVE_STAGE": str(root), "HPC_SERVE_CANARY_S": "0"}
-    with contextlib.ExitStack() as at_end:
-
-        def start() -> Run:
-            run = Run(tmp_path, variables=variables)
-            at_end.callback(run.close)
-            return run
-
-        yield start
-
-
-@pytest.fixture
-def run(begin):
-    return begin()
+    run = Run(tmp_path, variables=variables)
+    yield run
+    run.close()
 
 
 def copies(root: Path) -> list[Path]:
@@ -71,17 +58,3 @@ def test_a_run_that_is_killed_leaves_no_copy(run, root):
     assert copies(root)
     os.killpg(run.process.pid, signal.SIGKILL)
     wait_for(lambda: not copies(root), 180, what="the copy is removed")
-
-
-def test_a_start_whose_folder_another_user_made_first_takes_another(begin, root):
-    home = make_private_folder(root.parent / "home")
-    write_private(home / "node-folder", "known")
-    taken = root / "hpc-serve-stage-known"
-    taken.mkdir()
-    taken.chmod(0o777)
-    run = begin()
-    record = run.wait_for_state("ready")
-    (copy,) = [path for path in copies(root) if path.is_dir()]
-    assert copy.parent != taken
-    assert str(copy) in record.loading
-    assert "attempt 1 met a port or folder in use" in run.log.read_text()

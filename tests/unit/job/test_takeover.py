@@ -88,12 +88,6 @@ def test_those_that_come_after_are_left_alone(store):
     assert asked(store, "2") is None
 
 
-def test_a_job_of_no_chain_asks_nobody(store):
-    store.write(record("1"))
-    assert not drain_predecessors(store, record("9"), now=now)
-    assert asked(store, "1") is None
-
-
 @in_a_loop
 async def test_only_one_that_is_ready_takes_over(store, monkeypatch):
     monkeypatch.setattr(takeover, "_POLL_S", 0.01)

@@ -10,7 +10,6 @@ import pytest
 from hpc_serve.job.weights import weights_place
 from hpc_serve.job.weights.weights_place import (
     filesystem_of,
-    find_load_strategy,
     find_weights,
     known_strategies,
     with_strategy,
@@ -89,12 +88,12 @@ def test_the_command_says_how_and_the_log_why(model, monkeypatch, caplog):
     monkeypatch.setattr(weights_place, "known_strategies", lambda: ("lazy", "prefetch"))
     caplog.set_level("INFO")
     asked = command(model, "--max-num-seqs", "4")
-    strategy = find_load_strategy(asked, {}, num_nodes=1)
-    assert with_strategy(asked, strategy).argv == (*asked.argv, STRATEGY, "prefetch")
-    assert strategy.reason in caplog.text
+    fast, reason = with_strategy(asked, {}, num_nodes=1)
+    assert fast.argv == (*asked.argv, STRATEGY, "prefetch")
+    assert reason in caplog.text
     assert "loading weights: prefetch: 4 KiB on gpfs" in caplog.text
     given = command(model, STRATEGY, "lazy")
-    assert with_strategy(given, find_load_strategy(given, {}, num_nodes=1)).argv == given.argv
+    assert with_strategy(given, {}, num_nodes=1)[0].argv == given.argv
     assert "loading weights: lazy, as its command says" in caplog.text
 
 
@@ -102,7 +101,7 @@ def test_a_stand_in_is_what_is_looked_at(model, monkeypatch):
     monkeypatch.setattr(weights_place, "filesystem_of", lambda _: "gpfs")
     monkeypatch.setattr(weights_place, "known_strategies", lambda: ("prefetch",))
     asked = read_command(["vllm", "serve", "org/model"], stand_in=StandIn(folder=str(model)))
-    assert with_strategy(asked, find_load_strategy(asked, {}, num_nodes=1)).argv[-2:] == (STRATEGY, "prefetch")
+    assert with_strategy(asked, {}, num_nodes=1)[0].argv[-2:] == (STRATEGY, "prefetch")
 
 
 def test_what_cannot_be_seen_ends_no_start(model, monkeypatch, caplog):
@@ -111,8 +110,9 @@ def test_what_cannot_be_seen_ends_no_start(model, monkeypatch, caplog):
 
     monkeypatch.setattr(weights_place, "filesystem_of", broken)
     asked = command(model)
-    assert with_strategy(asked, strategy := find_load_strategy(asked, {}, num_nodes=1)) == asked
-    assert "cannot be seen: stale handle" in strategy.reason
+    same, reason = with_strategy(asked, {}, num_nodes=1)
+    assert same == asked
+    assert "cannot be seen: stale handle" in reason
     assert "stale handle" in caplog.text
 
 

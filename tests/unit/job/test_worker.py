@@ -71,6 +71,14 @@ def over_a_connection(tmp_path, monkeypatch):
     return run
 
 
+async def first_message(link):
+    """What the node says first once it may start its part."""
+    await link.send("go")
+    message = await link.receive()
+    await link.send("stop")
+    return message
+
+
 async def wait_for_arguments(tmp_path):
     path = tmp_path / "arguments"
     while not path.exists() or not path.read_text():  # noqa: ASYNC110
@@ -156,28 +164,16 @@ def test_its_own_server_has_a_record_drains_as_the_head_says_and_ends_as_the_run
 
 @pytest.mark.parametrize("backend", ["ray", "mp"])
 def test_the_head_is_told_of_a_process_that_is_stopped(over_a_connection, backend):
-    async def scenario(link):
-        await link.send("go")
-        message = await link.receive()
-        await link.send("stop")
-        return message
-
     stops = "import signal; os.kill(os.getpid(), signal.SIGSTOP)"
-    message, code = over_a_connection(scenario, stops, backend=backend, silence_s=0.5)
+    message, code = over_a_connection(first_message, stops, backend=backend, silence_s=0.5)
     assert code == 0
     assert message["kind"] == "stopped"
     assert re.fullmatch(r"\S+ \(\d+\)", message["process"])
 
 
 def test_the_head_is_told_of_a_rank_that_has_ended(over_a_connection):
-    async def scenario(link):
-        await link.send("go")
-        message = await link.receive()
-        await link.send("stop")
-        return message
-
     ends = "import subprocess; subprocess.run(['VLLM::Worker_TP1', '2'], executable='/bin/sleep')"
-    message, code = over_a_connection(scenario, f"{ends}\n{RUNS}", backend="mp", silence_s=5)
+    message, code = over_a_connection(first_message, f"{ends}\n{RUNS}", backend="mp", silence_s=5)
     assert code == 0
     assert message["kind"] == "ended"
     assert re.fullmatch(r"VLLM::Worker_TP1 \(\d+\)", message["process"])
@@ -216,13 +212,7 @@ def test_caches_outlive_the_run_if_the_head_says_so_and_count_once_the_engine_is
 
 
 def test_the_end_of_its_part_is_told_and_it_stays_until_the_head_stops(over_a_connection):
-    async def scenario(link):
-        await link.send("go")
-        message = await link.receive()
-        await link.send("stop")
-        return message
-
-    message, code = over_a_connection(scenario, "print('ValueError: no such network'); sys.exit(3)")
+    message, code = over_a_connection(first_message, "print('ValueError: no such network'); sys.exit(3)")
     assert code == 3
     assert message == {
         "kind": "failed",
@@ -234,15 +224,9 @@ def test_the_end_of_its_part_is_told_and_it_stays_until_the_head_stops(over_a_co
 
 
 def test_a_node_without_the_command_says_so(over_a_connection):
-    async def scenario(link):
-        await link.send("go")
-        message = await link.receive()
-        await link.send("stop")
-        return message["exit_code"], message["reason"]
-
-    told, code = over_a_connection(scenario, None)
-    assert told[0] == code == 127
-    assert "no command ray" in told[1]
+    message, code = over_a_connection(first_message, None)
+    assert message["exit_code"] == code == 127
+    assert "no command ray" in message["reason"]
 
 
 @pytest.mark.parametrize("before", [[], ["go"]])

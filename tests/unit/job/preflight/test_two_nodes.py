@@ -66,7 +66,7 @@ def two_nodes(tmp_path, monkeypatch):
 
         workers = WorkerLinks(2, parts, on_join)
         ServiceStore(tmp_path / "home").ensure_service("8b")
-        server = ControlServer(head.token, "n1", workers.add_worker, silence_s=60, num_nodes=2)
+        server = ControlServer(head.token, "n1", workers.add_worker, silence_s=60)
         await server.start(listener)
         running = asyncio.create_task(run_worker(worker))
         try:
