@@ -80,7 +80,7 @@ def look(environ: Mapping[str, str] = os.environ, *, deadline_s: float = _DEADLI
         default_account=slurm_facts.parse_default_account(printed["sacctmgr show user"]),
         mounts=machine_facts.parse_df(printed["df"], folders),
         quotas=machine_facts.parse_quota(printed["quota"]),
-        interfaces=machine_facts.parse_ip(printed["ip"]) or machine_facts.parse_net_dev(_net_dev()),
+        interfaces=machine_facts.parse_ip(printed["ip"]),
         modules=machine_facts.parse_modules(printed["module"]),
         runtimes=tuple(name for name in _RUNTIMES if shutil.which(name, path=environ.get("PATH"))),
         environ={name: environ[name] for name in _VARIABLES if environ.get(name)},
@@ -151,9 +151,3 @@ def _engine_version(environment: str) -> str | None:
         for found in importlib.metadata.distributions(name=name, path=path):
             return found.version
     return None
-
-
-def _net_dev() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/net/dev").read_text(encoding="utf-8")
-    return ""

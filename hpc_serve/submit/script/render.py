@@ -112,11 +112,6 @@ def replicas_of(request: ServeRequest, plan: ServePlan) -> int:
     return plan.replicas if request.cluster == "slurm" else 1
 
 
-def jobs_of(request: ServeRequest, plan: ServePlan) -> int:
-    """Return how many jobs are submitted for them."""
-    return -(-replicas_of(request, plan) // request.replicas_per_job)
-
-
 def devices_per_node(plan: ServePlan) -> int:
     """GPUs, or chips, of each node that the ranks of one engine take; 0 where they run on CPUs."""
     return 0 if plan.accelerator.kind == "cpu" else plan.layout.gpus_per_node
@@ -142,7 +137,8 @@ def _directives(request: ServeRequest, plan: ServePlan, memory_gib: int) -> list
     Raises InvalidRequestError for a share of a CPU node without a number of cores.
     """
     slurm, layout = request.slurm, plan.layout
-    jobs = 1 if request.chain > 1 else jobs_of(request, plan)  # of a chain each is submitted by itself
+    # Each job of a chain is submitted by itself.
+    jobs = 1 if request.chain > 1 else -(-replicas_of(request, plan) // request.replicas_per_job)
     gpus = layout.gpus_per_node * request.replicas_per_job
     whole_nodes = has_whole_nodes(request, plan)
     completed = replace(

@@ -194,15 +194,13 @@ def _of_service(store: ServiceStore, found: ServiceRecords, slurm: SchedulerView
 
 def _with_successors(replicas: Sequence[ReplicaStatus], submitted: Sequence[SubmittedJob]) -> Iterator[ReplicaStatus]:
     """Add to each live replica the job that takes over from it."""
-    states = {status.job_id: status.state for status in replicas}
-    is_over = {status.job_id: status.is_over for status in replicas}
+    states = {status.job_id: status.state for status in replicas if not status.is_over}
     for status in replicas:
-        coming = [job_id for job_id in followers_of([status.job_id], submitted) if not is_over.get(job_id, True)]
+        coming = [job_id for job_id in followers_of([status.job_id], submitted) if job_id in states]
         if coming and not status.is_over:
             sentence = chain_sentence([(job_id, states[job_id]) for job_id in coming])
-            yield replace(status, successor=sentence, successor_job_id=coming[0])
-        else:
-            yield status
+            status = replace(status, successor=sentence, successor_job_id=coming[0])
+        yield status
 
 
 def _last_runs(found: ServiceRecords) -> list[EndpointRecord]:
