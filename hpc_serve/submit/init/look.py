@@ -41,9 +41,9 @@ _VARIABLES = (
 _MODULES = ("bash", "-lc", "type module >/dev/null 2>&1 || exit 127; module -t avail 2>&1")
 
 
-def look(environ: Mapping[str, str] = os.environ, *, deadline_s: float = _DEADLINE_S) -> ClusterFacts:
-    """Return all facts that can be found here; each command has `deadline_s`. Raises nothing: the result names missing
-    facts."""
+def look() -> ClusterFacts:
+    """Return all facts that can be found here. Raises nothing: the result names missing facts."""
+    environ = os.environ
     folders, environment = _folders(environ), _virtual_environment(environ)
     commands: Mapping[str, Sequence[str]] = {
         "scontrol show config": slurm_facts.CONFIG_ARGV,
@@ -60,7 +60,7 @@ def look(environ: Mapping[str, str] = os.environ, *, deadline_s: float = _DEADLI
 
     def ask(name: str) -> str:
         try:
-            return _output(commands[name], deadline_s)
+            return _output(commands[name], _DEADLINE_S)
         except FileNotFoundError:
             unanswered[name] = f"there is no `{commands[name][0]}` here"
         except OSError as error:

@@ -87,7 +87,8 @@ def _check_hub(request: ServeRequest, plan: ServePlan, environ: Mapping[str, str
     if missing is None:
         return None
     seen = f"{plan.model}: {settings.cache} holds {missing.words}"
-    cure = f"`hpc-serve fetch {plan.model}` ({_size(plan)})"
+    size = plan.memory.weight_bytes * plan.layout.num_gpus / GIB
+    cure = f"`hpc-serve fetch {plan.model}` (about {size:,.0f} GiB)"
     if request.settings.stage is not None:
         raise InvalidRequestError(
             f"{seen}, and --stage copies what the nodes see. Get them first: {cure}; or leave --stage out."
@@ -166,7 +167,3 @@ def is_repository(model: str) -> bool:
     (True, False)
     """
     return _REPOSITORY.fullmatch(model) is not None and not model.startswith(("/", "."))
-
-
-def _size(plan: ServePlan) -> str:
-    return f"about {plan.memory.weight_bytes * plan.layout.num_gpus / GIB:,.0f} GiB"

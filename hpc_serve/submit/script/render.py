@@ -141,9 +141,13 @@ def _directives(request: ServeRequest, plan: ServePlan, memory_gib: int) -> list
     jobs = 1 if request.chain > 1 else -(-replicas_of(request, plan) // request.replicas_per_job)
     gpus = layout.gpus_per_node * request.replicas_per_job
     whole_nodes = has_whole_nodes(request, plan)
+    if plan.accelerator.kind == "cpu" and not (whole_nodes or slurm.cpus_per_task):
+        raise InvalidRequestError(
+            "A share of a CPU node needs a number of cores: add --cpus-per-task, or leave out --no-exclusive."
+        )
     completed = replace(
         slurm,
-        cpus_per_task=slurm.cpus_per_task or (None if whole_nodes else _cpus(plan, gpus)),
+        cpus_per_task=slurm.cpus_per_task or (None if whole_nodes else _CPUS_PER_GPU * gpus),
         mem=slurm.mem or ("0" if whole_nodes else f"{memory_gib}G"),
     )
     return [
@@ -160,14 +164,6 @@ def _directives(request: ServeRequest, plan: ServePlan, memory_gib: int) -> list
         "--open-mode=append",
         *slurm.extra,
     ]
-
-
-def _cpus(plan: ServePlan, gpus: int) -> int:
-    if plan.accelerator.kind == "cpu":
-        raise InvalidRequestError(
-            "A share of a CPU node needs a number of cores: add --cpus-per-task, or leave out --no-exclusive."
-        )
-    return _CPUS_PER_GPU * gpus
 
 
 def _exports(request: ServeRequest) -> dict[str, str]:

@@ -49,8 +49,8 @@ class JobScript:
         )
 
 
-def start_locally(store: ServiceStore, script: JobScript) -> tuple[str, tuple[SubmittedJob, ...]]:
-    """Run the script on this machine; returns its id and the job."""
+def start_locally(store: ServiceStore, script: JobScript) -> tuple[SubmittedJob, ...]:
+    """Run the script on this machine, and return the job."""
     from hpc_serve.submit.slurm import executor
 
     pid, file = executor.start_locally(script.text, script.folder, script.log_dir)
@@ -58,13 +58,13 @@ def start_locally(store: ServiceStore, script: JobScript) -> tuple[str, tuple[Su
     job = dataclasses.replace(job, pid=pid, pid_start_time=process_start_time(pid), host=socket.gethostname())
     script.undo.callback(end_job, job.job_id, job)
     store.write_submitted(job)
-    return job.job_id, (job,)
+    return (job,)
 
 
 def submit_to_slurm(
     store: ServiceStore, script: JobScript, *, count: int, anew: bool = False, options: Sequence[str] = ()
-) -> tuple[str, tuple[SubmittedJob, ...]]:
-    """Hand the script to sbatch, once for `count` jobs; returns sbatch's id, and the jobs.
+) -> tuple[SubmittedJob, ...]:
+    """Hand the script to sbatch, once for `count` jobs, and return the jobs.
 
     A script that is submitted `anew` may have the array of an earlier submission, or none: sbatch is told another.
     `options` are further words for sbatch. Raises SubmissionRefusedError where Slurm will never start the jobs; they
@@ -86,13 +86,13 @@ def submit_to_slurm(
         raise SubmissionRefusedError(f"Slurm would never start the job, so it was cancelled: {why}")
     for job in jobs:
         store.write_submitted(job)
-    return own_id, jobs
+    return jobs
 
 
 def submit_chains(
     store: ServiceStore, script: JobScript, *, length: int, after_min: int, count: int
-) -> tuple[str, tuple[SubmittedJob, ...]]:
-    """Submit `count` chains of `length` jobs ahead; returns the id of the first job, and all jobs, chain after chain.
+) -> tuple[SubmittedJob, ...]:
+    """Submit `count` chains of `length` jobs ahead, and return all jobs, chain after chain.
 
     Each may begin so many minutes after the start of the one before.
     """
@@ -102,9 +102,9 @@ def submit_chains(
         for _ in range(length):
             one = dataclasses.replace(script, job=dataclasses.replace(script.job, predecessor=before))
             options = [after_start_option(before, after_min)] if before else []
-            before, submitted = submit_to_slurm(store, one, count=1, options=options)
-            jobs += submitted
-    return jobs[0].job_id, tuple(jobs)
+            jobs += submit_to_slurm(store, one, count=1, options=options)
+            before = jobs[-1].job_id
+    return tuple(jobs)
 
 
 def add_jobs(
@@ -128,7 +128,7 @@ def add_jobs(
         text, log_dir = read_private(Path(last.script)), Path(str(last.log_path)).parent
         job = dataclasses.replace(last, predecessor=predecessor)
         script = JobScript(text=text, job=job, folder=folder, log_dir=log_dir, undo=undo)
-        return submit_to_slurm(store, script, count=count, anew=True)[1]
+        return submit_to_slurm(store, script, count=count, anew=True)
 
 
 @contextlib.contextmanager

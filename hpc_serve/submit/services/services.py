@@ -20,7 +20,7 @@ from hpc_serve.plan.model.adapters import AdapterFiles, check_shapes
 from hpc_serve.rendezvous import shares
 from hpc_serve.rendezvous.adapters import Adapter
 from hpc_serve.rendezvous.files import make_log_dir
-from hpc_serve.rendezvous.names import log_dir_before_job
+from hpc_serve.rendezvous.names import array_of, log_dir_before_job
 from hpc_serve.rendezvous.ownership import user_name
 from hpc_serve.rendezvous.record import SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore, default_home
@@ -49,7 +49,7 @@ from hpc_serve.vllm.arguments import differing
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Submission:
-    """The jobs that were handed over, of one or several replicas, and their plan. `job_id` is sbatch's, of all.
+    """The jobs that were handed over, of one or several replicas, and their plan.
 
     `wanted` is what is written down for the service; `is_there` says that its replicas were there already, so that
     nothing was submitted. `weights_note` says that weights are not here yet, `machines_note` that GPUs stay idle, or
@@ -59,7 +59,6 @@ class Submission:
     Unix group, and `folder` the service's.
     """
 
-    job_id: str
     jobs: tuple[SubmittedJob, ...]
     plan: ServePlan
     wanted: Wanted | None = None
@@ -77,6 +76,11 @@ class Submission:
     def job(self) -> SubmittedJob:
         """The first replica's."""
         return self.jobs[0]
+
+    @property
+    def job_id(self) -> str:
+        """sbatch's, of all jobs that were submitted; where nothing was submitted, the first job's."""
+        return self.job.job_id if self.is_there else array_of(self.job.job_id)
 
     @property
     def num_replicas(self) -> int:
@@ -168,7 +172,6 @@ def _prepared(
         figures = {ENCODER_POSITIONS: positions}
     note = " ".join(filter(None, (planned.machines_note, small_memory_note(request, plan)))) or None
     submission = Submission(
-        job_id="",
         jobs=(_job_of(request, plan, figures),),
         plan=plan,
         weights_note=weights_note,
@@ -194,13 +197,12 @@ def _hand_over(
     if is_local and request.once:
         live = next((one.job_id for one in read_status(store, service).replicas if not one.is_over), None)
         if live is not None:
-            return prepared.done(job_id=live, jobs=(dataclasses.replace(job, job_id=live),), is_there=True)
+            return prepared.done(jobs=(dataclasses.replace(job, job_id=live),), is_there=True)
     if is_local:
         is_new = all(one.is_final for one in store.read(service).records)
         _share(store, service, group, is_new=is_new)
         want_adapters(store, service, adapters, is_new=is_new)
-        job_id, jobs = start_locally(store, script)
-        return prepared.done(job_id=job_id, jobs=jobs)
+        return prepared.done(jobs=start_locally(store, script))
     before = read_wanted(store, service)
     wanted, there = want_submission(store, request, prepared.replicas, environ, adapters)
     _share(store, service, group, is_new=not there)
@@ -208,16 +210,16 @@ def _hand_over(
         known = {one.job_id: one for one in store.read_submitted(service)}
         # A script that was given to sbatch by hand has no entry.
         jobs = tuple(known.get(one) or dataclasses.replace(job, job_id=one) for one in there)
-        return prepared.done(job_id=jobs[0].job_id, jobs=jobs, wanted=wanted, is_there=True)
+        return prepared.done(jobs=jobs, wanted=wanted, is_there=True)
     script.undo.callback(take_back, store, service, wanted, before)
     count = -(-wanted.submitting // request.replicas_per_job)
     if request.chain > 1:
         chain = {"length": request.chain, "after_min": request.next_begins_after_min}
-        job_id, jobs = submit_chains(store, script, **chain, count=count)
+        jobs = submit_chains(store, script, **chain, count=count)
     else:
-        job_id, jobs = submit_to_slurm(store, script, count=count)
+        jobs = submit_to_slurm(store, script, count=count)
     wanted = end_submission(store, service, wanted, jobs) or wanted
-    return prepared.done(job_id=job_id, jobs=jobs, wanted=wanted)
+    return prepared.done(jobs=jobs, wanted=wanted)
 
 
 def _share(store: ServiceStore, service: str, group: int | None, *, is_new: bool) -> None:

@@ -45,18 +45,18 @@ _MOST_IDS = 5_000  # Linux takes 128 KiB in one word of a command
 _OUTPUT_SETTINGS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_")
 
 
-def run_slurm(argv: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+def run_slurm(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run one of Slurm's commands. Raises SchedulerUnavailableError if there is none, or nobody answers it."""
     try:
         environ = plain_environ(os.environ)
         done = subprocess.run(
-            argv, capture_output=True, text=True, errors="replace", env=environ, timeout=timeout_s, check=False
+            argv, capture_output=True, text=True, errors="replace", env=environ, timeout=_TIMEOUT_S, check=False
         )
     except FileNotFoundError:
         raise command_missing(argv[0]) from None
     except subprocess.TimeoutExpired:
         raise SchedulerUnavailableError(
-            f"`{argv[0]}` has not answered for {timeout_s:.0f} s. Slurm's state is not known; try again later."
+            f"`{argv[0]}` has not answered for {_TIMEOUT_S:.0f} s. Slurm's state is not known; try again later."
         ) from None
     if done.returncode and says_unreachable(done.stderr):
         raise controller_not_answering(argv[0], done.stderr)

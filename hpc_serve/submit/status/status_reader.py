@@ -159,9 +159,8 @@ def old_jobs(found: ServiceRecords) -> dict[str, float]:
     before = time.time() - _RECENT_S
     records = [one for one in found.records if not one.is_final and one.updated_at < before]
     waiting = [job for job in found.awaiting_record() if job.submitted_at < before]
-    old: list[tuple[JobEntry, float]] = [(record, record.started_at) for record in records]
-    old += [(job, job.submitted_at) for job in waiting]
-    return {entry.job_id: at for entry, at in old if entry.cluster == "slurm"}
+    begun = {record.job_id: record.started_at for record in records if record.cluster == "slurm"}
+    return begun | {job.job_id: job.submitted_at for job in waiting if job.cluster == "slurm"}
 
 
 def _of_service(store: ServiceStore, found: ServiceRecords, slurm: SchedulerView) -> Iterator[ReplicaStatus]:
