@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpc_serve.client.replicas.status import ReplicaStatus
@@ -85,6 +85,25 @@ def stop(
         one.until = (drained_by if one.is_alone else is_due_at) + timeout_s
         if not one.is_alone and one.status.job_id not in told_already:
             tell_at.setdefault(one.status.job_id, is_due_at)
+    _wait_until_over(store, replicas, submitted, tell_at, timeout_s)
+    ended = [one.end for one in replicas if one.end is not None]
+    for status in (*(status for status in found if status.is_over), *ended):
+        with contextlib.suppress(StoreError):  # for example on a full disk: the job has ended all the same
+            write_end(store, status, submitted.get(status.job_id))
+    return tuple(ended)
+
+
+def _wait_until_over(
+    store: ServiceStore,
+    replicas: Sequence[_Ending],
+    submitted: Mapping[str, SubmittedJob],
+    tell_at: dict[str, float],
+    timeout_s: float,
+) -> None:
+    """Wait until all have ended, and tell each job to end when its time in `tell_at` has come.
+
+    Raises SchedulerError, WaitTimeoutError.
+    """
     while waiting := [one for one in replicas if one.end is None]:
         for job_id in [job_id for job_id, at in tell_at.items() if time.monotonic() >= at]:
             del tell_at[job_id]
@@ -93,18 +112,17 @@ def stop(
             for one in of_job:
                 one.until = time.monotonic() + timeout_s
         slurm = SchedulerView()
-        seen = [one for service in services for one in read_status(store, service, slurm=slurm).replicas]
+        seen = [
+            one
+            for service in {one.status.service for one in waiting}
+            for one in read_status(store, service, slurm=slurm).replicas
+        ]
         for one in waiting:
             job_id = one.status.job_id
             job = submitted.get(job_id)
             one.look(seen, local_job_state(job) if job and job.cluster == "local" else slurm.state(job_id))
         if any(one.end is None for one in waiting):
             time.sleep(_RECORDS_S)
-    ended = [one.end for one in replicas if one.end is not None]
-    for status in (*(status for status in found if status.is_over), *ended):
-        with contextlib.suppress(StoreError):  # for example on a full disk: the job has ended all the same
-            write_end(store, status, submitted.get(status.job_id))
-    return tuple(ended)
 
 
 def _ask(store: ServiceStore, replicas: Sequence[_Ending], drain_s: float) -> float:

@@ -224,15 +224,6 @@ class TestLoad:
         go_on(job, 10)
         assert len(slurm.scripts) == 3
 
-    def test_sbatch_that_refuses(self, job, store, slurm, stubs):
-        slurm.refuse("sbatch: error: Batch job submission failed: Access/permission denied")
-        requests(stubs, job, 3, waiting=1)
-        with pytest.raises(SubmissionRefusedError):
-            go_on(job, 40)
-        found = wanted(store)
-        assert (found.submitting, found.failures) == (0, 1)
-        assert found.problem.startswith("one could not be added: sbatch refused the job: Batch job submission failed")
-
     def test_one_that_is_not_needed_drains(self, job, store, slurm, stubs):
         start(stubs, "102_0")
         queue(slurm, "101", "102_0")
@@ -298,15 +289,6 @@ class TestTimeLimit:
             ("submit", "handover"),
             ("drain", "handover"),
         ]
-
-    def test_scale_counts_no_successor(self, kept, store, slurm):
-        one, _ = kept
-        self.near_its_end(slurm)
-        one.step()
-        self.near_its_end(slurm, "102_0")
-        change(store, notice_s=1e6)
-        done = scale(store, SERVICE, 1)
-        assert (done.before, done.added, done.ended) == (1, (), ())
 
     def test_an_empty_drain_file_is_an_order_to_drain_and_a_successor_follows(self, kept, store, slurm):
         """The disk was full when Slurm gave its notice."""
@@ -429,13 +411,6 @@ class TestPeople:
         assert code == 0
         assert "102_0" in slurm.cancelled
         assert wanted(store).state == "stopped"
-
-    def test_two_elastic_submits_at_once_give_one_job(self, store, slurm):
-        slow_sbatch(slurm, 0.5)
-        request = ServeRequest(model="8b", service=SERVICE, replicas=1, max_replicas=4)
-        done = in_threads(lambda: services.submit(request), lambda: services.submit(request))
-        assert sorted(one.is_there for one in done) == [False, True]
-        assert len(slurm.scripts) == 1
 
     def test_two_submits_with_once_give_one_job_and_a_third_none(self, store, slurm, capsys):
         slow_sbatch(slurm, 0.5)

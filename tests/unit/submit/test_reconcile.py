@@ -200,13 +200,6 @@ class TestMachines:
         assert simulated.wanted.machines["h100"].failures == 1
         assert simulated.wanted.machines["a100"].failures > 1
 
-    def test_fewer_of_one_kind_leave_the_other_alone(self):
-        simulated = on_machines(h100=2, a100=2)
-        simulated.wanted = simulated.wanted.with_counts({"h100": 2, "a100": 0})
-        told = simulated.run(60)
-        assert {(one.action, one.machine) for one in told} == {("drain", "a100")}
-        assert machines_of(simulated, "ready", "starting", "pending") == {"h100": 2}
-
     def test_each_hands_over_to_its_own_kind(self):
         simulated = on_machines(h100=1, a100=1)
         least = []
@@ -378,16 +371,6 @@ class TestLoad:
         world.least_ready = None
         world.run(400)
         assert world.least_ready in (1, 2)
-
-    def test_two_waves_over_a_time_limit(self):
-        world = service(1, 3, keep_up=True)
-        world.waiting = 50
-        world.run(200)
-        assert world.stages() == ["ready"] * 3
-        world.least_ready = None
-        world.run(LIMIT_S)
-        assert world.stages() == ["ready"] * 3
-        assert world.least_ready == 3
 
 
 class TestSleep:

@@ -7,7 +7,6 @@ import dataclasses
 import stat
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -592,25 +591,6 @@ class TestWait:
         assert "8b (job 7) failed: engine exited with 1" in str(caught.value)
         assert "ValueError: no memory" in str(caught.value)
 
-    def test_an_engine_that_answers_again_is_waited_for(self, store, slurm, monkeypatch):
-        submitted_job(store)
-        slurm.queue(("7", "RUNNING", "None"))
-        hung = record(store, state="unresponsive", stage="unresponsive", reason="its engine leaves /health unanswered")
-        store.ensure_api_key("8b")
-        answer_of_engine = ProbeResult(status="ready", host="127.0.0.1")
-        monkeypatch.setattr(
-            "hpc_serve.submit.status.status_reader.probe_records",
-            lambda records, key: {one.name: answer_of_engine for one in records},
-        )
-        told = []
-
-        def answer(status: ReplicaStatus) -> None:
-            told.append(status.state)
-            store.write(dataclasses.replace(hung, state="ready", reason=None))
-
-        assert wait.wait(store, "8b", timeout_s=60, on_change=answer).state == "ready"
-        assert told == ["unresponsive", "ready"]
-
     def test_the_record_of_an_end_is_waited_for_when_slurm_is_quicker(self, store, slurm, monkeypatch):
         monkeypatch.setattr(wait, "_RECORD_MAY_FOLLOW_S", 60.0)
         submitted_job(store)
@@ -627,23 +607,6 @@ class TestWait:
         slurm.queue(("7", "PENDING", "Priority"))
         with pytest.raises(WaitTimeoutError, match="its job goes on: pending: waiting behind"):
             wait.wait(store, "8b", timeout_s=0)
-
-    def test_a_silent_controller_is_waited_out(self, store, slurm, monkeypatch):
-        submitted_job(store)
-        slurm.be_silent()
-        seen = []
-        clock = types.SimpleNamespace(monotonic=lambda: 1.0 * ("pending" in seen), sleep=time.sleep)
-        monkeypatch.setattr(wait, "time", clock)
-
-        def answer(status: ReplicaStatus) -> None:
-            seen.append(status.state)
-            if status.state == "unknown":
-                slurm.be_silent(False)
-                slurm.queue(("7", "PENDING", "Priority"))
-
-        with pytest.raises(WaitTimeoutError):
-            wait.wait(store, "8b", timeout_s=0.5, on_change=answer)
-        assert seen == ["unknown", "pending"]
 
     @pytest.mark.parametrize("reason", ["PartitionNodeLimit", "QOSMaxNodePerJobLimit", "DependencyNeverSatisfied"])
     def test_a_job_that_will_never_start_ends_the_wait(self, store, slurm, reason):
