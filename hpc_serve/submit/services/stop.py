@@ -112,6 +112,7 @@ def _wait_until_over(
             for one in of_job:
                 one.until = time.monotonic() + timeout_s
         slurm = SchedulerView()
+        slurm.jobs()  # before the records: a launcher writes its end before its job is over
         seen = [
             one
             for service in {one.status.service for one in waiting}
