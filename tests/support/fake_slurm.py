@@ -116,6 +116,9 @@ class FakeSlurm:
         if state not in ("PENDING", "RUNNING"):
             listed = self._folder / (f"later-line-{job_id}" if after_cancel else f"ended-lines/{job_id}")
             listed.write_text(_line(job_id, state, "None", name=name, nodes=nodes))
+            queue = self._folder / "queue"
+            lines = queue.read_text().splitlines(keepends=True)
+            queue.write_text("".join(one for one in lines if after_cancel or not one.startswith(f"{job_id}|")))
 
     def account(self, *lines: str) -> None:
         """What sacct has recorded; without it there is no accounting."""

@@ -138,7 +138,7 @@ def logs_command(
         click.echo(_which_is_shown(status, others), err=True)
 
     def find_files() -> list[Path]:
-        return log_files.files_of_writer(status, writer, node)
+        return log_files.files_of(status, writer, node)
 
     found = find_files()
     if not found and not follow:

@@ -25,7 +25,7 @@ from hpc_serve.diagnose.causes import (
 )
 from hpc_serve.diagnose.evidence import LogEvidence
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit.logs.log_files import both_ends, files_of, places_of, ray_logs_of
+from hpc_serve.submit.logs.log_files import both_ends, files_of, places_of
 from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.status.job_status import never_starts
@@ -70,8 +70,8 @@ class Diagnosis:
 
 def diagnose_replica(status: ReplicaStatus) -> Diagnosis:
     """Read a replica's logs and record, and say what is wrong. Raises StoreError."""
-    logs, of_ray = tuple(files_of(status)), tuple(ray_logs_of(status))
-    if not _may_be_wrong(status):
+    logs, of_ray = tuple(files_of(status)), tuple(files_of(status, "ray"))
+    if not (never_starts(status) or status.state in (*_WRONG, *_MAY_GO_WRONG)):
         return Diagnosis(status=status, logs=(*logs, *of_ray))
     told = note_lines(LogEvidence(_RECORD, is_record=True), status.reason.splitlines())
     told.raised.clear()  # it repeats the logs
@@ -82,12 +82,9 @@ def diagnose_replica(status: ReplicaStatus) -> Diagnosis:
     if status.state in _MAY_GO_WRONG:
         findings = tuple(one for one in findings if one.is_known and one.name != OWN_WORDS)
     elif not findings:
-        findings = (_unexplained(status),)
+        lines = tuple(SeenLine(source=_RECORD, number=0, text=line) for line in status.last_log_lines[-5:])
+        findings = (Finding(name=UNKNOWN, cause=status.reason or status.state, cure=UNKNOWN_CURE, lines=lines),)
     return Diagnosis(status=status, findings=findings, logs=(*logs, *of_ray))
-
-
-def _may_be_wrong(status: ReplicaStatus) -> bool:
-    return never_starts(status) or status.state in _WRONG or status.state in _MAY_GO_WRONG
 
 
 def choose_replica(found: Sequence[ReplicaStatus]) -> ReplicaStatus:
@@ -104,11 +101,6 @@ def read_log(path: Path, *, head_bytes: int = _HEAD_BYTES, tail_bytes: int = _TA
             for part in raw.decode(errors="replace").rstrip("\n").split("\r"):  # a progress bar's states end so
                 log.note(part, number)
     return log
-
-
-def _unexplained(status: ReplicaStatus) -> Finding:
-    lines = tuple(SeenLine(source=_RECORD, number=0, text=line) for line in status.last_log_lines[-5:])
-    return Finding(name=UNKNOWN, cause=status.reason or status.state, cure=UNKNOWN_CURE, lines=lines)
 
 
 def find_job(store: ServiceStore, target: str, *, to_follow: bool = False) -> tuple[ReplicaStatus, list[ReplicaStatus]]:

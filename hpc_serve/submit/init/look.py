@@ -41,9 +41,9 @@ _VARIABLES = (
 _MODULES = ("bash", "-lc", "type module >/dev/null 2>&1 || exit 127; module -t avail 2>&1")
 
 
-def look(environ: Mapping[str, str] = os.environ, *, deadline_s: float = _DEADLINE_S) -> ClusterFacts:
-    """Return all facts that can be found here; each command has `deadline_s`. Raises nothing: the result names missing
-    facts."""
+def look() -> ClusterFacts:
+    """Return all facts that can be found here. Raises nothing: the result names missing facts."""
+    environ = os.environ
     folders, environment = _folders(environ), _virtual_environment(environ)
     commands: Mapping[str, Sequence[str]] = {
         "scontrol show config": slurm_facts.CONFIG_ARGV,
@@ -60,7 +60,7 @@ def look(environ: Mapping[str, str] = os.environ, *, deadline_s: float = _DEADLI
 
     def ask(name: str) -> str:
         try:
-            return _output(commands[name], deadline_s)
+            return _output(commands[name], _DEADLINE_S)
         except FileNotFoundError:
             unanswered[name] = f"there is no `{commands[name][0]}` here"
         except OSError as error:
@@ -80,7 +80,7 @@ def look(environ: Mapping[str, str] = os.environ, *, deadline_s: float = _DEADLI
         default_account=slurm_facts.parse_default_account(printed["sacctmgr show user"]),
         mounts=machine_facts.parse_df(printed["df"], folders),
         quotas=machine_facts.parse_quota(printed["quota"]),
-        interfaces=machine_facts.parse_ip(printed["ip"]) or machine_facts.parse_net_dev(_net_dev()),
+        interfaces=machine_facts.parse_ip(printed["ip"]),
         modules=machine_facts.parse_modules(printed["module"]),
         runtimes=tuple(name for name in _RUNTIMES if shutil.which(name, path=environ.get("PATH"))),
         environ={name: environ[name] for name in _VARIABLES if environ.get(name)},
@@ -151,9 +151,3 @@ def _engine_version(environment: str) -> str | None:
         for found in importlib.metadata.distributions(name=name, path=path):
             return found.version
     return None
-
-
-def _net_dev() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/net/dev").read_text(encoding="utf-8")
-    return ""

@@ -1,4 +1,4 @@
-"""Reads what a login node's own commands print: df, ip, quota, `module -t avail`; and /proc/net/dev. Pure.
+"""Reads what a login node's own commands print: df, ip, quota, `module -t avail`. Pure.
 
 A line that is not understood is left out.
 """
@@ -34,12 +34,6 @@ def parse_ip(stdout: str) -> dict[str, tuple[str, ...]]:
         if match and "scope global" in match[3] and not _OF_CONTAINERS.fullmatch(match[1]):
             found[match[1]] = (*found.get(match[1], ()), match[2])
     return found
-
-
-def parse_net_dev(text: str) -> dict[str, tuple[str, ...]]:
-    """/proc/net/dev, where there is no `ip`: names alone."""
-    names = (line.partition(":")[0].strip() for line in text.splitlines() if ":" in line)
-    return {name: () for name in names if not _OF_CONTAINERS.fullmatch(name)}
 
 
 def parse_quota(stdout: str) -> dict[str, int]:

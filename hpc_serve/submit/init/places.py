@@ -83,9 +83,9 @@ def _modules(facts: ClusterFacts) -> Setting:
 
 
 def _interface(facts: ClusterFacts) -> Setting:
-    fast = [name for name, addresses in facts.interfaces.items() if _FAST.fullmatch(name) and addresses]
+    fast = [name for name in facts.interfaces if _FAST.fullmatch(name)]
     example = next(iter((*fast, *facts.interfaces)), "ib0")
-    shown = ", ".join(f"{name} ({one[0]})" if one else name for name, one in facts.interfaces.items())
+    shown = ", ".join(f"{name} ({one[0]})" for name, one in facts.interfaces.items())
     seen = f" This host has {shown}." if shown else ""
     why = f"Over which interface do nodes talk? Their host names' interface, unless you say.{seen}"
     return question("interface", example, why)

@@ -31,36 +31,18 @@ _LONGEST_LINE_BYTES = 1 << 20
 _TAIL_BYTES, _TAIL_LINE_BYTES = 16 << 20, 1 << 10
 
 
-def log_files(name: str, log_dir: Path, batch_log: Path | None = None) -> list[Path]:
-    """Return the files of a replica that exist: the batch script's first, then each node's launcher in order."""
-    nodes = _of_nodes(name, log_dir, r"-node\d+\.log")
-    batch = batch_log or log_dir / f"{name}.log"
-    return [path for path in (batch, *nodes) if os.path.exists(path)]  # False for what another user keeps
+def files_of(status: ReplicaStatus, writer: LogWriter | None = None, node: int | None = None) -> list[Path]:
+    """Return the log files of a replica that exist now: the batch script's first, then each node's launcher in order.
 
-
-def files_of(status: ReplicaStatus) -> list[Path]:
-    """Return the log files of a replica and of its job's script that exist now."""
+    They are those with lines of `writer` (None: all but Ray's own logs), of the K-th `node` alone.
+    """
     log_dir = Path(status.log_dir)
-    batch_log = Path(status.batch_log) if status.batch_log else log_dir / f"{status.job_id}.log"
-    return log_files(_log_name(status), log_dir, batch_log)
-
-
-def ray_logs_of(status: ReplicaStatus) -> list[Path]:
-    """Return the files that hold the ends of Ray's own logs, of each node of a replica."""
-    return _of_nodes(_log_name(status), Path(status.log_dir), r"-node\d+-ray\.log")
-
-
-def files_of_writer(status: ReplicaStatus, writer: LogWriter | None, node: int | None = None) -> list[Path]:
-    """The log files of a replica that have lines of `writer` (None: but for Ray's own), of its K-th `node` alone."""
-    if writer == "ray":
-        return [path for path in ray_logs_of(status) if node is None or path.name.endswith(f"-node{node}-ray.log")]
-    of_nodes = _of_nodes(_log_name(status), Path(status.log_dir), r"-node\d+\.log")
-    if node is not None:
-        of_nodes = [path for path in of_nodes if path.name.endswith(f"-node{node}.log")]
-    if writer in ("launcher", "engine") or (writer is None and node is not None):
-        return of_nodes
-    script = [path for path in files_of(status) if path not in of_nodes] if node is None else []
-    return script if writer == "script" else [*script, *of_nodes]
+    number, own = r"\d+" if node is None else node, "-ray" if writer == "ray" else ""
+    of_nodes = _of_nodes(_log_name(status), log_dir, rf"-node{number}{own}\.log")
+    batch = Path(status.batch_log) if status.batch_log else log_dir / f"{status.job_id}.log"
+    # False for what another user keeps.
+    has_script = writer in (None, "script") and node is None and os.path.exists(batch)
+    return [*([batch] if has_script else []), *([] if writer == "script" else of_nodes)]
 
 
 def is_by(writer: LogWriter | None, line: str) -> bool:

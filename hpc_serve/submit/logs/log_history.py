@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from hpc_serve.diagnose.lines import read_head
@@ -30,12 +29,14 @@ def read_reports(path: Path, *, near: float, head_bytes: int = _HEAD_BYTES, tail
     Lines have no year, and those times are taken that are next to `near`, in seconds since the epoch.
     """
     reports: dict[float, EngineReport] = {}
-    for line in _lines(path, head_bytes, tail_bytes):
-        if _BEGINS in line:  # the log of a job that Slurm runs again has several runs
-            reports.clear()
-        elif (report := read_report(line)) is not None and (at := read_head(line).at) is not None:
-            since = _since_epoch(at, near)
-            reports[since] = report.plus(reports.get(since))
+    with contextlib.suppress(OSError):  # gone, or of a filesystem that does not answer
+        for _, raw in both_ends(path, head_bytes=head_bytes, tail_bytes=tail_bytes):
+            line = raw[:_LONGEST_LINE].decode(errors="replace").rstrip("\n")
+            if _BEGINS in line:  # the log of a job that Slurm runs again has several runs
+                reports.clear()
+            elif (report := read_report(line)) is not None and (at := read_head(line).at) is not None:
+                since = _since_epoch(at, near)
+                reports[since] = report.plus(reports.get(since))
     return tuple(sorted(reports.items(), key=lambda one: one[0]))
 
 
@@ -46,9 +47,3 @@ def _since_epoch(at: float, near: float) -> float:
     year = time.localtime(near).tm_year
     times = [time.mktime((one, month + 1, day + 1, 0, 0, second, 0, 0, -1)) for one in (year - 1, year, year + 1)]
     return min(times, key=lambda one: abs(one - near))
-
-
-def _lines(path: Path, head_bytes: int, tail_bytes: int) -> Iterator[str]:
-    with contextlib.suppress(OSError):  # gone, or of a filesystem that does not answer
-        for _, line in both_ends(path, head_bytes=head_bytes, tail_bytes=tail_bytes):
-            yield line[:_LONGEST_LINE].decode(errors="replace").rstrip("\n")

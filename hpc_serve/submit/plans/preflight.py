@@ -87,7 +87,8 @@ def _check_hub(request: ServeRequest, plan: ServePlan, environ: Mapping[str, str
     if missing is None:
         return None
     seen = f"{plan.model}: {settings.cache} holds {missing.words}"
-    cure = f"`hpc-serve fetch {plan.model}` ({_size(plan)})"
+    size = plan.memory.weight_bytes * plan.layout.num_gpus / GIB
+    cure = f"`hpc-serve fetch {plan.model}` (about {size:,.0f} GiB)"
     if request.settings.stage is not None:
         raise InvalidRequestError(
             f"{seen}, and --stage copies what the nodes see. Get them first: {cure}; or leave --stage out."
@@ -141,17 +142,13 @@ def _check_environment(environment: Environment, environ: Mapping[str, str]) -> 
                 f"The Python environment in {folder} belongs to another user, so nothing in it is run: set "
                 "HPC_SERVE_ENV to use it, or to one of your own."
             )
-    elif environment.kind == "venv" and not Path(f"{environment.path}/bin/activate").is_file():
-        raise InvalidRequestError(f"The site file's venv {environment.path} holds no bin/activate.")
-    elif _is_missing_image(environment):
-        raise InvalidRequestError(f"The site file's {environment.kind} image {environment.path} is not there.")
-
-
-def _is_missing_image(environment: Environment) -> bool:
-    """Return whether the image is a file or folder that is not here. Names of registries are the runtime's to find."""
+        return
     path = str(environment.path)
-    is_file = {"apptainer": ":" not in path, "pyxis": path.startswith(("/", "./")), "charliecloud": True}
-    return is_file.get(environment.kind, False) and not Path(path).exists()
+    # Names of registries are the runtime's to find.
+    is_file = {"apptainer": ":" not in path, "pyxis": path.startswith(("/", "./")), "charliecloud": True, "venv": True}
+    needed = Path(path, "bin/activate") if environment.kind == "venv" else Path(path)
+    if is_file.get(environment.kind) and not needed.exists():
+        raise InvalidRequestError(f"The site file names the {environment.kind} {path}, but {needed} is not there.")
 
 
 def foreseen_loading(model: str, words: Sequence[str], environ: Mapping[str, str], *, ranks_per_node: int) -> str:
@@ -170,7 +167,3 @@ def is_repository(model: str) -> bool:
     (True, False)
     """
     return _REPOSITORY.fullmatch(model) is not None and not model.startswith(("/", "."))
-
-
-def _size(plan: ServePlan) -> str:
-    return f"about {plan.memory.weight_bytes * plan.layout.num_gpus / GIB:,.0f} GiB"

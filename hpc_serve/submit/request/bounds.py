@@ -75,31 +75,21 @@ def check_bounds(least: int, most: int) -> None:
         )
 
 
-def check_elastic(replicas: int | None, most: int | None, idle_stop_s: float | None) -> None:
-    """Raises InvalidRequestError for bounds, or an idle stop, that cannot be."""
-    if most is not None:
-        check_bounds(replicas if replicas is not None else 1, most)
-    if idle_stop_s is not None and idle_stop_s <= 0:
-        raise InvalidRequestError(f"idle-stop is {idle_stop_s:g} s: it must be more than 0, for example 30m.")
-
-
 def check_jobs_can_submit(option: str, cluster: str, image: str | None, *, site_lets_them: bool) -> None:
     """Refuse an option that makes jobs submit jobs, if jobs cannot. Raises InvalidRequestError."""
     if cluster == "local":
         what = "jobs with a time limit" if option == "--keep-up" else "jobs of Slurm"
         raise InvalidRequestError(f"{option} is for {what}; leave it out with --cluster local.")
-    instead = {"--keep-up": "submit jobs ahead in its place: --chain 7 is seven jobs, and each takes over in time"}
-    by_hand = instead.get(option, "change the number yourself: hpc-serve scale")
+    cure = "Change the number yourself: hpc-serve scale"
+    if option == "--keep-up":
+        cure = "Submit jobs ahead in its place: --chain 7 is seven jobs, and each takes over in time"
     if not site_lets_them:
-        raise InvalidRequestError(
-            f"{option} needs jobs that can call sbatch, and the site file says that they cannot here "
-            f"(jobs_can_submit: false). {by_hand[0].upper()}{by_hand[1:]}."
-        )
-    if image is not None:
-        raise InvalidRequestError(
-            f"{option} needs hpc-serve beside the container, where the job can call sbatch, and the environment "
-            f"here is the image {image}. Use venv, conda or modules, or {by_hand}."
-        )
+        why = "the site file says that they cannot here (jobs_can_submit: false)"
+    elif image is not None:
+        why = f"those in the image {image} cannot: it takes venv, conda or modules in its place"
+    else:
+        return
+    raise InvalidRequestError(f"{option} needs jobs that can call sbatch, and {why}. {cure}.")
 
 
 def check_replicas(replicas: int | None, per_job: int, num_nodes: int | None, *, is_local: bool) -> None:

@@ -34,10 +34,11 @@ def check_chain(
         return
     if length > _MOST:
         raise InvalidRequestError(f"--chain is {length}: at most {_MOST} jobs are submitted ahead.")
-    if cluster == "local":
-        raise InvalidRequestError("--chain is for jobs with a time limit; leave it out with --cluster local.")
-    if limit_s is None:
-        raise InvalidRequestError("--chain needs the time limit of each job: add --time, or `time` to the site file.")
+    if cluster == "local" or limit_s is None:
+        raise InvalidRequestError(
+            "--chain needs the time limit of each job: add --time, or `time` to the site file; leave it out with "
+            "--cluster local."
+        )
     begins_after_min(limit_s, overlap_s)
     if (overlap_s := _overlap_s(limit_s, overlap_s)) <= notice_s:
         raise InvalidRequestError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from hpc_serve.errors import InvalidRequestError
@@ -16,7 +16,7 @@ from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.rendezvous.names import expanded_log_dir, validate_service_name
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE
 from hpc_serve.submit.request.bounds import (
-    check_elastic,
+    check_bounds,
     check_jobs_can_submit,
     check_replicas,
     check_shared_port,
@@ -25,13 +25,18 @@ from hpc_serve.submit.request.bounds import (
 from hpc_serve.submit.request.chain import begins_after_min, check_chain
 from hpc_serve.submit.request.environment import Environment, JobSettings
 from hpc_serve.submit.request.job_env import check_env
-from hpc_serve.submit.request.option import option
+from hpc_serve.submit.request.option import option, spellings
 from hpc_serve.submit.request.sbatch_options import SlurmOptions, check_choice, check_directive
 from hpc_serve.vllm.allowed import OVERRULE, check_arguments
 from hpc_serve.vllm.arguments import Argument, read_arguments, value_of
 
 Backend = Literal["auto", "ray", "mp"]
 Cluster = Literal["slurm", "local"]
+
+_flag = partial(option, default=False)
+_of_plan = partial(option, of_plan=True)
+_count = partial(option, metavar="N", least=1)
+_plan_count = partial(_count, of_plan=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +82,9 @@ class ServeRequest:
     replicas_per_job: int = option(
         "Replicas in each job: they divide its node's GPUs evenly [default: 1].", "K", default=1, least=1
     )
-    chain: int = option(
+    chain: int = _count(
         "Submit N jobs ahead, each to take over before the time limit of the one before; no job calls sbatch.",
-        "N",
         default=1,
-        least=1,
     )
     overlap_s: float | None = option(
         "With --chain: how long before a job's limit the next may begin [default: 30m, or half of it].",
@@ -92,88 +95,62 @@ class ServeRequest:
     idle_stop_s: float | None = option(
         "End all jobs after so long without a request (30m); `hpc-serve wake` brings them back.",
         kind="time",
+        least=1,
         spelled=("--idle-stop",),
     )
-    num_nodes: int | None = option(
-        "Number of nodes [default: as few as fit].", "N", spelled=("--nodes",), least=1, of_plan=True
-    )
-    gpus_per_node: int | None = option(
-        "GPUs that a node has; the plan says how many are used.", "N", least=1, of_plan=True
-    )
-    gpu: str = option(
+    num_nodes: int | None = _plan_count("Number of nodes [default: as few as fit].", spelled=("--nodes",))
+    gpus_per_node: int | None = _plan_count("GPUs that a node has; the plan says how many are used.")
+    gpu: str = _of_plan(
         f"Accelerator of the nodes: mi300x, v5e:4x4, cpu-spr-2s … [default: site file, or {DEFAULT_GPU}].",
         "NAME",
         default=DEFAULT_GPU,
         unset=None,
-        of_plan=True,
     )
-    gpu_memory_bytes: int | None = option(
+    gpu_memory_bytes: int | None = _of_plan(
         "Memory of one GPU, as its driver shows it (79.2GiB); for CPUs, the part of a socket's memory that the job may "
         "use [default: known].",
         "SIZE",
         kind="size",
         spelled=("--gpu-memory",),
-        of_plan=True,
     )
-    tensor_parallel_size: int | None = option(
-        "GPUs that share each layer.", "N", spelled=("--tensor-parallel-size", "-tp"), least=1, of_plan=True
+    tensor_parallel_size: int | None = _plan_count(
+        "GPUs that share each layer.", spelled=("--tensor-parallel-size", "-tp")
     )
-    pipeline_parallel_size: int | None = option(
-        "Stages the layers are dealt to.", "N", spelled=("--pipeline-parallel-size", "-pp"), least=1, of_plan=True
+    pipeline_parallel_size: int | None = _plan_count(
+        "Stages the layers are dealt to.", spelled=("--pipeline-parallel-size", "-pp")
     )
-    max_model_len: int | None = option(
+    max_model_len: int | None = _of_plan(
         "Longest context: 131072, 128k; auto: the longest that fits the machines [default: the model's].",
         "TOKENS",
         kind="tokens",
         least=1,
-        of_plan=True,
     )
-    concurrency: int = option(
-        "Requests at once, of full length or as given here; a request without room in the cache waits.",
-        "N",
-        default=1,
-        least=1,
-        of_plan=True,
+    concurrency: int = _plan_count(
+        "Requests at once, of full length or as given here; a request without room in the cache waits.", default=1
     )
-    target: str | None = option(
-        "throughput, tpot=50ms, ttft=2s: choose layout and replicas for it.", "WHAT", of_plan=True
-    )
-    input_tokens: int | None = option(
-        "Prompt of a request [default: 1024].", "N", kind="positive", least=1, of_plan=True
-    )
-    output_tokens: int | None = option(
-        "Answer of a request [default: 256].", "N", kind="positive", least=1, of_plan=True
-    )
-    requests: int | None = option(
-        "N requests arrive at once, and then no more come: a burst, of which some may wait.",
-        "N",
-        kind="positive",
-        least=1,
-        of_plan=True,
+    target: str | None = _of_plan("throughput, tpot=50ms, ttft=2s: choose layout and replicas for it.", "WHAT")
+    input_tokens: int | None = _plan_count("Prompt of a request [default: 1024].", kind="positive")
+    output_tokens: int | None = _plan_count("Answer of a request [default: 256].", kind="positive")
+    requests: int | None = _plan_count(
+        "N requests arrive at once, and then no more come: a burst, of which some may wait.", kind="positive"
     )
     arrivals: Arrivals = option(
         "steady: always so many requests in flight; burst: all at once, then no more [default: steady].",
         default="steady",
         of_plan=True,
     )
-    longest_output_tokens: int | None = option(
-        "In a burst: the longest answer; --output-tokens is the average.",
-        "N",
-        kind="positive",
-        least=1,
-        of_plan=True,
+    longest_output_tokens: int | None = _plan_count(
+        "In a burst: the longest answer; --output-tokens is the average.", kind="positive"
     )
-    prefix_hits: float | None = option(
+    prefix_hits: float | None = _of_plan(
         "Share of each prompt that an earlier request began with, and that is in the cache (0.6) [default: 0].",
         "SHARE",
         kind="share",
-        of_plan=True,
     )
-    acceptance_length: float | None = option(
+    acceptance_length: float | None = _of_plan(
         "With --speculative-config: tokens that a step gives a request, as vLLM logs it [default: as published, or 1].",
         "TOKENS",
         kind="least_one",
-        of_plan=True,
     )
     backend: Backend = option(
         "Program that joins the nodes: Ray, or vLLM's own start "
@@ -182,32 +159,23 @@ class ServeRequest:
     )
     cluster: Cluster = option("Slurm, or this machine alone.", default="slurm")
     engine_restarts: int | None = option(
-        "How often an engine that was ready is started again in place when it ends or hangs [default: 3].",
-        "N",
-        least=0,
+        "How often an engine that was ready is started again in place when it ends or hangs [default: 3].", "N", least=0
     )
     log_dir: str | None = option("Folder of the logs [default: the service's own folder].", "FOLDER")
     site: str | None = option("Your site file [default: ~/.config/hpc-serve/site.yaml].", "FILE")
-    once: bool = option(
-        "Submit nothing if the service waits, starts or serves already, or another program submits it.", default=False
+    once: bool = _flag("Submit nothing if the service waits, starts or serves already, or another program submits it.")
+    keep_up: bool = _flag(
+        "Go on across time limits: each job submits the next early enough, and ends once the next is ready."
     )
-    keep_up: bool = option(
-        "Go on across time limits: each job submits the next early enough, and ends once the next is ready.",
-        default=False,
+    tools: bool = _flag(
+        "Let requests call tools, and part reasoning from answers: with the parsers that the catalogue knows."
     )
-    tools: bool = option(
-        "Let requests call tools, and part reasoning from answers: with the parsers that the catalogue knows.",
-        default=False,
-    )
-    allow_unknown_vllm_options: bool = option(
+    allow_unknown_vllm_options: bool = _flag(
         "Let options after -- pass that the pinned vLLM does not know: the job has another version, or a plugin.",
-        default=False,
         spelled=(OVERRULE,),
     )
-    allow_unknown_config_keys: bool = option(
-        "Plan although the model's config has sizes that the planner does not know, at your own risk.",
-        default=False,
-        of_plan=True,
+    allow_unknown_config_keys: bool = _of_plan(
+        "Plan although the model's config has sizes that the planner does not know, at your own risk.", default=False
     )
     preflight_only: bool = False
     machine: str = DEFAULT_MACHINE
@@ -266,13 +234,14 @@ class ServeRequest:
         validate_service_name(self.service)
         if not is_machine_name(self.machine):
             raise InvalidRequestError(f"machine is {self.machine!r}: it must be a name of the site file's machines.")
-        check_elastic(self.replicas, self.max_replicas, self.idle_stop_s)
+        if self.max_replicas is not None:
+            check_bounds(self.replicas if self.replicas is not None else 1, self.max_replicas)
         for one in OPTIONS:
             value, least = getattr(self, one.name), one.metadata["least"]
             is_auto = (one.name, value) == ("max_model_len", LONGEST_THAT_FITS)
             if value is not None and least is not None and value < least and not is_auto:
-                name = one.name.removeprefix("num_").replace("_", "-")
-                raise InvalidRequestError(f"{name} is {value}: it must be at least {least}.")
+                name = spellings(one)[0].removeprefix("--")
+                raise InvalidRequestError(f"{name} is {value:g}: it must be at least {least}.")
         check_choice("backend", self.backend, Backend)
         check_choice("cluster", self.cluster, Cluster)
         if self.cluster == "local" and self.environment.kind == "pyxis":

@@ -112,11 +112,6 @@ def replicas_of(request: ServeRequest, plan: ServePlan) -> int:
     return plan.replicas if request.cluster == "slurm" else 1
 
 
-def jobs_of(request: ServeRequest, plan: ServePlan) -> int:
-    """Return how many jobs are submitted for them."""
-    return -(-replicas_of(request, plan) // request.replicas_per_job)
-
-
 def devices_per_node(plan: ServePlan) -> int:
     """GPUs, or chips, of each node that the ranks of one engine take; 0 where they run on CPUs."""
     return 0 if plan.accelerator.kind == "cpu" else plan.layout.gpus_per_node
@@ -142,12 +137,17 @@ def _directives(request: ServeRequest, plan: ServePlan, memory_gib: int) -> list
     Raises InvalidRequestError for a share of a CPU node without a number of cores.
     """
     slurm, layout = request.slurm, plan.layout
-    jobs = 1 if request.chain > 1 else jobs_of(request, plan)  # of a chain each is submitted by itself
+    # Each job of a chain is submitted by itself.
+    jobs = 1 if request.chain > 1 else -(-replicas_of(request, plan) // request.replicas_per_job)
     gpus = layout.gpus_per_node * request.replicas_per_job
     whole_nodes = has_whole_nodes(request, plan)
+    if plan.accelerator.kind == "cpu" and not (whole_nodes or slurm.cpus_per_task):
+        raise InvalidRequestError(
+            "A share of a CPU node needs a number of cores: add --cpus-per-task, or leave out --no-exclusive."
+        )
     completed = replace(
         slurm,
-        cpus_per_task=slurm.cpus_per_task or (None if whole_nodes else _cpus(plan, gpus)),
+        cpus_per_task=slurm.cpus_per_task or (None if whole_nodes else _CPUS_PER_GPU * gpus),
         mem=slurm.mem or ("0" if whole_nodes else f"{memory_gib}G"),
     )
     return [
@@ -164,14 +164,6 @@ def _directives(request: ServeRequest, plan: ServePlan, memory_gib: int) -> list
         "--open-mode=append",
         *slurm.extra,
     ]
-
-
-def _cpus(plan: ServePlan, gpus: int) -> int:
-    if plan.accelerator.kind == "cpu":
-        raise InvalidRequestError(
-            "A share of a CPU node needs a number of cores: add --cpus-per-task, or leave out --no-exclusive."
-        )
-    return _CPUS_PER_GPU * gpus
 
 
 def _exports(request: ServeRequest) -> dict[str, str]:

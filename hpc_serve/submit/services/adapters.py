@@ -65,19 +65,19 @@ def add_adapter(store: ServiceStore, service: str, name: str, named: str) -> Tol
             return replace(told, note=" ".join(filter(None, (again, note))))
     adapter = Adapter(path=files.path, added_at=time.time())
 
-    def take_back() -> None:
-        _change(store, service, lambda found: _without(found, name, adapter, before))
+    def as_before(found: Mapping[str, Adapter]) -> dict[str, Adapter]:
+        again = {name: replace(before, added_at=time.time())} if before is not None else {}
+        return {**_without(found, name), **again} if found.get(name) == adapter else dict(found)
 
     _change(store, service, lambda found: {**found, name: adapter}, replicas=len(live))
     try:
         told, faults = _wait(store, service, live, name, adapter)
+        if faults:
+            kept = f"{before.path} is loaded again" if before is not None else "it is unloaded where it was loaded"
+            raise InvalidRequestError(f"{service} did not take the adapter {name}, and {kept}. {_words(faults)}.")
     except BaseException:  # Ctrl-C, too
-        take_back()
+        _change(store, service, as_before)
         raise
-    if faults:
-        take_back()
-        kept = f"{before.path} is loaded again" if before is not None else "it is unloaded where it was loaded"
-        raise InvalidRequestError(f"{service} did not take the adapter {name}, and {kept}. {_words(faults)}.")
     return replace(told, note=note)
 
 
@@ -190,9 +190,8 @@ def _check(store: ServiceStore, service: str, live: Sequence[ReplicaStatus], fil
     for job in jobs:
         if job.engine_args:
             check_room(files, job.engine_args, f"{service} (job {job.job_id}) was")
-    notes = [check_base(files, (jobs[-1] if jobs else live[-1].job).model)]
-    notes += [ON_CPUS] if any(job.gpu.startswith("cpu") for job in jobs) else []
-    return " ".join(filter(None, notes))
+    on_cpus = [ON_CPUS] if any(job.gpu.startswith("cpu") for job in jobs) else []
+    return " ".join(filter(None, (_check_base(files, (jobs[-1] if jobs else live[-1].job).model), *on_cpus)))
 
 
 def check_room(files: AdapterFiles, engine_args: Sequence[str], engine: str) -> None:
@@ -208,7 +207,7 @@ def check_room(files: AdapterFiles, engine_args: Sequence[str], engine: str) -> 
         )
 
 
-def check_base(files: AdapterFiles, model: str) -> str:
+def _check_base(files: AdapterFiles, model: str) -> str:
     """Check that an adapter fits a model; returns what a person should see to. Raises InvalidRequestError."""
     try:
         _, spec, _ = find_spec(model, EngineConfig())
@@ -236,14 +235,8 @@ def _change(
     change_wanted(store, service, changed)
 
 
-def _without(
-    found: Mapping[str, Adapter], name: str, only: Adapter | None = None, before: Adapter | None = None
-) -> dict[str, Adapter]:
-    """The adapters without one, or with the one before it; as they are if it is not `only` that one any more."""
-    if only is not None and found.get(name) != only:
-        return dict(found)
-    others = {one: adapter for one, adapter in found.items() if one != name}
-    return others if before is None else {**others, name: replace(before, added_at=time.time())}
+def _without(found: Mapping[str, Adapter], name: str) -> dict[str, Adapter]:
+    return {one: adapter for one, adapter in found.items() if one != name}
 
 
 def _wait(
@@ -263,7 +256,10 @@ def _wait(
         records = store.read(service).records if live else ()
         serving = [one for one in records if one.state in ("ready", "unresponsive") and not one.is_overdue(time.time())]
         said = {replica_of(one): one.adapters.get(name) for one in serving}
-        done = {replica: one for replica, one in said.items() if _is_done(one, wanted)}
+        added_at = wanted.added_at if wanted is not None else None
+        done = {
+            replica: one for replica, one in said.items() if (one.added_at if one is not None else None) == added_at
+        }
         faults = {replica: one.fault for replica, one in done.items() if one is not None and one.fault}
         late = said.keys() - done.keys()
         if late and time.monotonic() - began_s > _LONGEST_LOAD_S:
@@ -277,12 +273,6 @@ def _wait(
 def replica_of(record: EndpointRecord) -> str:
     """Return the name of a record's replica for people."""
     return replica_name(record.job_id, record.replica, record.replicas_per_job)
-
-
-def _is_done(found: Adapter | None, wanted: Adapter | None) -> bool:
-    if wanted is None:
-        return found is None
-    return found is not None and found.added_at == wanted.added_at
 
 
 def _words(faults: Mapping[str, str]) -> str:

@@ -82,16 +82,16 @@ def step(
     claimed = change_wanted(store, service, claim)
     if claimed is None:
         return None, Done()
-    for one in told:
-        _log.info("%s", one.sentence)
-    if looker.history is not None and any(one.action == "count" for one in told):
-        looker.history.begin_anew(looker.clock())
     ended = [job_id for one in told if one.action in ("drain", "end") for job_id in one.jobs]
-    for job_id in (job_id for one in told if one.action == "end" for job_id in one.jobs):
-        scheduler.cancel(job_id)
     added: list[SubmittedJob] = []
-    for one in told:
-        if one.action == "submit":
+    for one in sorted(told, key=lambda one: one.action == "submit"):  # last, since sbatch may refuse
+        _log.info("%s", one.sentence)
+        if one.action == "count" and looker.history is not None:
+            looker.history.begin_anew(looker.clock())
+        elif one.action == "end":
+            for job_id in one.jobs:
+                scheduler.cancel(job_id)
+        elif one.action == "submit":
             claimed, jobs = submit_for(store, service, claimed, one)
             added += jobs
             looker.slurm.jobs(max_age_s=0.0)  # an older list lacks them

@@ -1,7 +1,8 @@
 """Hands the script of a job to sbatch, or to this machine, and writes down which jobs came of it; or hands over one
 that was submitted before.
 
-A step that fails ends the jobs that were handed over before it. What is in the script is decided in `services`.
+A step that fails ends the jobs that were handed over before it: each step notes in `undo` how it is taken back. What
+is in the script is decided in `services`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 import functools
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError, SubmissionRefusedError
@@ -21,7 +22,6 @@ from hpc_serve.rendezvous.files import make_private_folder, read_private
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, ServiceStore
 from hpc_serve.submit.services.stop import end_job
-from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.local import process_start_time
 from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.slurm.slurm import UNKNOWN, after_start_option, array_options, batch_log_option
@@ -32,13 +32,14 @@ from hpc_serve.submit.status.status_reader import old_jobs, scheduled_job
 class JobScript:
     """What is handed over: the text of a script, and the job that it is, as far as it is known before it has an id.
 
-    The script is kept in `folder`, its log goes to `log_dir`.
+    The script is kept in `folder`, its log goes to `log_dir`. `undo` takes back what was done.
     """
 
     text: str
     job: SubmittedJob
     folder: Path
     log_dir: Path
+    undo: contextlib.ExitStack
 
     def as_submitted(self, job_id: str, file: Path) -> SubmittedJob:
         """Return the job with its id and its files."""
@@ -48,20 +49,22 @@ class JobScript:
         )
 
 
-def start_locally(store: ServiceStore, script: JobScript) -> tuple[str, tuple[SubmittedJob, ...]]:
-    """Run the script on this machine; returns its id and the job."""
+def start_locally(store: ServiceStore, script: JobScript) -> tuple[SubmittedJob, ...]:
+    """Run the script on this machine, and return the job."""
     from hpc_serve.submit.slurm import executor
 
     pid, file = executor.start_locally(script.text, script.folder, script.log_dir)
     job = script.as_submitted(f"local-{pid}", file)
     job = dataclasses.replace(job, pid=pid, pid_start_time=process_start_time(pid), host=socket.gethostname())
-    return job.job_id, _written(store, job.job_id, (job,))
+    script.undo.callback(end_job, job.job_id, job)
+    store.write_submitted(job)
+    return (job,)
 
 
 def submit_to_slurm(
     store: ServiceStore, script: JobScript, *, count: int, anew: bool = False, options: Sequence[str] = ()
-) -> tuple[str, tuple[SubmittedJob, ...]]:
-    """Hand the script to sbatch, once for `count` jobs; returns sbatch's id, and the jobs.
+) -> tuple[SubmittedJob, ...]:
+    """Hand the script to sbatch, once for `count` jobs, and return the jobs.
 
     A script that is submitted `anew` may have the array of an earlier submission, or none: sbatch is told another.
     `options` are further words for sbatch. Raises SubmissionRefusedError where Slurm will never start the jobs; they
@@ -76,51 +79,32 @@ def submit_to_slurm(
     is_array = anew or count > 1
     job_ids = [f"{own_id}_{task}" for task in range(count)] if is_array else [own_id]
     jobs = tuple(script.as_submitted(job_id, file) for job_id in job_ids)
+    script.undo.callback(end_job, own_id, jobs[0])
     if why := executor.why_it_never_starts(own_id):
-        scheduler.cancel(own_id)
         file.unlink(missing_ok=True)
         store.forget(script.job.service, {own_id, *job_ids})
         raise SubmissionRefusedError(f"Slurm would never start the job, so it was cancelled: {why}")
-    return own_id, _written(store, own_id, jobs)
+    for job in jobs:
+        store.write_submitted(job)
+    return jobs
 
 
 def submit_chains(
     store: ServiceStore, script: JobScript, *, length: int, after_min: int, count: int
-) -> tuple[str, tuple[SubmittedJob, ...]]:
-    """Submit `count` chains of `length` jobs ahead; returns the id of the first job, and all jobs, chain after chain.
+) -> tuple[SubmittedJob, ...]:
+    """Submit `count` chains of `length` jobs ahead, and return all jobs, chain after chain.
 
     Each may begin so many minutes after the start of the one before.
     """
     jobs: list[SubmittedJob] = []
-    with contextlib.ExitStack() as undo:
-        for _ in range(count):
-            before = ""
-            for _ in range(length):
-                one = dataclasses.replace(script, job=dataclasses.replace(script.job, predecessor=before))
-                options = [after_start_option(before, after_min)] if before else []
-                before, submitted = submit_to_slurm(store, one, count=1, options=options)
-                undo.callback(end_job, before, submitted[0])
-                jobs += submitted
-        undo.pop_all()
-    return jobs[0].job_id, tuple(jobs)
-
-
-def _written(store: ServiceStore, job_id: str, jobs: tuple[SubmittedJob, ...]) -> tuple[SubmittedJob, ...]:
-    """The same jobs, written down; if that fails they are ended."""
-    with ended_if_it_fails([job_id], jobs[0]):
-        for job in jobs:
-            store.write_submitted(job)
-    return jobs
-
-
-@contextlib.contextmanager
-def ended_if_it_fails(job_ids: Iterable[str], job: SubmittedJob) -> Iterator[None]:
-    """`job` is one of them, which tells where they run."""
-    with contextlib.ExitStack() as undo:
-        for job_id in job_ids:
-            undo.callback(end_job, job_id, job)
-        yield
-        undo.pop_all()
+    for _ in range(count):
+        before = ""
+        for _ in range(length):
+            one = dataclasses.replace(script, job=dataclasses.replace(script.job, predecessor=before))
+            options = [after_start_option(before, after_min)] if before else []
+            jobs += submit_to_slurm(store, one, count=1, options=options)
+            before = jobs[-1].job_id
+    return tuple(jobs)
 
 
 def add_jobs(
@@ -140,18 +124,18 @@ def add_jobs(
             f"There is no script of `hpc-serve submit` for {service} to submit again: it was started by hand, "
             "on this machine alone, or its files are gone. Start replicas as you started the first."
         )
-    with claimed(store, service, last.model) as folder:
+    with claimed(store, service, last.model) as (folder, undo):
         text, log_dir = read_private(Path(last.script)), Path(str(last.log_path)).parent
         job = dataclasses.replace(last, predecessor=predecessor)
-        script = JobScript(text=text, job=job, folder=folder, log_dir=log_dir)
-        return submit_to_slurm(store, script, count=count, anew=True)[1]
+        script = JobScript(text=text, job=job, folder=folder, log_dir=log_dir, undo=undo)
+        return submit_to_slurm(store, script, count=count, anew=True)
 
 
 @contextlib.contextmanager
-def claimed(store: ServiceStore, service: str, model: str) -> Iterator[Path]:
+def claimed(store: ServiceStore, service: str, model: str) -> Iterator[tuple[Path, contextlib.ExitStack]]:
     """Hold the service's name for this model; if what is done under it fails, the name is free as before.
 
-    Yields the folder of its scripts.
+    Yields the folder of its scripts, and what is called if it fails.
     """
     slurm = SchedulerView()
     slurm.note_old_ends(old_jobs(store.read(service)))
@@ -161,7 +145,7 @@ def claimed(store: ServiceStore, service: str, model: str) -> Iterator[Path]:
         claim(store, service, model, is_over=is_over)
         undo.callback(release, store, service, model)
         store.ensure_api_key(service)
-        yield make_private_folder(store.service_dir(service) / "scripts")
+        yield make_private_folder(store.service_dir(service) / "scripts"), undo
         undo.pop_all()
 
 

@@ -77,23 +77,18 @@ def check_whole_jobs(here: Sequence[Job], wanted: Wanted, service: str, per_job:
     """Raises InvalidRequestError where whole jobs do not give as many replicas as are wanted."""
     for machine, count in wanted.counts.items() or [("", wanted.count)]:
         its = [job for job in here if machine in ("", job.machine)]
-        _check_whole_jobs(its, count, service, per_job)
-
-
-def _check_whole_jobs(here: Sequence[Job], replicas: int, service: str, per_job: int) -> None:
-    """Raises InvalidRequestError where whole jobs do not give so many replicas."""
-    have = sum(job.replicas for job in here)
-    if replicas >= have and (replicas - have) % per_job:
-        below = have + (replicas - have) // per_job * per_job
-        raise InvalidRequestError(
-            f"{service} has {have} replicas, and a job of it has {per_job}: it can have {below + per_job}"
-            + (f", or {below}." if below > have else ".")
-        )
-    over = have - replicas
-    for job in sorted(here, key=lambda job: -job.replicas) if over > 0 else ():
-        over -= job.replicas if job.replicas <= over else 0
-    if over > 0:
-        raise InvalidRequestError(
-            f"{service} cannot lose {have - replicas} of its {have} replicas in whole jobs; "
-            f"`hpc-serve stop {here[0].job_id}-0` ends one of a job, and its GPUs stay with the job."
-        )
+        have = sum(job.replicas for job in its)
+        missing, over = max(0, count - have), max(0, have - count)
+        if missing % per_job:
+            below = count - missing % per_job
+            raise InvalidRequestError(
+                f"{service} has {have} replicas, and a job of it has {per_job}: it can have {below + per_job}"
+                + (f", or {below}." if below > have else ".")
+            )
+        for job in sorted(its, key=lambda job: -job.replicas):
+            over -= job.replicas if job.replicas <= over else 0
+        if over:
+            raise InvalidRequestError(
+                f"{service} cannot lose {have - count} of its {have} replicas in whole jobs; "
+                f"`hpc-serve stop {its[0].job_id}-0` ends one of a job, and its GPUs stay with the job."
+            )

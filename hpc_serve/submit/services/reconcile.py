@@ -102,16 +102,17 @@ def _on_each_machine(wanted: Wanted, what_is: WhatIs, now: float) -> list[Decisi
 def _bring(
     wanted: Wanted, what_is: WhatIs, here: Sequence[Job], decided: Decision | None, now: float
 ) -> list[Decision]:
-    count = decided.count if decided is not None else wanted.count
     found = [decided] if decided is not None else []
+    count = decided.count if decided is not None else wanted.count
     found += _hand_over(wanted, what_is, here, count, now)
     found += _again(wanted, what_is, now)
     have = sum(job.replicas for job in here)
-    cause: Cause = decided.cause if decided is not None else "missing"
     if have < count:
-        found += _submit(wanted, what_is, count, have, now, cause, decided.why if decided is not None else "")
+        found += _submit(wanted, what_is, count, have, now, decided)
     elif have > count and what_is.is_complete:
-        found += _spare(wanted, here, count, have, decided)
+        why = f"there were {have}, of {count} that are wanted"
+        reason = decided or Decision(action="count", cause="surplus", why=why)
+        found += _spare(here, have - count, reason.cause, reason.why)
     return found
 
 
@@ -183,8 +184,10 @@ def _in_whole_jobs(wanted: Wanted, replicas: int) -> int:
 
 
 def _submit(
-    wanted: Wanted, what_is: WhatIs, count: int, have: int, now: float, cause: Cause, why: str
+    wanted: Wanted, what_is: WhatIs, count: int, have: int, now: float, decided: Decision | None
 ) -> list[Decision]:
+    cause: Cause = decided.cause if decided is not None else "missing"
+    why = decided.why if decided is not None else ""
     if not what_is.is_complete:
         return [Decision(action="wait", cause="unknown", why="Slurm, or a record, could not be asked")]
     if wanted.is_submitting(now):
@@ -229,11 +232,10 @@ def _hand_over(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], count: int,
     return found
 
 
-def _spare(wanted: Wanted, here: Sequence[Job], count: int, have: int, decided: Decision | None) -> list[Decision]:
+def _spare(here: Sequence[Job], over: int, cause: Cause, why: str) -> list[Decision]:
     """Those that can best be spared: what comes before what serves, the least loaded, the newest; the own job last."""
     newest_first = list(reversed(here))
     order = sorted(newest_first, key=lambda job: (job.is_own, _SPARED_FIRST.index(job.stage), job.requests))
-    over = have - count
     coming: list[str] = []
     serving: list[str] = []
     for job in order:
@@ -241,8 +243,6 @@ def _spare(wanted: Wanted, here: Sequence[Job], count: int, have: int, decided: 
             continue
         over -= job.replicas
         (serving if job.stage == "ready" else coming).append(job.job_id)
-    cause: Cause = decided.cause if decided is not None else "surplus"
-    why = decided.why if decided is not None else f"there were {have}, of {count} that are wanted"
     found = [Decision(action="end", cause=cause, why=why, jobs=tuple(coming))] if coming else []
     return found + ([Decision(action="drain", cause=cause, why=why, jobs=tuple(serving))] if serving else [])
 

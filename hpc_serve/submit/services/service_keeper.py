@@ -85,19 +85,17 @@ class Keeper:
         if is_left or (own is not None and own.is_final):
             self.finish()
             return None
-        if own is None or not (own.state == "ready" or drains):
-            return self._look_s
-        if wanted is not None and wanted.state == "stopped":
-            return self._look_s
+        look_s = min(_LOOK_S, max(0.5, self.windows.add_after_s / 4))
+        if own is None or not (own.state == "ready" or drains) or (wanted is not None and wanted.state == "stopped"):
+            return look_s
         if wanted is None or wanted.decider != self.own_name or not self.is_deciding:
             wanted = self._take_over(wanted)
-        if wanted is not None:
-            changed, _ = step(self.looker, wanted, windows=self.windows, decider=self.own_name)
-            if changed is None:
-                return 0.5
-            is_calm = self.looker.history is None and not changed.coming
-            return _CALM_LOOK_S if is_calm else self._look_s
-        return self._look_s
+        if wanted is None:
+            return look_s
+        changed, _ = step(self.looker, wanted, windows=self.windows, decider=self.own_name)
+        if changed is None:
+            return 0.5
+        return _CALM_LOOK_S if self.looker.history is None and not changed.coming else look_s
 
     def finish(self) -> None:
         """Let another job decide from now on. Raises HpcServeError."""
@@ -147,10 +145,6 @@ class Keeper:
     def _is_asked_to_drain(self) -> bool:
         run = {"job_id": self.job_id, "restart": self.restart, "replica": self.replica}
         return read_drain_request(drain_file(self.store, self.service, **run)) is not None  # type: ignore[arg-type]
-
-    @property
-    def _look_s(self) -> float:
-        return min(_LOOK_S, max(0.5, self.windows.add_after_s / 4))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import HpcServeError
@@ -21,7 +20,7 @@ from hpc_serve.plan.model.adapters import AdapterFiles, check_shapes
 from hpc_serve.rendezvous import shares
 from hpc_serve.rendezvous.adapters import Adapter
 from hpc_serve.rendezvous.files import make_log_dir
-from hpc_serve.rendezvous.names import log_dir_before_job
+from hpc_serve.rendezvous.names import array_of, log_dir_before_job
 from hpc_serve.rendezvous.ownership import user_name
 from hpc_serve.rendezvous.record import SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore, default_home
@@ -43,7 +42,6 @@ from hpc_serve.submit.services.hand_over import (
     submit_to_slurm,
 )
 from hpc_serve.submit.services.load import windows_of
-from hpc_serve.submit.services.stop import end_job
 from hpc_serve.submit.services.want import end_what_comes, take_back, want_submission
 from hpc_serve.submit.status.status_reader import read_status
 from hpc_serve.vllm.arguments import differing
@@ -51,7 +49,7 @@ from hpc_serve.vllm.arguments import differing
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Submission:
-    """The jobs that were handed over, of one or several replicas, and their plan. `job_id` is sbatch's, of all.
+    """The jobs that were handed over, of one or several replicas, and their plan.
 
     `wanted` is what is written down for the service; `is_there` says that its replicas were there already, so that
     nothing was submitted. `weights_note` says that weights are not here yet, `machines_note` that GPUs stay idle, or
@@ -61,7 +59,6 @@ class Submission:
     Unix group, and `folder` the service's.
     """
 
-    job_id: str
     jobs: tuple[SubmittedJob, ...]
     plan: ServePlan
     wanted: Wanted | None = None
@@ -79,6 +76,11 @@ class Submission:
     def job(self) -> SubmittedJob:
         """The first replica's."""
         return self.jobs[0]
+
+    @property
+    def job_id(self) -> str:
+        """sbatch's, of all jobs that were submitted; where nothing was submitted, the first job's."""
+        return self.job.job_id if self.is_there else array_of(self.job.job_id)
 
     @property
     def num_replicas(self) -> int:
@@ -124,11 +126,10 @@ def submit_each(
     folders = [Path(log_dir_before_job(str(one.request.log_dir))) for one in prepared]
     log_dirs = [make_log_dir(folder, called="--log-dir") for folder in folders]
     done: list[Submission] = []
-    with claimed(store, service, prepared[0].job.model) as scripts, contextlib.ExitStack() as undo:
+    with claimed(store, service, prepared[0].submission.plan.model) as (scripts, undo):
         for one, log_dir in zip(prepared, log_dirs, strict=True):
-            script = JobScript(text=one.text, job=one.job, folder=scripts, log_dir=log_dir)
-            done.append(_hand_over(store, one, script, group, adapters_wanted, environ, undo))
-        undo.pop_all()
+            script = JobScript(text=one.text, job=one.submission.job, folder=scripts, log_dir=log_dir, undo=undo)
+            done.append(_hand_over(store, one, script, group, adapters_wanted, environ))
     end_what_comes(store, service)
     together = {job.job_id for one in done for job in one.jobs}
     shared_with = shares.shared_with(store, service)
@@ -137,13 +138,15 @@ def submit_each(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Prepared:
-    """A request that was checked, with its script, and `made`, which makes a submission of the jobs that come of it."""
+    """A request that was checked, with its script, and the submission that it will be once its jobs have ids."""
 
     request: ServeRequest
-    job: SubmittedJob
     text: str
     replicas: int
-    made: Callable[..., Submission]
+    submission: Submission
+
+    def done(self, **fields: Any) -> Submission:
+        return dataclasses.replace(self.submission, **fields)
 
 
 def _prepared(
@@ -167,15 +170,17 @@ def _prepared(
     figures = speed_figures(planned.result.estimates())
     if positions := planned.result.model.encoder_positions:
         figures = {ENCODER_POSITIONS: positions}
-    job = _job_of(request, plan, figures)
     note = " ".join(filter(None, (planned.machines_note, small_memory_note(request, plan)))) or None
-    text = render_script(request, plan)
-    folder = str(store.service_dir(service))
-    memory = memory_sum(asked_parts(request, plan))
-    made = functools.partial(
-        Submission, plan=plan, weights_note=weights_note, machines_note=note, memory=memory, folder=folder
+    submission = Submission(
+        jobs=(_job_of(request, plan, figures),),
+        plan=plan,
+        weights_note=weights_note,
+        machines_note=note,
+        memory=memory_sum(asked_parts(request, plan)),
+        folder=str(store.service_dir(service)),
     )
-    return _Prepared(request=request, job=job, text=text, replicas=replicas_of(request, plan), made=made)
+    text = render_script(request, plan)
+    return _Prepared(request=request, text=text, replicas=replicas_of(request, plan), submission=submission)
 
 
 def _hand_over(
@@ -185,19 +190,19 @@ def _hand_over(
     group: int | None,
     adapters: Mapping[str, Adapter],
     environ: Mapping[str, str],
-    undo: contextlib.ExitStack,
 ) -> Submission:
-    """Hand one script to the scheduler, or find that its jobs are there. `undo` takes back what was done."""
-    request, job, service = prepared.request, prepared.job, prepared.request.service
+    """Hand one script to the scheduler, or find that its jobs are there."""
+    request, job, service = prepared.request, script.job, prepared.request.service
     is_local = request.cluster == "local"
-    if is_local and request.once and (live := _live_job(store, service)):
-        return prepared.made(job_id=live, jobs=(dataclasses.replace(job, job_id=live),), is_there=True)
+    if is_local and request.once:
+        live = next((one.job_id for one in read_status(store, service).replicas if not one.is_over), None)
+        if live is not None:
+            return prepared.done(jobs=(dataclasses.replace(job, job_id=live),), is_there=True)
     if is_local:
         is_new = all(one.is_final for one in store.read(service).records)
         _share(store, service, group, is_new=is_new)
         want_adapters(store, service, adapters, is_new=is_new)
-        job_id, jobs = start_locally(store, script)
-        return prepared.made(job_id=job_id, jobs=jobs)
+        return prepared.done(jobs=start_locally(store, script))
     before = read_wanted(store, service)
     wanted, there = want_submission(store, request, prepared.replicas, environ, adapters)
     _share(store, service, group, is_new=not there)
@@ -205,23 +210,16 @@ def _hand_over(
         known = {one.job_id: one for one in store.read_submitted(service)}
         # A script that was given to sbatch by hand has no entry.
         jobs = tuple(known.get(one) or dataclasses.replace(job, job_id=one) for one in there)
-        return prepared.made(job_id=jobs[0].job_id, jobs=jobs, wanted=wanted, is_there=True)
-    undo.callback(take_back, store, service, wanted, before)
+        return prepared.done(jobs=jobs, wanted=wanted, is_there=True)
+    script.undo.callback(take_back, store, service, wanted, before)
     count = -(-wanted.submitting // request.replicas_per_job)
     if request.chain > 1:
         chain = {"length": request.chain, "after_min": request.next_begins_after_min}
-        job_id, jobs = submit_chains(store, script, **chain, count=count)
+        jobs = submit_chains(store, script, **chain, count=count)
     else:
-        job_id, jobs = submit_to_slurm(store, script, count=count)
-    for one in jobs:
-        undo.callback(end_job, one.job_id, one)
+        jobs = submit_to_slurm(store, script, count=count)
     wanted = end_submission(store, service, wanted, jobs) or wanted
-    return prepared.made(job_id=job_id, jobs=jobs, wanted=wanted)
-
-
-def _live_job(store: ServiceStore, service: str) -> str:
-    """Return the id of a job of a service that is not over; "" if there is none."""
-    return next((one.job_id for one in read_status(store, service).replicas if not one.is_over), "")
+    return prepared.done(jobs=jobs, wanted=wanted)
 
 
 def _share(store: ServiceStore, service: str, group: int | None, *, is_new: bool) -> None:

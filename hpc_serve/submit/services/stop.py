@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpc_serve.client.replicas.status import ReplicaStatus
@@ -20,6 +20,7 @@ from hpc_serve.rendezvous.record import JobEnd, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.local import local_job_state, stop_local_job
+from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.slurm.slurm import GONE, JobState
 from hpc_serve.submit.slurm.slurm_messages import ended_sentence
 from hpc_serve.submit.status.status_reader import is_same_replica, read_status
@@ -52,122 +53,134 @@ def stop(
     WaitTimeoutError.
     """
     live = [status for status in found if not status.is_over]
-    submitted = {
-        job.job_id: job for service in {status.service for status in found} for job in store.read_submitted(service)
-    }
-    alone = [status for status in live if _leaves_others(store, status, live)]
-    if absent := [status for status in alone if status.record is None]:
-        raise InvalidRequestError(
-            f"{absent[0].name} has not begun, and there are others in its job: wait until it has, or end all of them: "
-            f"hpc-serve stop {absent[0].job_id}"
-        )
-    live += _followers(store, [status for status in live if status not in alone], tuple(submitted.values()))
-    replicas = [
-        _Ending(store=store, status=one, submitted=submitted.get(one.job_id), is_alone=one in alone) for one in live
-    ]
-    for one in replicas:
-        if one.submitted is None and one.status.job.cluster == "local":
+    services = dict.fromkeys(status.service for status in found)
+    submitted = {job.job_id: job for service in services for job in store.read_submitted(service)}
+    here = [one for service in services for one in read_status(store, service).replicas if not one.is_over]
+    named = {status.name for status in live}
+    going_on = {one.job_id for one in here if one.name not in named} & {one.job_id for one in live}
+    ending = list(dict.fromkeys(status.job_id for status in live if status.job_id not in going_on))
+    followers = followers_of(ending, tuple(submitted.values()))
+    live += [one for one in here if one.job_id in followers]
+    for status in live:
+        if status.job_id in going_on and status.record is None:
             raise InvalidRequestError(
-                f"{one.status.job_id} was started by hand: end its script where it runs (Ctrl-C or kill)."
+                f"{status.name} has not begun, and there are others in its job: wait until it has, or end all of them: "
+                f"hpc-serve stop {status.job_id}"
             )
-    by = f"hpc-serve stop on {socket.gethostname()}"
-    for one in () if is_asked else replicas:
-        if one.status.record is not None and (one.serves or one.is_alone):
-            deadline_s = drain_s if one.serves else 0.0
-            request = DrainRequest(by=by, cause="stop", deadline_s=deadline_s, requested_at=time.time())
-            try:
-                ask_to_drain(drain_file_of(store, one.status.record), request)
-            except StoreError:
-                if one.is_alone:
-                    raise
-                drain_s = 0.0  # for example on a full disk: the job is told by a signal
-    deadline = time.monotonic() + drain_s + _WAY_DOWN_S
-    jobs: dict[str, list[_Ending]] = {}
-    for one in replicas:
-        if not one.is_alone:
-            jobs.setdefault(one.status.job_id, []).append(one)
-    # First those that serve nobody: one that takes over from another shall not begin meanwhile.
-    for job_id, of_job in sorted(jobs.items(), key=lambda item: any(one.serves for one in item[1])):
-        serving = [one for one in of_job if one.serves]
-        if is_asked and not serving:
-            continue
-        # A job with a replica that does not serve does not end by itself.
-        if drain_s <= 0 or not all(one.is_over_by(deadline) for one in serving) or len(serving) < len(of_job):
-            end_job(job_id, of_job[0].submitted)
-    ended = [one.wait_until_over(timeout_s, deadline) for one in replicas]
+        if status.job.cluster == "local" and status.job_id not in submitted:
+            raise InvalidRequestError(
+                f"{status.job_id} was started by hand: end its script where it runs (Ctrl-C or kill)."
+            )
+    replicas = [_Ending(status=one, is_alone=one.job_id in going_on) for one in live]
+    if not is_asked:
+        drain_s = _ask(store, replicas, drain_s)
+    began = time.monotonic()
+    drained_by = began + drain_s + _WAY_DOWN_S
+    told_already = set(ending) - {one.status.job_id for one in replicas if one.serves} if is_asked else set()
+    # First those that serve nobody: one that takes over from another shall not begin meanwhile. A job with one of them
+    # does not end by itself.
+    tell_at: dict[str, float] = {}
+    for one in sorted(replicas, key=lambda one: one.serves):
+        is_due_at = drained_by if drain_s > 0 and one.serves else began
+        one.until = (drained_by if one.is_alone else is_due_at) + timeout_s
+        if not one.is_alone and one.status.job_id not in told_already:
+            tell_at.setdefault(one.status.job_id, is_due_at)
+    _wait_until_over(store, replicas, submitted, tell_at, timeout_s)
+    ended = [one.end for one in replicas if one.end is not None]
     for status in (*(status for status in found if status.is_over), *ended):
         with contextlib.suppress(StoreError):  # for example on a full disk: the job has ended all the same
             write_end(store, status, submitted.get(status.job_id))
     return tuple(ended)
 
 
+def _wait_until_over(
+    store: ServiceStore,
+    replicas: Sequence[_Ending],
+    submitted: Mapping[str, SubmittedJob],
+    tell_at: dict[str, float],
+    timeout_s: float,
+) -> None:
+    """Wait until all have ended, and tell each job to end when its time in `tell_at` has come.
+
+    Raises SchedulerError, WaitTimeoutError.
+    """
+    while waiting := [one for one in replicas if one.end is None]:
+        for job_id in [job_id for job_id, at in tell_at.items() if time.monotonic() >= at]:
+            del tell_at[job_id]
+            if of_job := [one for one in waiting if one.status.job_id == job_id]:
+                end_job(job_id, submitted.get(job_id))
+            for one in of_job:
+                one.until = time.monotonic() + timeout_s
+        slurm = SchedulerView()
+        slurm.jobs()  # before the records: a launcher writes its end before its job is over
+        seen = [
+            one
+            for service in {one.status.service for one in waiting}
+            for one in read_status(store, service, slurm=slurm).replicas
+        ]
+        for one in waiting:
+            job_id = one.status.job_id
+            job = submitted.get(job_id)
+            one.look(seen, local_job_state(job) if job and job.cluster == "local" else slurm.state(job_id))
+        if any(one.end is None for one in waiting):
+            time.sleep(_RECORDS_S)
+
+
+def _ask(store: ServiceStore, replicas: Sequence[_Ending], drain_s: float) -> float:
+    """Ask those that serve to drain, and those that end alone; returns the seconds that they have for it.
+
+    Raises StoreError for one that ends alone.
+    """
+    has_s = drain_s
+    for one in replicas:
+        if one.status.record is None or not (one.serves or one.is_alone):
+            continue
+        by, deadline_s = f"hpc-serve stop on {socket.gethostname()}", drain_s if one.serves else 0.0
+        request = DrainRequest(by=by, cause="stop", deadline_s=deadline_s, requested_at=time.time())
+        try:
+            ask_to_drain(drain_file_of(store, one.status.record), request)
+        except StoreError:
+            if one.is_alone:
+                raise
+            has_s = 0.0  # for example on a full disk: the job is told by a signal
+    return has_s
+
+
 @dataclass(kw_only=True)
 class _Ending:
-    """A replica that shall end, as it was seen last. If it is `is_alone`, its job goes on with others."""
+    """A replica that shall end before `until`, as it was seen last. If it `is_alone`, its job goes on with others."""
 
-    store: ServiceStore
     status: ReplicaStatus
-    submitted: SubmittedJob | None
     is_alone: bool
+    until: float = 0.0
+    end: ReplicaStatus | None = None
 
     @property
     def serves(self) -> bool:
         return self.status.record is not None and self.status.state in _SERVES
 
-    def is_over_by(self, deadline: float) -> bool:
-        """Wait; whether a replica that drains, or its job where it has no other, ends by itself before the deadline."""
-        while True:
-            job = self._look()
-            is_over = job.is_over or (self.status.job.replicas_per_job > 1 and self.status.is_over)
-            if is_over or time.monotonic() >= deadline:
-                return is_over
-            time.sleep(_RECORDS_S)
-
-    def wait_until_over(self, timeout_s: float, drained_by: float) -> ReplicaStatus:
-        """Return how it ended. Raises WaitTimeoutError."""
-        timeout_s += max(0.0, drained_by - time.monotonic()) if self.is_alone else 0.0
-        deadline = time.monotonic() + timeout_s
-        while True:
-            before, job = self.status, self._look()
-            status = self.status
-            if job.is_over and status is before:  # submitted by hand, and it had not begun
-                return replace(status, state="stopped", reason=ended_sentence(job))
-            if job.state == GONE and before.state == "pending":  # Slurm forgets a task that waited as it is cancelled
-                return replace(status, state="stopped", reason="it was stopped while it waited")
-            if status.is_over and (job.is_over or self.is_alone):
-                return status
-            if time.monotonic() >= deadline and self.is_alone:
-                raise WaitTimeoutError(
-                    f"{status.name} was asked to end {timeout_s:.0f} s ago and is still {status.state}; "
-                    f"`hpc-serve stop {status.job_id}` ends it with the others of its job."
-                )
-            if time.monotonic() >= deadline:
-                detail = f" ({job.detail})" if job.detail else ""
-                raise WaitTimeoutError(
-                    f"job {status.job_id} was told to end {timeout_s:.0f} s ago and is still {job.state}{detail}; "
-                    f"look with `squeue --jobs={status.job_id}`."
-                )
-            time.sleep(_RECORDS_S)
-
-    def _look(self) -> JobState:
-        """See how the replica is now, and return its job; a replica that is not found is as it was."""
-        if self.submitted is not None and self.submitted.cluster == "local":
-            job = local_job_state(self.submitted)
-        else:
-            job = scheduler.job_state(self.status.job_id)
-        seen = read_status(self.store, self.status.service).replicas
-        self.status = next((found for found in seen if is_same_replica(found, self.status)), self.status)
-        return job
-
-
-def _followers(
-    store: ServiceStore, ended: Sequence[ReplicaStatus], submitted: Sequence[SubmittedJob]
-) -> list[ReplicaStatus]:
-    """The replicas of the jobs that would take over from those that are `ended`, and are not over."""
-    followers = followers_of(list(dict.fromkeys(status.job_id for status in ended)), submitted)
-    services = dict.fromkeys(status.service for status in ended) if followers else ()
-    found = [status for service in services for status in read_status(store, service).replicas]
-    return [status for status in found if status.job_id in followers and not status.is_over]
+    def look(self, replicas: Sequence[ReplicaStatus], job: JobState) -> None:
+        """See how it is now, among `replicas`. Raises WaitTimeoutError."""
+        seen = next((one for one in replicas if is_same_replica(one, self.status)), None)
+        was_pending, self.status = self.status.state == "pending", seen or self.status
+        status = self.status
+        if job.is_over and seen is None:  # submitted by hand, and it had not begun
+            self.end = replace(status, state="stopped", reason=ended_sentence(job))
+        elif job.state == GONE and was_pending:  # Slurm forgets a task that waited as it is cancelled
+            self.end = replace(status, state="stopped", reason="it was stopped while it waited")
+        elif status.is_over and (job.is_over or self.is_alone):
+            self.end = status
+        elif time.monotonic() >= self.until and self.is_alone:
+            raise WaitTimeoutError(
+                f"{status.name} was asked to end and is still {status.state}; `hpc-serve stop {status.job_id}` ends it "
+                "with the others of its job."
+            )
+        elif time.monotonic() >= self.until:
+            detail = f" ({job.detail})" if job.detail else ""
+            raise WaitTimeoutError(
+                f"job {status.job_id} was told to end and is still {job.state}{detail}; look with "
+                f"`squeue --jobs={status.job_id}`."
+            )
 
 
 def end_job(job_id: str, submitted: SubmittedJob | None) -> None:
@@ -176,14 +189,6 @@ def end_job(job_id: str, submitted: SubmittedJob | None) -> None:
         stop_local_job(submitted, grace_s=_LOCAL_GRACE_S)
     else:
         scheduler.cancel(job_id)
-
-
-def _leaves_others(store: ServiceStore, status: ReplicaStatus, ended: Sequence[ReplicaStatus]) -> bool:
-    """Whether the job of a replica goes on with others that are not among those that are `ended`."""
-    if status.job.replicas_per_job == 1:
-        return False
-    of_job = [one for one in read_status(store, status.service).replicas if one.job_id == status.job_id]
-    return any(not one.is_over and not any(is_same_replica(one, other) for other in ended) for one in of_job)
 
 
 def write_end(store: ServiceStore, status: ReplicaStatus, submitted: SubmittedJob | None) -> None:

@@ -62,19 +62,25 @@ def wait(
         if len(ready) >= replicas:
             return status
         if never_starts(status):
-            raise ServiceFailedError(_never_starts_report(status))
+            cure = pending_cure(status.pending_reason, status.job_id, scheduler.partitions_if_known())
+            raise ServiceFailedError(
+                f"{status.service} (job {status.name}) waits in the queue, and {status.reason}. {cure} "
+                f"End this one: hpc-serve stop {status.job_id}"
+            )
         if status.is_over and service in report.wanted and report.wanted[service].state == "asleep":
             raise ServiceAsleepError(asleep_sentence(service, report.wanted[service]))
         if status.is_over:
             ended_at_s = ended_at_s or time.monotonic()
             is_settled = status.end_reported_by_job and _slurm_is_done_with(status)
             if is_settled or time.monotonic() - ended_at_s > _RECORD_MAY_FOLLOW_S:
-                raise ServiceFailedError(failure_report(_read_end_again(store, status)))
+                now = read_status(store, service).everywhere  # Slurm may tell the cause once the job is cleared away
+                last = next((one for one in now if is_same_replica(one, status) and one.is_over), status)
+                raise ServiceFailedError(failure_report(last))
         if deadline is not None and time.monotonic() >= deadline:
+            so_far = f"has {len(ready)} of {replicas} replicas ready" if replicas > 1 else "is not ready"
             raise WaitTimeoutError(
-                f"{_so_far(service, len(ready), replicas)} after {timeout_s:.0f} s, its job goes on: "
-                f"{status.sentence}. Wait again with `hpc-serve wait {service}`, or end it with "
-                f"`hpc-serve stop {service}`."
+                f"{service} {so_far} after {timeout_s:.0f} s, its job goes on: {status.sentence}. Wait again with "
+                f"`hpc-serve wait {service}`, or end it with `hpc-serve stop {service}`."
             )
         time.sleep(_RECORDS_S)
 
@@ -108,19 +114,6 @@ def _to_wait_for(found: Sequence[ReplicaStatus], wanted: int) -> ReplicaStatus:
     )
 
 
-def _never_starts_report(status: ReplicaStatus) -> str:
-    """Why a job stays in the queue for ever, and what to do."""
-    cure = pending_cure(status.pending_reason, status.job_id, scheduler.partitions_if_known())
-    return (
-        f"{status.service} (job {status.name}) waits in the queue, and {status.reason}. {cure} "
-        f"End this one: hpc-serve stop {status.job_id}"
-    )
-
-
-def _so_far(service: str, ready: int, wanted: int) -> str:
-    return f"{service} has {ready} of {wanted} replicas ready" if wanted > 1 else f"{service} is not ready"
-
-
 def _progress_key(status: ReplicaStatus) -> tuple[object, ...]:
     """What must differ between two statuses for the second to be shown."""
     return (status.name, status.restart, status.state, status.stage, status.progress, status.start, status.reason)
@@ -132,9 +125,3 @@ def _slurm_is_done_with(status: ReplicaStatus) -> bool:
         return True
     job = scheduler.job_state(status.job_id)
     return job.is_over or job.state == UNKNOWN
-
-
-def _read_end_again(store: ServiceStore, status: ReplicaStatus) -> ReplicaStatus:
-    """The same end with the cause, which Slurm can tell once it has cleared the job away."""
-    now = read_status(store, status.service).everywhere
-    return next((one for one in now if is_same_replica(one, status) and one.is_over), status)

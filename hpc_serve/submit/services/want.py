@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -54,32 +54,28 @@ def want_submission(
             return replace(found, submitting=0)
         bounded = request.max_replicas is not None
         count = max(replicas, have) if bounded or request.once else have + replicas
-        before = found if found is not None and everywhere else None
-        wanted = Wanted(
+        asleep = found.adapters if found is not None and found.state == "asleep" else {}
+        before = found if found is not None and everywhere else Wanted(least=0, most=0, count=0, adapters=asleep)
+        wanted = replace(
+            _awake(before, request.replicas_per_job),
             least=replicas if bounded else count,
             most=request.max_replicas or count,
             count=count,
-            is_kept=request.keep_up or request.is_elastic or (before is not None and before.is_kept),
-            keep_up=request.keep_up or (before is not None and before.keep_up),
-            notice_s=max(float(request.slurm.notice_s or 0), before.notice_s if before is not None and others else 0.0),
-            idle_stop_s=request.idle_stop_s or (before.idle_stop_s if before is not None else None),
+            is_kept=request.keep_up or request.is_elastic or before.is_kept,
+            keep_up=request.keep_up or before.keep_up,
+            notice_s=max(float(request.slurm.notice_s or 0), before.notice_s if others else 0.0),
+            idle_stop_s=request.idle_stop_s or before.idle_stop_s,
             replicas_per_job=request.replicas_per_job,
             folder=os.getcwd(),
             variables={name: environ[name] for name in KEPT if environ.get(name)},
             submitting=max(0, count - have),
             submitting_at=now,
-            adapters={
-                **(found.adapters if found is not None and (everywhere or found.state == "asleep") else {}),
-                **adapters,
-            },
+            coming=before.coming,
+            adapters={**before.adapters, **adapters},
         )
-        if before is not None:
-            kept = {name: getattr(before, name) for name in ("decider", "coming", "ending", "most_running", "decided")}
-            wanted = replace(wanted, **kept)
         if others or request.machine != DEFAULT_MACHINE:
-            wanted = replace(wanted, machines=before.machines if before is not None else {})
-            wanted = wanted.with_counts({**others, request.machine: count})
-        return wanted
+            return wanted.with_counts({**others, request.machine: count})
+        return replace(wanted, machines={})
 
     wanted, here = _change_seen(store, request.service, change)
     its = [job for job in here if job.machine == request.machine]
@@ -243,22 +239,18 @@ def wake(store: ServiceStore, service: str) -> Woken:
         return Woken(
             note="; ".join(f"job {job.job_id} is {job.live[-1].state if job.live else job.stage}" for job in here)
         )
+
+    def sleep_again(found: Wanted | None) -> Wanted | None:
+        if found is None or found.state != "awake" or found.coming:
+            return None
+        return replace(found, state=before.state if before is not None else "stopped", count=0)
+
     try:
         done = settle(store, service)
     except HpcServeError:
-        _sleep_again(store, service, before)
+        change_wanted(store, service, sleep_again)
         raise
     return Woken(jobs=done.added, note="" if done.added else "another program submits it")
-
-
-def _sleep_again(store: ServiceStore, service: str, before: Wanted | None) -> None:
-    state = before.state if before is not None else "stopped"
-
-    def change(found: Wanted | None) -> Wanted | None:
-        has_come_to_nothing = found is not None and found.state == "awake" and not found.coming
-        return replace(found, state=state, count=0) if found is not None and has_come_to_nothing else None
-
-    change_wanted(store, service, change)
 
 
 def want_stop_of(store: ServiceStore, found: Sequence[ReplicaStatus]) -> None:
@@ -268,33 +260,28 @@ def want_stop_of(store: ServiceStore, found: Sequence[ReplicaStatus]) -> None:
     nothing brings them back.
     """
     for service in dict.fromkeys(status.service for status in found if status.job.cluster != "local"):
-        named = {status.name for status in found if status.service == service}
-        live = [one for one in read_status(store, service).replicas if not one.is_over]
-        staying = {one.job_id for one in live if one.name not in named}
-        ending = {one.job_id: one.job.replicas_per_job for one in live if one.job_id not in staying}
-        machines = {one.job_id: one.machine for one in live}
-        if staying and not ending:
-            continue
+        _want_stop_in(store, service, {status.name for status in found if status.service == service})
 
-        def change(
-            seen: Wanted | None,
-            ending: Mapping[str, int] = ending,
-            machines: Mapping[str, str] = machines,
-            is_all: bool = not staying,
-        ) -> Wanted | None:
-            if seen is None or (is_all and seen.state == "stopped"):
-                return None
-            count = 0 if is_all else max(1, seen.count - sum(ending.values()))
-            coming = tuple(job_id for job_id in seen.coming if job_id not in ending)
-            changed = replace(seen, count=count, coming=coming, ending=(*seen.ending, *ending))
-            if is_all:
-                changed = replace(changed, state="stopped", decider="")
-            else:
-                changed = replace(changed, least=min(seen.least, count))
-                changed = without(changed, [(machines[job_id], count) for job_id, count in ending.items()])
-            return _by_person(changed, "stopped by a person", time.time())
 
-        change_wanted(store, service, change)
+def _want_stop_in(store: ServiceStore, service: str, named: Set[str]) -> None:
+    live = [one for one in read_status(store, service).replicas if not one.is_over]
+    staying = {one.job_id for one in live if one.name not in named}
+    ending = {one.job_id: one for one in live if one.job_id not in staying}
+
+    def change(seen: Wanted | None) -> Wanted | None:
+        if seen is None or (staying and not ending) or (not staying and seen.state == "stopped"):
+            return None
+        coming = tuple(job_id for job_id in seen.coming if job_id not in ending)
+        changed = replace(seen, coming=coming, ending=(*seen.ending, *ending))
+        if staying:
+            ended = [(one.machine, one.job.replicas_per_job) for one in ending.values()]
+            count = max(1, seen.count - sum(count for _, count in ended))
+            changed = without(replace(changed, count=count, least=min(seen.least, count)), ended)
+        else:
+            changed = replace(changed, count=0, state="stopped", decider="")
+        return _by_person(changed, "stopped by a person", time.time())
+
+    change_wanted(store, service, change)
 
 
 def end_what_comes(store: ServiceStore, service: str) -> tuple[str, ...]:

@@ -142,10 +142,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Read the settings of a site file, by name, checked. Raises SiteFileError, naming file, line and setting."""
     try:
         document = read_yaml(path)
-    except OSError as error:
-        raise SiteFileError(f"site file {path} cannot be read: {error}") from error
-    except ValueError as error:
-        raise SiteFileError(f"site file {path} is not YAML: {error}") from error
+    except (OSError, ValueError) as error:
+        raise SiteFileError(f"site file {path} cannot be read, or is not YAML: {error}") from error
     settings = dict(fields_of(document, SiteProfile, path)) if document is not None else {}
     for some in (settings, *settings.get("machines", {}).values()):
         some |= {name: os.path.expanduser(some[name]) for name in _PATHS if some.get(name)}

@@ -48,8 +48,9 @@ def stop_local_job(job: SubmittedJob, *, grace_s: float) -> None:
     if state.state == UNKNOWN:
         raise SchedulerError(f"{job.job_id} cannot be stopped from here: {state.detail}.")
     for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
-        if _is_alive(job):
-            _signal_group(job, number)
+        if job.pid is not None and _is_alive(job):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, number)  # the script is the leader of its session, so its pid is the group's
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline:
             if not _is_alive(job):
@@ -62,9 +63,3 @@ def _is_alive(job: SubmittedJob) -> bool:
     if job.pid is None or job.pid_start_time is None:
         return False
     return process_start_time(job.pid) == job.pid_start_time
-
-
-def _signal_group(job: SubmittedJob, number: signal.Signals) -> None:
-    assert job.pid is not None
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(job.pid, number)  # the script is the leader of its session, so its pid is the group's

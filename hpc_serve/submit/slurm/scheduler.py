@@ -6,27 +6,28 @@ A controller that does not answer makes a job's state UNKNOWN. It never means th
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import re
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hpc_serve.errors import SchedulerError, SchedulerUnavailableError
 from hpc_serve.rendezvous.names import array_of
 from hpc_serve.rendezvous.ownership import user_name
 from hpc_serve.submit.slurm.slurm import (
     GONE,
+    SINFO_ARGV,
+    SQUEUE_ARGV,
     UNKNOWN,
     JobState,
     Partition,
     sacct_argv,
     scancel_argv,
     scontrol_show_job_argv,
-    sinfo_argv,
-    squeue_argv,
 )
 from hpc_serve.submit.slurm.slurm_answers import (
     parse_sacct,
@@ -44,32 +45,22 @@ _MOST_IDS = 5_000  # Linux takes 128 KiB in one word of a command
 _OUTPUT_SETTINGS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Completed:
-    """A Slurm command that has ended, with any `exit_code`."""
-
-    argv: tuple[str, ...]
-    exit_code: int
-    stdout: str
-    stderr: str
-
-
-def run_slurm(argv: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> Completed:
+def run_slurm(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run one of Slurm's commands. Raises SchedulerUnavailableError if there is none, or nobody answers it."""
     try:
         environ = plain_environ(os.environ)
         done = subprocess.run(
-            argv, capture_output=True, text=True, errors="replace", env=environ, timeout=timeout_s, check=False
+            argv, capture_output=True, text=True, errors="replace", env=environ, timeout=_TIMEOUT_S, check=False
         )
     except FileNotFoundError:
         raise command_missing(argv[0]) from None
     except subprocess.TimeoutExpired:
         raise SchedulerUnavailableError(
-            f"`{argv[0]}` has not answered for {timeout_s:.0f} s. Slurm's state is not known; try again later."
+            f"`{argv[0]}` has not answered for {_TIMEOUT_S:.0f} s. Slurm's state is not known; try again later."
         ) from None
     if done.returncode and says_unreachable(done.stderr):
         raise controller_not_answering(argv[0], done.stderr)
-    return Completed(argv=tuple(argv), exit_code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+    return done
 
 
 def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:
@@ -101,25 +92,20 @@ def said(stderr: str) -> str:
 
 def jobs() -> list[JobState]:
     """Return this user's jobs, those of the last minutes included. Raises SchedulerUnavailableError."""
-    return parse_squeue(_answer(squeue_argv()))
-
-
-def partitions() -> list[Partition]:
-    """Return the site's partitions. Raises SchedulerUnavailableError."""
-    return parse_sinfo(_answer(sinfo_argv()))
+    return parse_squeue(_answer(SQUEUE_ARGV))
 
 
 def partitions_if_known() -> list[Partition]:
     """Return the site's partitions; none if Slurm does not tell."""
     with contextlib.suppress(SchedulerError):
-        return partitions()
+        return parse_sinfo(_answer(SINFO_ARGV))
     return []
 
 
 def cancel(job_id: str) -> None:
     """End a job; one that is over already is no error. Raises SchedulerError."""
     done = run_slurm(scancel_argv(job_id))
-    if done.exit_code and not says_no_such_job(done.stderr):
+    if done.returncode and not says_no_such_job(done.stderr):
         raise SchedulerError(f"scancel {job_id} failed: {said(done.stderr)}.")
 
 
@@ -134,10 +120,10 @@ def job_state(job_id: str, *, submitted_at: float | None = None) -> JobState:
         shown = run_slurm(scontrol_show_job_argv(job_id))
     except SchedulerUnavailableError as error:
         return JobState(job_id=job_id, state=UNKNOWN, detail=str(error))
-    job = parse_scontrol_job(shown.stdout, job_id) if shown.exit_code == 0 else None
+    job = parse_scontrol_job(shown.stdout, job_id) if shown.returncode == 0 else None
     if job is not None and job.user != user:
         job = None
-    if job is None and shown.exit_code and not says_no_such_job(f"{shown.stderr}\n{shown.stdout}"):
+    if job is None and shown.returncode and not says_no_such_job(f"{shown.stderr}\n{shown.stdout}"):
         return JobState(job_id=job_id, state=UNKNOWN, detail=f"scontrol: {said(shown.stderr)}")
     if job is None or job.state == "CANCELLED":
         with contextlib.suppress(SchedulerError):  # no accounting, or it is down: the controller has answered
@@ -160,8 +146,9 @@ class SchedulerView:
         self._asked_at_s = 0.0
         self._asked_again: set[str] = set()
         self._ends: dict[str, JobState | None] = {}
-        self._batch_logs: dict[str, str | None] = {}
         self._has_accounting = True
+        self.batch_log = functools.cache(lambda job_id: job_state(job_id).batch_log)
+        """The path of the output of a job's script. Slurm is asked once, because the path does not change."""
 
     @property
     def age_s(self) -> float:
@@ -218,12 +205,6 @@ class SchedulerView:
             found = known.get(job_id)
             self._ends[job_id] = found if found and found.is_over else JobState(job_id=job_id, state=GONE)
 
-    def batch_log(self, job_id: str) -> str | None:
-        """Return the path of the output of a job's script. Slurm is asked once, because the path does not change."""
-        if job_id not in self._batch_logs:
-            self._batch_logs[job_id] = job_state(job_id).batch_log
-        return self._batch_logs[job_id]
-
     def end(self, job_id: str, *, since: float | None) -> JobState | None:
         """Return a job's end in Slurm's words; None if Slurm has forgotten the job.
 
@@ -265,6 +246,6 @@ def _from_accounting(job_ids: Sequence[str], user: str, submitted_at: float | No
 
 def _answer(argv: Sequence[str]) -> str:
     done = run_slurm(argv)
-    if done.exit_code:
-        raise SchedulerUnavailableError(f"`{argv[0]}` failed with exit code {done.exit_code}: {said(done.stderr)}.")
+    if done.returncode:
+        raise SchedulerUnavailableError(f"`{argv[0]}` failed with exit code {done.returncode}: {said(done.stderr)}.")
     return done.stdout

@@ -19,7 +19,10 @@ _ON_NODES = frozenset(
 )
 
 _SQUEUE_FIELDS = "%i|%T|%r|%N|%S|%e|%L|%M|%V|%u|%P|%j"  # the name last: it may hold any character
-_SINFO_FIELDS = "%P|%a|%l|%D|%G"
+SQUEUE_ARGV = ("squeue", "--me", "--states=all", "--array", "--noheader", f"--format={_SQUEUE_FIELDS}")
+"""The command that lists this user's jobs: waiting, running, and ended ones that the controller remembers."""
+SINFO_ARGV = ("sinfo", "--noheader", "--format=%P|%a|%l|%D|%G")
+"""The command that lists every partition, one line for each kind of node in it."""
 _SACCT_FIELDS = "JobID,State,ExitCode,NodeList,User,JobName"
 
 
@@ -115,12 +118,6 @@ def sbatch_argv(script: PurePath | str, options: Sequence[str] = ()) -> list[str
     return ["sbatch", *options, str(script)]
 
 
-def squeue_argv() -> list[str]:
-    """Return the command that lists this user's jobs: waiting, running, and ended ones that the controller
-    remembers."""
-    return ["squeue", "--me", "--states=all", "--array", "--noheader", f"--format={_SQUEUE_FIELDS}"]
-
-
 def scontrol_show_job_argv(job_id: str) -> list[str]:
     """Return the command that shows all facts of the controller about one job, on one line."""
     return ["scontrol", "--oneliner", "show", "job", job_id]
@@ -138,8 +135,3 @@ def sacct_argv(job_ids: Sequence[str], *, user: str, since: str) -> list[str]:
     """
     bounds = [f"--jobs={','.join(job_ids)}", f"--user={user}", f"--starttime={since}"]
     return ["sacct", *bounds, "--allocations", "--noheader", "--parsable2", f"--format={_SACCT_FIELDS}"]
-
-
-def sinfo_argv() -> list[str]:
-    """Return the command that lists every partition, one line for each kind of node in it."""
-    return ["sinfo", "--noheader", f"--format={_SINFO_FIELDS}"]

@@ -56,7 +56,6 @@ def _squeue_line(line: str) -> JobState:
         started_at=_seconds(start),
         submitted_at=_seconds(submitted),
         ended_at=_seconds(end),
-        source="squeue",
     )
 
 
@@ -83,7 +82,6 @@ def parse_scontrol_job(stdout: str, job_id: str) -> JobState | None:
                 signal=signal,
                 restart=int(values.get("Restarts", 0)),
                 batch_log=_value(values.get("StdOut", "")),
-                source="scontrol",
             )
     return None
 
@@ -140,7 +138,6 @@ def parse_sacct(stdout: str) -> dict[str, JobState]:
             exit_code=exit_code,
             signal=signal,
             cancelled_by=by.strip() or None,
-            source="sacct",
         )
     return found
 

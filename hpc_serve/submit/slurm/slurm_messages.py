@@ -1,65 +1,20 @@
 """Explains Slurm's words to a person: why a job waits, how it ended, what to do about a refusal. Pure.
 
-Slurm's own word always stands beside the sentence, because the help pages of sites use it.
+Slurm's own word always stands beside the sentence, because the help pages of sites use it. The sentences on reasons and
+refusals are data, pending.ini and refusals.ini.
 """
 
 from __future__ import annotations
 
+import configparser
 import re
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
 from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.submit.slurm.slurm import GONE, JobState, Partition
 
-_PENDING_REASONS = {
-    "": "waiting for the scheduler to look at it",
-    "Resources": "waiting for free nodes",
-    "Priority": "waiting behind jobs of higher priority",
-    "Dependency": "waiting for another job, or for its time after one",
-    "DependencyNeverSatisfied": "waiting for a job that can no longer end as required; it will never start",
-    "BeginTime": "waiting for its begin time (or for the pause after a requeue)",
-    "JobHeldUser": "held by its owner; `scontrol release` lets it go",
-    "JobHeldAdmin": "held by an administrator",
-    "JobHoldMaxRequeue": "held after it was requeued too often; it will not start by itself",
-    "AccountingPolicy": "it is over a limit of its account or QOS; it will not start by itself",
-    "QOSNotAllowed": "its partition does not take its QOS; it will not start by itself",
-    "launch failed requeued held": "requeued and held after a failed launch; it will not start by itself",
-    "Licenses": "waiting for a licence",
-    "Reservation": "waiting for its reservation to begin",
-    "ReservationDeleted": "its reservation no longer exists; it will not start by itself",
-    "PartitionDown": "its partition is down",
-    "PartitionConfig": "it asks for what its partition does not have; it will not start by itself",
-    "PartitionInactive": "its partition is inactive",
-    "PartitionNodeLimit": "it asks for more nodes than its partition allows; it will not start by itself",
-    "PartitionTimeLimit": "it asks for more time than its partition allows; it will not start by itself",
-    "AccountNotAllowed": "its account may not use this partition or QOS; it will not start by itself",
-    "BadConstraints": "no node can ever satisfy its constraints; it will not start by itself",
-    "InvalidAccount": "its account is not valid; it will not start by itself",
-    "InvalidQOS": "its QOS is not valid; it will not start by itself",
-    "NodeDown": "a node it needs is down",
-    "JobArrayTaskLimit": "the array's limit of tasks at once is reached",
-    "Prolog": "the nodes are being prepared (prolog)",
-    "Cleaning": "its last run is still being cleared up before it starts again",
-    "BurstBufferStageIn": "waiting for its data to be staged in",
-    "DeadLine": "its deadline has passed; it will not start",
-}
-# Reasons that stay until a person acts, and what that person can do. {job} is the job's id.
-_NEVER_BY_ITSELF = {
-    "DependencyNeverSatisfied": "Submit it without that dependency.",
-    "ReservationDeleted": "Submit it with another --reservation, or without one.",
-    "PartitionConfig": "Submit it with fewer --nodes, a shorter --time, or to another --partition.",
-    "PartitionNodeLimit": "Submit it with fewer --nodes, or to another --partition.",
-    "PartitionTimeLimit": "Submit it with a shorter --time, or to another --partition.",
-    "AccountNotAllowed": "Submit it with another --account or --partition: `sacctmgr show associations user=$USER`.",
-    "AccountingPolicy": "Submit it with less, or with another --account or --qos.",
-    "BadConstraints": "Submit it with other --constraint, --gpus-per-node, --mem or --cpus-per-task.",
-    "InvalidAccount": "Submit it with another --account: `sacctmgr show associations user=$USER` lists yours.",
-    "InvalidQOS": "Submit it with another --qos: `sacctmgr show associations user=$USER format=account,qos`.",
-    "QOSNotAllowed": "Submit it with another --qos, or to another --partition.",
-    "DeadLine": "Submit it again with a later --deadline.",
-    "launch failed requeued held": "See `scontrol show job {job}`; `scontrol release {job}` tries once more.",
-    "JobHoldMaxRequeue": "See `scontrol show job {job}`; `scontrol release {job}` tries once more.",
-}
 _BEYOND_PARTITION = ("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit")
 # Limits of what one job may have: no other job's end makes room for it.
 _PER_JOB_LIMIT = re.compile(r"(QOS|Assoc)(Max\w*Per(Job|Node)|Min\w+)(Limit)?|QOSMin\w+|MaxMemPerLimit")
@@ -83,26 +38,38 @@ _ENDS = {
 }
 
 
+@cache
+def _sections(name: str) -> configparser.RawConfigParser:
+    file = configparser.RawConfigParser(delimiters=("=",), comment_prefixes=(";",))
+    file.read_string((Path(__file__).parent / name).read_text(encoding="utf-8"))
+    return file
+
+
 def pending_sentence(reason: str) -> str:
     """Why a job waits, for a person, with Slurm's own word in parentheses."""
-    word = reason.partition(",")[0].strip()
-    if word == "ReqNodeNotAvail":
+    if reason.startswith("ReqNodeNotAvail"):
         nodes = reason.partition("UnavailableNodes:")[2]
-        return f"nodes it needs are down, drained or reserved{f': {nodes}' if nodes else ''} ({word})"
+        return f"nodes it needs are down, drained or reserved{f': {nodes}' if nodes else ''} (ReqNodeNotAvail)"
     if reason.startswith("Nodes required for job are DOWN"):
         return "nodes it needs are down, drained, or kept for other partitions"
-    if sentence := _PENDING_REASONS.get(reason):
-        return f"{sentence} ({reason})" if reason else sentence
-    for prefix, owner in _LIMIT_OWNERS.items():
-        if reason.startswith(prefix):
-            if _PER_JOB_LIMIT.fullmatch(reason):
-                return (
-                    f"its {owner} does not allow one job so much, or so little; it will not start by itself ({reason})"
-                )
-            if _USED_UP_BUDGET.fullmatch(reason):
-                return f"the hours of its {owner} are used up; it will not start by itself ({reason})"
-            return f"a limit of its {owner} is reached ({reason})"
-    return f"waiting; Slurm's reason is {reason}"
+    if not (meaning := _meaning(reason)):
+        return f"waiting; Slurm's reason is {reason}"
+    stays = "; it will not start by itself" if pending_cure(reason, "") else ""
+    return f"{meaning}{stays} ({reason})" if reason else meaning
+
+
+def _meaning(reason: str) -> str:
+    if not reason:
+        return "waiting for the scheduler to look at it"
+    if known := _sections("pending.ini").get(reason, "means", fallback=""):
+        return known
+    owner = next((owner for prefix, owner in _LIMIT_OWNERS.items() if reason.startswith(prefix)), None)
+    if owner is None:
+        return ""
+    if _PER_JOB_LIMIT.fullmatch(reason):
+        return f"its {owner} does not allow one job so much, or so little"
+    is_used_up = _USED_UP_BUDGET.fullmatch(reason)
+    return f"the hours of its {owner} are used up" if is_used_up else f"a limit of its {owner} is reached"
 
 
 def pending_cure(reason: str, job_id: str, partitions: Sequence[Partition] = ()) -> str:
@@ -111,7 +78,7 @@ def pending_cure(reason: str, job_id: str, partitions: Sequence[Partition] = ())
     A limit of a whole account or QOS comes free as other jobs end. A limit of a single job, and a used-up budget, do
     not.
     """
-    cure = _NEVER_BY_ITSELF.get(reason, "")
+    cure = _sections("pending.ini").get(reason, "cure", fallback="")
     if not cure and _PER_JOB_LIMIT.fullmatch(reason):
         cure = "Submit it with what the limit allows (--nodes, --time, --mem), or with another --qos or --account."
     if not cure and _USED_UP_BUDGET.fullmatch(reason):
@@ -131,8 +98,8 @@ def refusal(job: JobState, partitions: Sequence[Partition]) -> str:
     is_beyond = job.reason in _BEYOND_PARTITION or _PER_JOB_LIMIT.fullmatch(job.reason)
     if not (job.is_pending and is_beyond) or job.waits_for_one_of_several_partitions:
         return ""
-    sentence = pending_sentence(job.reason).replace("; it will not start by itself", "")
-    return f"{sentence}. It asks for {job.asks}. {pending_cure(job.reason, job.job_id, partitions)}"
+    cure = pending_cure(job.reason, job.job_id, partitions)
+    return f"{_meaning(job.reason)} ({job.reason}). It asks for {job.asks}. {cure}"
 
 
 def ended_sentence(job: JobState) -> str:
@@ -150,8 +117,8 @@ def ended_sentence(job: JobState) -> str:
 
 def _failed_sentence(job: JobState) -> str:
     if job.signal == _REFUSED and not job.has_begun:
-        why = f": {_PENDING_REASONS[job.reason].partition(';')[0]}" if job.reason in _NEVER_BY_ITSELF else ""
-        return f"Slurm refused it when it was submitted{why}"
+        is_why = _sections("pending.ini").has_option(job.reason, "cure")
+        return f"Slurm refused it when it was submitted{f': {_meaning(job.reason)}' if is_why else ''}"
     if job.signal == _NO_OUTPUT_FILE:
         return f"the node could not open its output file {job.batch_log or ''}".rstrip()
     if job.signal == _OUT_OF_MEMORY:
@@ -167,25 +134,12 @@ def _failed_sentence(job: JobState) -> str:
 def refusal_hint(stderr: str, partitions: Sequence[Partition]) -> str:
     """Return a cure for sbatch's refusal, from the site's partitions; "" if sbatch's own words say it all."""
     names = ", ".join(dict.fromkeys(p.name + (" (default)" if p.is_default else "") for p in partitions))
-    said = stderr.lower()
-    if "invalid partition" in said or "no partition specified" in said:
-        return f"Partitions here: {names}." if names else "`sinfo` lists the partitions."
-    if "invalid account" in said or "account/partition combination" in said:
-        return "`sacctmgr show associations user=$USER` lists your accounts; set --account (or in the site file)."
-    if "invalid qos" in said:
-        return "`sacctmgr show associations user=$USER format=account,qos` lists what you may use; set --qos."
-    if "accounting/qos policy" in said:
-        return "It is over a limit of your account or QOS: fewer nodes or less --time, or another --qos."
-    if "time limit" in said:
-        return f"Time limits here: {_time_limits(partitions)}; set --time." if partitions else "Set a shorter --time."
-    if "invalid generic resource" in said or "invalid gres" in said:
-        return f"{_offers(partitions)}gpu_directive and gres_type in the site file say how this site names its GPUs."
-    if "node configuration is not available" in said or "node count specification invalid" in said:
-        return f"{_offers(partitions)}See --partition, --nodes, --gpus-per-node, and mem in the site file."
-    if "invalid feature" in said:
-        return "`sinfo --format=%f` lists the features that --constraint may name."
-    if "access/permission denied" in said or "user's group not permitted" in said:
-        return f"You may not use that partition. Partitions here: {names}." if names else ""
+    about = {"names": names, "limits": _time_limits(partitions), "offers": _offers(partitions)}
+    refusals = _sections("refusals.ini")
+    for name in refusals.sections():
+        if re.search(refusals[name]["said"], stderr, re.IGNORECASE):
+            has_other = not partitions and "unknown" in refusals[name]
+            return refusals[name]["unknown" if has_other else "cure"].format(**about)
     return ""
 
 

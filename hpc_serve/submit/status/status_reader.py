@@ -159,9 +159,8 @@ def old_jobs(found: ServiceRecords) -> dict[str, float]:
     before = time.time() - _RECENT_S
     records = [one for one in found.records if not one.is_final and one.updated_at < before]
     waiting = [job for job in found.awaiting_record() if job.submitted_at < before]
-    old: list[tuple[JobEntry, float]] = [(record, record.started_at) for record in records]
-    old += [(job, job.submitted_at) for job in waiting]
-    return {entry.job_id: at for entry, at in old if entry.cluster == "slurm"}
+    begun = {record.job_id: record.started_at for record in records if record.cluster == "slurm"}
+    return begun | {job.job_id: job.submitted_at for job in waiting if job.cluster == "slurm"}
 
 
 def _of_service(store: ServiceStore, found: ServiceRecords, slurm: SchedulerView) -> Iterator[ReplicaStatus]:
@@ -194,15 +193,13 @@ def _of_service(store: ServiceStore, found: ServiceRecords, slurm: SchedulerView
 
 def _with_successors(replicas: Sequence[ReplicaStatus], submitted: Sequence[SubmittedJob]) -> Iterator[ReplicaStatus]:
     """Add to each live replica the job that takes over from it."""
-    states = {status.job_id: status.state for status in replicas}
-    is_over = {status.job_id: status.is_over for status in replicas}
+    states = {status.job_id: status.state for status in replicas if not status.is_over}
     for status in replicas:
-        coming = [job_id for job_id in followers_of([status.job_id], submitted) if not is_over.get(job_id, True)]
+        coming = [job_id for job_id in followers_of([status.job_id], submitted) if job_id in states]
         if coming and not status.is_over:
             sentence = chain_sentence([(job_id, states[job_id]) for job_id in coming])
-            yield replace(status, successor=sentence, successor_job_id=coming[0])
-        else:
-            yield status
+            status = replace(status, successor=sentence, successor_job_id=coming[0])
+        yield status
 
 
 def _last_runs(found: ServiceRecords) -> list[EndpointRecord]:

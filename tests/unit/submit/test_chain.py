@@ -67,10 +67,6 @@ class TestSubmit:
         assert (done.job_id, done.num_replicas) == ("101", 1)
         assert len(set(slurm.scripts)) == 1
 
-    def test_the_overlap_may_be_chosen(self, store, slurm):
-        services.submit(request(overlap_s=7200.0, slurm=SlurmOptions(time="1-00:00:00")))
-        assert dependencies(slurm)[1] == "--dependency=after:101+1320"
-
     def test_each_of_several_replicas_has_its_own(self, store, slurm):
         done = services.submit(request(replicas=2))
         assert [job.predecessor for job in done.jobs] == ["", "101", "102", "", "104", "105"]

@@ -7,7 +7,6 @@ import os
 import stat
 import subprocess
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,9 @@ from hpc_serve.rendezvous.record import SubmittedJob
 from hpc_serve.submit.slurm.executor import ScriptSlurmExecutor, start_locally, submit_to_slurm, why_it_never_starts
 from hpc_serve.submit.slurm.local import local_job_state, process_start_time, stop_local_job
 from hpc_serve.submit.slurm.slurm import GONE, UNKNOWN
+from tests.cluster import wait_for
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.stubs import make_submitted
 
 DEADLINE_S = 60.0
 
@@ -144,38 +145,23 @@ def start(tmp_path: Path, text: str) -> SubmittedJob:
 
 
 def local_job(*, pid: int, pid_start_time: int | None, host: str = os.uname().nodename) -> SubmittedJob:
-    return SubmittedJob(
-        service="x",
-        model="m",
-        cluster="local",
-        job_id=f"local-{pid}",
-        submitted_at=0.0,
-        pid=pid,
-        pid_start_time=pid_start_time,
-        host=host,
-    )
-
-
-def wait_for(what, told: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not what():
-        assert time.monotonic() < deadline, told
-        time.sleep(0.02)
+    of_process = {"pid": pid, "pid_start_time": pid_start_time, "host": host}
+    return make_submitted(cluster="local", job_id=f"local-{pid}", **of_process)
 
 
 def test_a_local_job_writes_its_log_and_keeps_the_gpus_it_was_given(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     job = start(tmp_path, "echo $CUDA_VISIBLE_DEVICES; echo oops >&2; echo local-$$")
     log = tmp_path / f"{job.job_id}.log"
-    wait_for(lambda: log.read_text() == f"3,5\noops\n{job.job_id}\n", "the log is not complete")
-    wait_for(lambda: local_job_state(job).state == GONE, "it does not end")
+    wait_for(lambda: log.read_text() == f"3,5\noops\n{job.job_id}\n", DEADLINE_S, what="the log is not complete")
+    wait_for(lambda: local_job_state(job).state == GONE, DEADLINE_S, what="it does not end")
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
     assert not list(tmp_path.glob(".starting*"))
 
 
 def test_a_local_job_is_its_own_session_and_is_stopped_in_order(tmp_path):
     job = start(tmp_path, f"trap 'echo asked > {tmp_path}/asked; exit 0' TERM\necho up\nwhile :; do sleep 0.05; done")
-    wait_for(lambda: "up" in (tmp_path / f"{job.job_id}.log").read_text(), "it does not start")
+    wait_for(lambda: "up" in (tmp_path / f"{job.job_id}.log").read_text(), DEADLINE_S, what="it does not start")
     assert local_job_state(job).state == "RUNNING"
     assert job.pid is not None
     assert os.getsid(job.pid) == job.pid
@@ -187,7 +173,7 @@ def test_a_local_job_is_its_own_session_and_is_stopped_in_order(tmp_path):
 
 def test_a_local_job_that_does_not_listen_is_killed(tmp_path):
     job = start(tmp_path, "trap '' TERM\necho up\nwhile :; do sleep 0.05; done")
-    wait_for(lambda: "up" in (tmp_path / f"{job.job_id}.log").read_text(), "it does not start")
+    wait_for(lambda: "up" in (tmp_path / f"{job.job_id}.log").read_text(), DEADLINE_S, what="it does not start")
     stop_local_job(job, grace_s=0.2)
     assert local_job_state(job).state == GONE
 
@@ -211,7 +197,7 @@ def test_from_another_host_a_local_job_is_unknown_and_cannot_be_stopped():
 
 def test_a_zombie_is_over():
     child = subprocess.Popen(["true"])
-    wait_for(lambda: process_start_time(child.pid) is None, "a zombie counts as alive")
+    wait_for(lambda: process_start_time(child.pid) is None, DEADLINE_S, what="a zombie counts as alive")
     child.wait()
 
 

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hpc_serve.client.replicas.assess import assess_replica
+from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.submit.logs import log_files as module
-from hpc_serve.submit.logs.log_files import both_ends, files_of, follow, lines_of, log_files, tail
+from hpc_serve.submit.logs.log_files import both_ends, files_of, follow, lines_of, tail
 from tests.support.stubs import make_record
+
+
+def of_job(job_id: str, folder: Path, **fields) -> ReplicaStatus:
+    return assess_replica(make_record(job_id=job_id, log_dir=str(folder), **fields))
 
 
 def test_the_batch_log_comes_first_and_nodes_in_their_order(tmp_path):
     for name in ("7-node10.log", "7-node2.log", "7.log", "77-node0.log", "70.log", "7-node2-ray.log"):
         (tmp_path / name).touch()
-    assert [path.name for path in log_files("7", tmp_path)] == ["7.log", "7-node2.log", "7-node10.log"]
+    status = of_job("7", tmp_path)
+    assert [path.name for path in files_of(status)] == ["7.log", "7-node2.log", "7-node10.log"]
+    assert [path.name for path in files_of(status, "engine", 10)] == ["7-node10.log"]
+    assert [path.name for path in files_of(status, "ray")] == ["7-node2-ray.log"]
     (tmp_path / "own.out").touch()
-    assert log_files("7", tmp_path, tmp_path / "own.out")[0] == tmp_path / "own.out"
-    assert log_files("8", tmp_path / "nowhere") == []
+    assert files_of(replace(status, batch_log=str(tmp_path / "own.out")))[0] == tmp_path / "own.out"
+    assert files_of(of_job("8", tmp_path / "nowhere")) == []
 
 
 def test_the_servers_of_one_job_share_the_logs_of_its_nodes(tmp_path):
     for name in ("7.log", "7-node0.log", "7-node1.log"):
         (tmp_path / name).touch()
-    record = make_record(job_id="7", replica=1, replicas_per_job=2, log_dir=str(tmp_path))
-    status = assess_replica(record)
+    status = of_job("7", tmp_path, replica=1, replicas_per_job=2)
     assert [path.name for path in files_of(status)] == ["7.log", "7-node0.log", "7-node1.log"]
     (tmp_path / "7-1-node0.log").touch()
     assert [path.name for path in files_of(status)] == ["7.log", "7-1-node0.log"]
@@ -55,7 +63,7 @@ def test_new_lines_and_new_files_come_until_the_job_is_over(tmp_path):
             node.write_text("first\nwithout an end")
         return step == 2
 
-    lines = follow(lambda: log_files("7", tmp_path), first_lines=2, is_over=is_over)
+    lines = follow(lambda: files_of(of_job("7", tmp_path)), first_lines=2, is_over=is_over)
     seen = [(path.name, line) for path, line in lines]
     assert seen == [
         ("7.log", "a"),

@@ -161,23 +161,6 @@ def test_a_mem_below_what_the_job_keeps_is_warned_of(mem_asked, is_warned):
         assert "ask for --mem 48G" in note
 
 
-def test_a_copy_takes_at_most_half_of_the_memory():
-    request = ServeRequest(
-        model="70b", service="70b", num_nodes=1, gpus_per_node=4, settings=JobSettings(stage="/dev/shm")
-    )
-    plan = plan_service(request)
-    copied = plan.memory.weight_bytes * plan.layout.tensor_parallel_size
-    asked = int(mem(request).removesuffix("G")) * GIB
-    assert asked >= 2 * copied
-    assert asked - copied >= (16 + 16 * 4) * GIB
-
-
-def test_replicas_that_share_a_node_share_the_copy():
-    several = replace(REQUEST, replicas_per_job=2)
-    assert mem(several) == "144G"
-    assert mem(replace(several, settings=JobSettings(stage="/dev/shm"))) == "160G"
-
-
 @pytest.mark.parametrize("mem_asked", ["20G", "0"])
 def test_what_a_person_asks_for_wins(mem_asked):
     request = replace(REQUEST, slurm=SlurmOptions(mem=mem_asked), settings=JobSettings(stage="/dev/shm"))

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.cli.main import run
-from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError, SubmissionRefusedError
-from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.services import services
 from hpc_serve.submit.services import wait as waiting
 from hpc_serve.submit.services.want import scale
-from hpc_serve.submit.slurm.slurm_answers import parse_scontrol_job
 from hpc_serve.submit.status.status_reader import find, read_status
 from tests.support.stubs import StubService, make_record
 
@@ -51,29 +49,6 @@ class TestSubmit:
         assert {job.log_path for job in done.jobs} == {str(store.log_dir("8b") / f"101_{n}.log") for n in range(3)}
         assert states(store) == {f"101_{task}": "pending" for task in range(3)}
         assert done.others == ()
-
-    def test_one_replica_is_a_job_as_before(self, store, slurm):
-        assert submit(replicas=1).job.job_id == "101"
-        assert "--array" not in slurm.scripts[0]
-
-    def test_a_refused_array_leaves_nothing(self, store, slurm):
-        slurm.refuse("sbatch: error: Batch job submission failed: Invalid job array specification")
-        with pytest.raises(SubmissionRefusedError, match="Invalid job array specification"):
-            submit(replicas=100_000)
-        assert store.read_submitted("8b") == ()
-
-    def test_what_cannot_be_written_down_is_cancelled(self, store, slurm, monkeypatch):
-        monkeypatch.setattr(ServiceStore, "write_submitted", lambda self, job: (_ for _ in ()).throw(OSError("full")))
-        with pytest.raises(OSError, match="full"):
-            submit(replicas=2)
-        assert slurm.cancelled == ["101"]
-
-    def test_the_rendered_command_gives_the_same_script(self, capsys, slurm):
-        assert run(["render", "8b", "--replicas", "2"]) == 0
-        script = capsys.readouterr().out
-        assert "hpc-serve render --model 8b --replicas 2 " in script
-        assert "2 replicas, each on 1 node" in script
-        assert "#SBATCH --output=%x-%A_%a.log\n" in script
 
 
 def test_a_task_and_the_array_are_found(store, slurm):
@@ -143,11 +118,6 @@ class TestScale:
         assert done.added[0].predicted == first.job.predicted
         assert Path(done.added[0].script or "").read_text() == slurm.scripts[0]
 
-    def test_one_more_of_a_job_that_was_no_array(self, store, slurm):
-        submit()
-        assert [job.job_id for job in scale(store, "8b", 2).added] == ["102_0"]
-        assert states(store) == {"101": "pending", "102_0": "pending"}
-
     def test_those_that_serve_nobody_go_first_and_of_them_the_newest(self, store, slurm, live):
         store.write_submitted(submit(replicas=2).job)
         slurm.queue(("7_0", "RUNNING", "None"), ("7_1", "RUNNING", "None"), ("101_0", "PENDING", "Priority"))
@@ -182,19 +152,3 @@ class TestScale:
         with pytest.raises(InvalidRequestError, match="no script of `hpc-serve submit` for 8b"):
             scale(store, "8b", 4)
         assert slurm.scripts == []
-
-    def test_a_service_that_is_not_there(self, store, slurm):
-        with pytest.raises(ServiceNotFoundError):
-            scale(store, "8b", 2)
-
-
-@pytest.mark.parametrize(
-    ("tasks", "task", "is_named"),
-    [("3", "3", True), ("0-3", "2", True), ("0-3", "4", False), ("1,4-9:2%3", "6", True), ("1,4-9:2%3", "7", False)],
-)
-def test_tasks_that_wait_share_one_line(tasks, task, is_named):
-    line = f"JobId=12 ArrayJobId=12 ArrayTaskId={tasks} JobName=x UserId=me(1) JobState=PENDING Reason=Priority"
-    found = parse_scontrol_job(line, f"12_{task}")
-    assert (found is not None) == is_named
-    if found:
-        assert found.job_id == f"12_{task}"

@@ -7,7 +7,6 @@ import dataclasses
 import stat
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -54,6 +53,14 @@ MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 def environ(store, slurm, tmp_path):
     """What `submit` is told: a home, and an environment for the job."""
     return {"HPC_SERVE_HOME": str(store.home), "HPC_SERVE_ENV": str(tmp_path / "env")}
+
+
+@pytest.fixture
+def stubs(store):
+    """Engines of the service 8b."""
+    service = StubService(store.home, "8b")
+    yield service
+    service.close()
 
 
 def request(**fields) -> ServeRequest:
@@ -465,19 +472,15 @@ class TestStatus:
         assert read_status(store).everywhere == ()
         assert read_status(store).problems == ()
 
-    def test_an_engine_is_asked_before_it_is_called_ready(self, store, slurm):
+    def test_an_engine_is_asked_before_it_is_called_ready(self, store, slurm, stubs):
         slurm.queue(("7", "RUNNING", "None"))
-        service = StubService(store.home, "8b")
-        try:
-            engine = service.start(service="8b", model=MODEL, job_id="7")
-            assert the_one(store).state == "ready"
-            assert the_one(store).address == f"127.0.0.1:{engine.port}"
-            engine.kill()
-            status = the_one(store)
-            assert status.state == "unresponsive"
-            assert f"127.0.0.1:{engine.port}" in status.reason
-        finally:
-            service.close()
+        engine = stubs.start(service="8b", model=MODEL, job_id="7")
+        assert the_one(store).state == "ready"
+        assert the_one(store).address == f"127.0.0.1:{engine.port}"
+        engine.kill()
+        status = the_one(store)
+        assert status.state == "unresponsive"
+        assert f"127.0.0.1:{engine.port}" in status.reason
 
     @pytest.mark.parametrize("probe_status", ["no answer", "unhealthy"])
     @pytest.mark.parametrize("told_by", ["its record", "Slurm"])
@@ -529,14 +532,10 @@ class TestStatus:
             assert read_status(store, slurm=view).replicas[0].state == "unresponsive"
         assert len(asked) == 2
 
-    def test_an_engine_that_answers_is_ready_though_the_controller_is_silent(self, store, slurm):
+    def test_an_engine_that_answers_is_ready_though_the_controller_is_silent(self, store, slurm, stubs):
         slurm.be_silent()
-        service = StubService(store.home, "8b")
-        try:
-            service.start(service="8b", model=MODEL, job_id="7")
-            assert the_one(store).state == "ready"
-        finally:
-            service.close()
+        stubs.start(service="8b", model=MODEL, job_id="7")
+        assert the_one(store).state == "ready"
 
 
 class TestSlurmBesideARecordThatIsNotRenewed:
@@ -592,25 +591,6 @@ class TestWait:
         assert "8b (job 7) failed: engine exited with 1" in str(caught.value)
         assert "ValueError: no memory" in str(caught.value)
 
-    def test_an_engine_that_answers_again_is_waited_for(self, store, slurm, monkeypatch):
-        submitted_job(store)
-        slurm.queue(("7", "RUNNING", "None"))
-        hung = record(store, state="unresponsive", stage="unresponsive", reason="its engine leaves /health unanswered")
-        store.ensure_api_key("8b")
-        answer_of_engine = ProbeResult(status="ready", host="127.0.0.1")
-        monkeypatch.setattr(
-            "hpc_serve.submit.status.status_reader.probe_records",
-            lambda records, key: {one.name: answer_of_engine for one in records},
-        )
-        told = []
-
-        def answer(status: ReplicaStatus) -> None:
-            told.append(status.state)
-            store.write(dataclasses.replace(hung, state="ready", reason=None))
-
-        assert wait.wait(store, "8b", timeout_s=60, on_change=answer).state == "ready"
-        assert told == ["unresponsive", "ready"]
-
     def test_the_record_of_an_end_is_waited_for_when_slurm_is_quicker(self, store, slurm, monkeypatch):
         monkeypatch.setattr(wait, "_RECORD_MAY_FOLLOW_S", 60.0)
         submitted_job(store)
@@ -627,23 +607,6 @@ class TestWait:
         slurm.queue(("7", "PENDING", "Priority"))
         with pytest.raises(WaitTimeoutError, match="its job goes on: pending: waiting behind"):
             wait.wait(store, "8b", timeout_s=0)
-
-    def test_a_silent_controller_is_waited_out(self, store, slurm, monkeypatch):
-        submitted_job(store)
-        slurm.be_silent()
-        seen = []
-        clock = types.SimpleNamespace(monotonic=lambda: 1.0 * ("pending" in seen), sleep=time.sleep)
-        monkeypatch.setattr(wait, "time", clock)
-
-        def answer(status: ReplicaStatus) -> None:
-            seen.append(status.state)
-            if status.state == "unknown":
-                slurm.be_silent(False)
-                slurm.queue(("7", "PENDING", "Priority"))
-
-        with pytest.raises(WaitTimeoutError):
-            wait.wait(store, "8b", timeout_s=0.5, on_change=answer)
-        assert seen == ["unknown", "pending"]
 
     @pytest.mark.parametrize("reason", ["PartitionNodeLimit", "QOSMaxNodePerJobLimit", "DependencyNeverSatisfied"])
     def test_a_job_that_will_never_start_ends_the_wait(self, store, slurm, reason):
@@ -662,13 +625,6 @@ class TestWait:
         (slurm.bin / "sinfo").write_text("#!/bin/bash\nexit 1\n")
         with pytest.raises(ServiceFailedError, match="more time than its partition allows"):
             wait.wait(store, "8b", timeout_s=60)
-
-    @pytest.mark.parametrize("reason", ["Resources", "AssocGrpNodeLimit", "ReqNodeNotAvail", "QOSMaxJobsPerUserLimit"])
-    def test_one_that_may_start_by_itself_is_waited_for(self, store, slurm, reason):
-        submitted_job(store)
-        slurm.queue(("7", "PENDING", reason))
-        with pytest.raises(WaitTimeoutError):
-            wait.wait(store, "8b", timeout_s=0)
 
     def test_a_limit_of_one_of_several_partitions_does_not_end_the_wait(self, store, slurm):
         submitted_job(store)
@@ -725,13 +681,11 @@ class Replica:
 
 
 @pytest.fixture
-def replica(store, slurm):
-    service = StubService(store.home, "8b")
+def replica(store, slurm, stubs):
     submitted_job(store)
     slurm.queue(("7", "RUNNING", "None"))
     slurm.job("7", "RUNNING")
-    yield Replica(store, service)
-    service.close()
+    return Replica(store, stubs)
 
 
 class TestStop:
@@ -815,14 +769,6 @@ class TestStop:
         slurm.queue(("7", "PENDING", "Priority"))
         assert the_one(store).state == "pending"
 
-    def test_one_job_of_a_service_is_stopped_by_its_id(self, store, slurm):
-        submitted_job(store, "7")
-        submitted_job(store, "8")
-        slurm.queue(("7", "PENDING", "Priority"), ("8", "PENDING", "Priority"))
-        slurm.job("8", "CANCELLED", after_cancel=True)
-        stop(store, "8")
-        assert slurm.cancelled == ["8"]
-
     def test_a_job_submitted_by_hand_is_stopped_too(self, store, slurm):
         slurm.name_in_queue("9", "hpc-serve-70b")
         slurm.job("9", "CANCELLED", after_cancel=True)
@@ -848,16 +794,11 @@ class TestStop:
         with pytest.raises(SchedulerUnavailableError, match="does not answer"):
             stop(store, "8b")
 
-    def test_an_unknown_one_is_an_error_that_lists_what_there_is(self, store, slurm):
-        submitted_job(store)
-        with pytest.raises(ServiceNotFoundError, match=r"There is:\n  8b: "):
-            stop(store, "nonesuch")
-
 
 class TestLogs:
     """Whose logs a person means who names a service with several jobs."""
 
-    def test_a_ready_one_then_one_that_runs_then_the_last_that_ended(self, store, slurm):
+    def test_a_ready_one_then_one_that_runs_then_the_last_that_ended(self, store, slurm, stubs):
         record(store, "7", state="failed", reason="x")
         submitted_job(store, "8")
         slurm.queue(("8", "PENDING", "Priority"))
@@ -865,18 +806,8 @@ class TestLogs:
         assert diagnosis.find_job(store, "8b", to_follow=True)[0].job_id == "8"  # it has nothing to show yet
         slurm.queue(("8", "RUNNING", "None"))
         assert diagnosis.find_job(store, "8b")[0].job_id == "8"
-        service = StubService(store.home, "8b")
         slurm.queue(("8", "RUNNING", "None"), ("9", "RUNNING", "None"))
-        try:
-            service.start(service="8b", model=MODEL, job_id="9")
-            status, others = diagnosis.find_job(store, "8b")
-            assert (status.job_id, {one.job_id for one in others}) == ("9", {"7", "8"})
-            assert diagnosis.find_job(store, "7")[0].job_id == "7"
-        finally:
-            service.close()
-
-    def test_of_several_that_ended_the_last(self, store, slurm):
-        for job_id, age_s in (("7", 100), ("8", 50)):
-            record(store, job_id, state="failed", reason="x", updated_at=time.time() - age_s)
+        stubs.start(service="8b", model=MODEL, job_id="9")
         status, others = diagnosis.find_job(store, "8b")
-        assert (status.job_id, [one.job_id for one in others]) == ("8", ["7"])
+        assert (status.job_id, {one.job_id for one in others}) == ("9", {"7", "8"})
+        assert diagnosis.find_job(store, "7")[0].job_id == "7"

@@ -23,7 +23,7 @@ from hpc_serve.submit.request.environment import Environment
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.script.render import render_script
-from hpc_serve.submit.services import hand_over, services
+from hpc_serve.submit.services import services
 from hpc_serve.submit.services import stop as stopping
 from hpc_serve.submit.services.want import scale
 from hpc_serve.submit.status.status_reader import find, read_status
@@ -78,10 +78,6 @@ class TestScript:
         assert part.memory.kv_cache_bytes < socket.memory.kv_cache_bytes / 2
         share = SlurmOptions(exclusive=False, cpus_per_task=16)
         assert "--mem=512G" in directives(script(gpu="cpu", gpu_memory_bytes=256 * GIB, slurm=share))
-
-    def test_a_socket_for_each(self):
-        plan = plan_service(request(replicas_per_job=2, gpu="cpu-spr-2s", gpu_memory_bytes=256 * GIB))
-        assert (plan.layout.num_gpus, plan.accelerator.total_bytes) == (1, 256 * GIB)
 
     def test_what_does_not_fit_says_how_much_each_has(self):
         with pytest.raises(
@@ -396,13 +392,6 @@ class TestScale:
         ):
             scale(store, "8b", 18)
         assert len(slurm.scripts) == 2
-
-    def test_jobs_are_added_until_there_are_enough(self, store, slurm):
-        """As `wake` asks for them, and whoever else counts replicas."""
-        submitted(store, slurm)
-        assert [job.job_id for job in hand_over.add_jobs(store, "8b", 1)] == ["102_0"]
-        assert [job.job_id for job in hand_over.add_jobs(store, "8b", 2)] == ["103_0", "103_1"]
-        assert {job.replicas_per_job for job in store.read_submitted("8b")} == {4}
 
     def test_fewer_are_whole_jobs(self, store, slurm):
         submitted(store, slurm, replicas=8)

@@ -122,12 +122,6 @@ IP = """\
 5: docker0    inet 172.17.0.1/16 brd 172.17.255.255 scope global docker0\\       valid_lft forever
 6: vlan7@eno1    inet 198.51.100.4/24 scope global vlan7\\       valid_lft forever
 """
-NET_DEV = """\
-Inter-|   Receive                                                |  Transmit
- face |bytes    packets errs drop fifo frame|bytes
-    lo: 1000      10    0    0    0     0          0         0     1000      10    0    0    0     0       0          0
-  ib0: 5000      50    0    0    0     0          0         0     5000      50    0    0    0     0       0          0
-"""
 QUOTA = """\
 Disk quotas for user alice (uid 1001):
      Filesystem  blocks   quota   limit   grace   files   quota   limit   grace

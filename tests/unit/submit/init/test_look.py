@@ -11,7 +11,7 @@ import pytest
 from hpc_serve.submit.init import look as looking
 from hpc_serve.submit.init.look import look
 from tests.support.fake_cluster import FakeCluster
-from tests.unit.submit.init.printed import DF, SLURM_24_11
+from tests.unit.submit.init.printed import SLURM_24_11
 
 
 @pytest.fixture
@@ -69,8 +69,3 @@ def test_the_environment_that_is_named_is_looked_into(cluster, tmp_path, monkeyp
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.0\n")
     assert look().engine == "0.99.0"
-
-
-def test_df_answers_for_the_folders_that_are_there(cluster):
-    cluster.command("df", f"cat <<'X'\n{DF}X")
-    assert looking._output(["df"], 60.0) == DF

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.submit.init.facts import Association, GpuKind
+from hpc_serve.submit.init.facts import GpuKind
 from hpc_serve.submit.init.gpu_names import gpus_named
-from hpc_serve.submit.init.machine_facts import parse_df, parse_ip, parse_modules, parse_net_dev, parse_quota
+from hpc_serve.submit.init.machine_facts import parse_df, parse_ip, parse_modules, parse_quota
 from hpc_serve.submit.init.slurm_facts import (
     parse_associations,
     parse_config,
@@ -16,7 +16,7 @@ from hpc_serve.submit.init.slurm_facts import (
     parse_partitions,
     with_nodes,
 )
-from tests.unit.submit.init.printed import DF, IP, LMOD, NET_DEV, QUOTA, SLURM_22_05, SLURM_24_11
+from tests.unit.submit.init.printed import DF, IP, LMOD, QUOTA, SLURM_24_11
 
 
 @pytest.mark.parametrize(
@@ -73,17 +73,6 @@ def test_what_a_name_leaves_open_is_said():
     assert gpus_named("tesla_v100-sxm2-32gb") == ("v100-32gb",)
 
 
-def test_partitions_and_nodes_of_22_05():
-    gpu, lowprio = with_nodes(parse_partitions(SLURM_22_05.partition), parse_nodes(SLURM_22_05.node))
-    assert (gpu.name, gpu.is_default, gpu.time_limit_s, gpu.num_nodes) == ("gpu", True, 7 * 86400.0, 3)
-    assert (lowprio.is_default, lowprio.allow_groups, lowprio.submit_hosts) == (False, None, None)
-    assert [(node.name, node.cpus, node.memory_mib, node.state, node.features) for node in gpu.nodes] == [
-        (name, 64, 524288, "IDLE", ()) for name in ("n1", "n2", "n3")
-    ]
-    assert {node.gpus for node in lowprio.nodes} == {(GpuKind(name="h100", count=8),)}
-    assert parse_associations(SLURM_22_05.associations) == ()
-
-
 def test_partitions_and_nodes_of_24_11():
     found = with_nodes(parse_partitions(SLURM_24_11.partition), parse_nodes(SLURM_24_11.node))
     cpu, boost, vip, old = found
@@ -94,29 +83,12 @@ def test_partitions_and_nodes_of_24_11():
     assert (vip.allow_groups, old.is_up) == (("astro", "root"), False)
 
 
-def test_slurm_s_own_settings():
-    config = parse_config(SLURM_24_11.config)
-    assert (config["SLURM_VERSION"], config["SelectType"], config["TmpFS"]) == ("24.11.5", "select/cons_tres", "/local")
-
-
-def test_accounts():
-    assert parse_associations(SLURM_24_11.associations) == (
-        Association(account="astro", default_qos="normal"),
-        Association(account="genom", qos=("boost_prod", "normal"), default_qos="normal"),
-        Association(account="lab", partition="boost", qos=("boost_dbg",)),
-    )
-    assert parse_default_account("genom\n") == "genom"
-    assert parse_default_account("") is None
-    assert parse_associations(" You are not running a supported accounting_storage plugin\n") == ()
-
-
 def test_the_login_node():
     home, scratch, tmp = parse_df(DF, ["/home/alice", "/scratch/alice", "/tmp"])
     assert (home.kind, home.is_shared, home.free_kib, home.mounted_on) == ("nfs4", True, 44857600, "/home")
     assert (scratch.is_shared, tmp.is_shared, tmp.kind) == (True, False, "tmpfs")
     assert parse_df(DF, ["/home/alice"]) == ()
     assert parse_ip(IP) == {"eno1": ("192.0.2.17/24",), "ib0": ("10.1.0.7/16",), "vlan7": ("198.51.100.4/24",)}
-    assert parse_net_dev(NET_DEV) == {"ib0": ()}
     assert parse_quota(QUOTA)["nas1:/export/home"] == 52428800 - 18000000
     assert parse_modules(LMOD) == ("apptainer/1.3.4", "cuda/12.4.0", "cuda/12.8.1", "gcc/13.2.0", "fftw/3.3.10")
 
@@ -127,4 +99,4 @@ def test_words_that_are_not_understood_are_left_out(garbage):
     assert [*nothing, parse_df(garbage, ["/"])] == [()] * 5
     assert parse_ip(garbage) == {}
     assert parse_quota(garbage) == {}
-    parse_config(garbage), parse_modules(garbage), parse_net_dev(garbage), parse_default_account(garbage)
+    parse_config(garbage), parse_modules(garbage), parse_default_account(garbage)
