@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from hpc_serve.bench.expected import NotKeptError, measured_run, predict
+from hpc_serve.bench.expected import NoPlanError, measured_run, predict
 from hpc_serve.bench.notes import notes_on
 from hpc_serve.bench.run import Pace, Run
+from hpc_serve.errors import InvalidRequestError
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.plans.measured_runs import FILE
@@ -93,19 +94,19 @@ def test_with_few_requests_those_count_that_were_under_way_on_average(store):
     ],
 )
 def test_a_run_that_says_something_else_is_not_kept(store, fields, why):
-    with pytest.raises(NotKeptError, match=why):
+    with pytest.raises(NoPlanError, match=why):
         measured_run(store, run_of(**fields), gpu=None)
 
 
 def test_others_weights_and_another_accelerator_are_not_kept(store):
-    with pytest.raises(NotKeptError, match="submitted for h100-80gb, not for h200"):
+    with pytest.raises(NoPlanError, match="submitted for h100-80gb, not for h200"):
         measured_run(store, run_of(), gpu="h200")
     submit(store, stand_in="/models/tiny")
-    with pytest.raises(NotKeptError, match="stand in"):
+    with pytest.raises(NoPlanError, match="stand in"):
         measured_run(store, run_of(), gpu=None)
     submit(store, gpu="cpu")
     assert "Name its accelerator" in predict(store, run_of(), gpu=None)["reason"]
-    with pytest.raises(NotKeptError, match="its accelerator is not known"):
+    with pytest.raises(NoPlanError, match="its accelerator is not known"):
         measured_run(store, run_of(), gpu=None)
     assert measured_run(store, run_of(), gpu="h200").case.accelerator == "h200-141gb"
 
@@ -123,14 +124,14 @@ def test_others_weights_and_another_accelerator_are_not_kept(store):
 def test_a_name_and_its_alias_are_one_accelerator(store, submitted, named, kept):
     submit(store, gpu=submitted, gpu_memory_bytes=64 * GIB)
     if kept is None:
-        with pytest.raises(NotKeptError, match=f"submitted for {submitted}, not for {named}"):
+        with pytest.raises(NoPlanError, match=f"submitted for {submitted}, not for {named}"):
             measured_run(store, run_of(), gpu=named)
     else:
         assert measured_run(store, run_of(), gpu=named).case.accelerator == kept
 
 
 def test_an_unknown_accelerator_is_told(store):
-    with pytest.raises(NotKeptError, match="'h1000' is not an accelerator"):
+    with pytest.raises(InvalidRequestError, match="'h1000' is not an accelerator"):
         measured_run(store, run_of(), gpu="h1000")
 
 
