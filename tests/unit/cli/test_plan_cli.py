@@ -177,7 +177,7 @@ def test_a_plan_for_a_later_version_takes_its_options(ran: Ran) -> None:
         (("--model", "405"), 2, "Did you mean 405b"),
         (("--model", "70b", "--gpu", "h1000"), 2, "Did you mean h100"),
         (("--model", "70b", "--max-model-len", "999999"), 2, "131072 positions"),
-        (("--model", "70b", "--nodes", "0"), 2, "num_nodes is 0"),
+        (("--model", "70b", "--nodes", "0"), 2, "nodes is 0"),
         (("--model", "70b", "--gpu-memory", "much"), 2, "is no size"),
         (("--model", "70b", "--gpu-memory", "80"), 2, "'80' is 80 bytes: write the unit"),
         (("--model", "70b", "--gpu", "v5e:3x3"), 2, "2x4, 4x4"),
