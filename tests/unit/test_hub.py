@@ -62,7 +62,12 @@ def test_a_folder_or_a_path_is_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"), [("{", "cannot be read as JSON"), ("[]", "holds no JSON object"), ("\xff", "as JSON")]
+    ("content", "says"),
+    [
+        *(("{", "cannot be read as JSON"), ("[]", "holds no JSON object"), ("\xff", "as JSON")),
+        (" " * 11 * 2**20, "it is longer than 10,485,760 bytes"),
+    ],
+    ids=["half", "list", "no text", "huge"],
 )
 def test_a_broken_config_is_named(tmp_path: Path, content: str, says: str) -> None:
     (tmp_path / "config.json").write_text(content, encoding="latin-1")
@@ -165,8 +170,7 @@ def safetensors(file: Path, tensors: dict[str, tuple[str, list[int], int]]) -> N
     for name, (dtype, shape, size) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [place, place + size]}
         place += size
-    text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text)  # the header alone: weights are never read
+    file.write_bytes(with_header(header))
 
 
 def test_headers_of_weights(tmp_path: Path) -> None:
@@ -306,13 +310,6 @@ def test_scales_that_bitsandbytes_quantized_twice_are_loaded_in_32_bit() -> None
     assert loaded_bytes(tensors, spec) == 512 + 4 * 16
 
 
-def test_a_config_of_many_megabytes_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    with (tmp_path / "config.json").open("wb") as file:
-        file.truncate(50 * 2**20)
-    with pytest.raises(InvalidRequestError, match="it is longer than 10,485,760 bytes"):
-        find_model(str(tmp_path))
-
-
 def test_an_index_whose_files_are_not_all_there(tmp_path: Path) -> None:
     safetensors(tmp_path / "a.safetensors", {"x": ("BF16", [4], 8)})
     index = {"weight_map": {"x": "a.safetensors", "y": "missing.safetensors"}}
@@ -320,39 +317,34 @@ def test_an_index_whose_files_are_not_all_there(tmp_path: Path) -> None:
     assert stored_weights(tmp_path) == StoredWeights(names=("x", "y"))
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 16, (5).to_bytes(8, "little") + b'{"a":'])
-def test_a_file_that_is_no_safetensors(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "a.safetensors").write_bytes(content)
-    with pytest.raises(InvalidRequestError, match=r"a\.safetensors"):
-        stored_weights(tmp_path)
+def with_header(header: dict[str, Any]) -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text  # the header alone: weights are never read
 
 
-@pytest.mark.parametrize("entry", [{}, [], {"dtype": "BF16", "shape": [4], "data_offsets": [0]}, {"dtype": "BF16"}])
-def test_a_safetensors_header_that_says_nothing_of_a_tensor(tmp_path: Path, entry: Any) -> None:
-    header = json.dumps({"x": entry}).encode()
-    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(InvalidRequestError, match=r"a\.safetensors is damaged: .* what 'x' is"):
-        stored_weights(tmp_path)
+INDEX = "model.safetensors.index.json"
+WRONG_ENTRIES = ({}, [], {"dtype": "BF16", "shape": [4], "data_offsets": [0]}, {"dtype": "BF16"})
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd"])
-def test_an_index_that_names_files_elsewhere(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        *(
+            ("a.safetensors", content, r"a\.safetensors")
+            for content in (b"", b"\xff" * 16, b"\5" + b"\0" * 7 + b'{"a":')
+        ),
+        *(("a.safetensors", with_header({"x": entry}), "is damaged: .* what 'x' is") for entry in WRONG_ENTRIES),
+        *(
+            (INDEX, json.dumps({"weight_map": {"x": name}}).encode(), "not below the model's folder")
+            for name in ("../outside.safetensors", "/etc/passwd")
+        ),
+        *((INDEX, content, "no weight_map") for content in (b"{}", b'{"weight_map": []}', b'{"weight_map": {"x": 3}}')),
+    ],
+)
+def test_weights_that_cannot_be_read_are_named(tmp_path: Path, name: str, content: bytes, says: str) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (tmp_path / "outside.safetensors").write_bytes(b"mine")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
-    with pytest.raises(InvalidRequestError, match="not below the model's folder"):
+    (folder / name).write_bytes(content)
+    with pytest.raises(InvalidRequestError, match=says):
         stored_weights(folder)
-
-
-@pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {"x": 3}}])
-def test_an_index_that_names_no_files(tmp_path: Path, index: Any) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(InvalidRequestError, match="no weight_map"):
-        stored_weights(tmp_path)
-
-
-def test_a_config_nested_without_end(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("[" * 100_000)
-    with pytest.raises(InvalidRequestError, match="cannot be read as JSON"):
-        find_model(str(tmp_path))

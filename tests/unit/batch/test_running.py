@@ -218,8 +218,13 @@ class TestServiceOfItsOwn:
     def test_it_is_stopped_after_ctrl_c(self, world, requests):
         requests(50_000).rename(world.clone / "in.jsonl")
         argv = [sys.executable, "-m", "hpc_serve.cli", "batch", "in.jsonl", "out.jsonl", "--model", "8b"]
-        process = subprocess.Popen(
-            argv, cwd=world.clone, env=world.environ(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        process = subprocess.Popen(  # whoever starts the tests may have had Ctrl-C ignored
+            ["env", "--default-signal=INT", *argv],
+            cwd=world.clone,
+            env=world.environ(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         output = world.clone / "out.jsonl"
         wait_until(lambda: process.poll() is not None or (output.exists() and output.stat().st_size))
