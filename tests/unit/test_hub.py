@@ -93,21 +93,16 @@ def test_the_cache_is_looked_in_before_the_hub(environ: dict[str, str]) -> None:
     assert cached_folder("acme/other", environ) is None
 
 
-def test_the_hub_is_asked_with_the_token_in_its_header_alone(environ: dict[str, str]) -> None:
+@pytest.mark.parametrize("endpoint", ["https://huggingface.co", "https://mirror.example/"])
+def test_the_hub_is_asked_with_the_token_in_its_header_alone(environ: dict[str, str], endpoint: str) -> None:
     seen: list[httpx.Request] = []
-    found = find_model("acme/rocket-7b", environ={**environ, "HF_TOKEN": TOKEN}, transport=answering(200, seen=seen))
+    own = {"HF_ENDPOINT": endpoint} if "mirror" in endpoint else {"HF_TOKEN": TOKEN}
+    if "HF_TOKEN" not in own:
+        Path(environ["HF_HOME"]).mkdir()
+        (Path(environ["HF_HOME"]) / "token").write_text(TOKEN + "\n")
+    found = find_model("acme/rocket-7b", environ={**environ, **own}, transport=answering(200, seen=seen))
     assert found.config == CONFIG
-    assert str(seen[0].url) == "https://huggingface.co/acme/rocket-7b/resolve/main/config.json"
-    assert seen[0].headers["Authorization"] == f"Bearer {TOKEN}"
-
-
-def test_the_token_file_is_used_and_another_endpoint(environ: dict[str, str]) -> None:
-    seen: list[httpx.Request] = []
-    Path(environ["HF_HOME"]).mkdir()
-    (Path(environ["HF_HOME"]) / "token").write_text(TOKEN + "\n")
-    environ["HF_ENDPOINT"] = "https://mirror.example/"
-    find_model("acme/rocket-7b", environ=environ, transport=answering(200, seen=seen))
-    assert str(seen[0].url) == "https://mirror.example/acme/rocket-7b/resolve/main/config.json"
+    assert str(seen[0].url) == f"{endpoint.rstrip('/')}/acme/rocket-7b/resolve/main/config.json"
     assert seen[0].headers["Authorization"] == f"Bearer {TOKEN}"
 
 
@@ -186,34 +181,22 @@ def test_headers_of_weights(tmp_path: Path) -> None:
     )
 
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 512,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
+TINY: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, "torch_dtype": "bfloat16"}
+TINY |= {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
+TINY |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
 def tiny_tensors(dtype: str = "BF16", size: int = 2) -> dict[str, tuple[str, list[int], int]]:
     shapes = {"model.embed_tokens.weight": [512, 256], "model.norm.weight": [256], "lm_head.weight": [512, 256]}
     for layer in range(5):  # the last is beyond the config: multi-token prediction, which vLLM does not load
-        for name, shape in {
-            "self_attn.q_proj": [256, 256],
-            "self_attn.k_proj": [128, 256],
-            "self_attn.v_proj": [128, 256],
-            "self_attn.o_proj": [256, 256],
-            "mlp.gate_proj": [512, 256],
-            "mlp.up_proj": [512, 256],
-            "mlp.down_proj": [256, 512],
-            "input_layernorm": [256],
-            "post_attention_layernorm": [256],
-        }.items():
-            shapes[f"model.layers.{layer}.{name}.weight"] = shape
+        for names, shape in (
+            (("self_attn.q_proj", "self_attn.o_proj"), [256, 256]),
+            (("self_attn.k_proj", "self_attn.v_proj"), [128, 256]),
+            (("mlp.gate_proj", "mlp.up_proj"), [512, 256]),
+            (("mlp.down_proj",), [256, 512]),
+            (("input_layernorm", "post_attention_layernorm"), [256]),
+        ):
+            shapes |= {f"model.layers.{layer}.{name}.weight": shape for name in names}
     return {name: (dtype, shape, math.prod(shape) * size) for name, shape in shapes.items()}
 
 
@@ -238,31 +221,23 @@ def test_files_that_are_heavier_are_believed(tmp_path: Path) -> None:
     assert spec.weight_bytes == pytest.approx(2 * (2_493_696 + 512 * 1024), rel=0.03)
 
 
-SIDECAR = {
-    "producer": {"name": "modelopt", "version": "0.23.0"},
-    "quantization": {
-        "quant_algo": "FP8",
-        "kv_cache_quant_algo": "FP8",
-        "group_size": None,
-        "exclude_modules": ["lm_head"],
-    },
-}
+FP8 = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "group_size": None, "exclude_modules": ["lm_head"]}
+SIDECAR = {"producer": {"name": "modelopt", "version": "0.23.0"}, "quantization": FP8}
 
 
 def test_modelopts_file_beside_the_config_says_how_it_is_quantized(tmp_path: Path, environ: dict[str, str]) -> None:
     """As vLLM's `get_config` reads it: only where the config itself says nothing."""
-    llama = {key: value for key, value in TINY.items() if key != "quantization_config"}
-    (tmp_path / "config.json").write_text(json.dumps(llama))
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
     assert find_spec(str(tmp_path))[1].quantization.method == "none"
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(SIDECAR))
     _, spec, _ = find_spec(str(tmp_path))
     assert (spec.quantization.method, spec.quantization.linear.name) == ("modelopt", "fp8")
     assert spec.quantization.kv_cache_dtype == "fp8"
     assert spec.quantization.skipped == ("lm_head",)
-    snapshot = cache(environ, "acme/rocket-8b", llama)
+    snapshot = cache(environ, "acme/rocket-8b", TINY)
     (snapshot / "hf_quant_config.json").write_text(json.dumps(SIDECAR))
     assert find_spec("acme/rocket-8b", environ=environ)[1].quantization.method == "modelopt"
-    own = {**llama, "quantization_config": {"quant_method": "fp8"}}
+    own = {**TINY, "quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(own))
     assert find_spec(str(tmp_path))[1].quantization.method == "fp8"
 
@@ -298,14 +273,16 @@ def test_an_index_without_its_files_decides_too(tmp_path: Path) -> None:
 
 def test_scales_that_bitsandbytes_quantized_twice_are_loaded_in_32_bit() -> None:
     spec = find_spec("8b")[1]
-    prefix = "model.layers.0.mlp.up_proj.weight"
+    stored = {"": ("U8", 512), ".absmax": ("U8", 16), ".quant_state.bitsandbytes__nf4": ("U8", 90)}
+    stored |= {".nested_absmax": ("F32", 1), ".nested_quant_map": ("F32", 256), ".quant_map": ("F32", 16)}
     tensors = [
-        StoredTensor(name=prefix, dtype="U8", elements=512, size_bytes=512),
-        StoredTensor(name=f"{prefix}.absmax", dtype="U8", elements=16, size_bytes=16),
-        StoredTensor(name=f"{prefix}.nested_absmax", dtype="F32", elements=1, size_bytes=4),
-        StoredTensor(name=f"{prefix}.nested_quant_map", dtype="F32", elements=256, size_bytes=1024),
-        StoredTensor(name=f"{prefix}.quant_map", dtype="F32", elements=16, size_bytes=64),
-        StoredTensor(name=f"{prefix}.quant_state.bitsandbytes__nf4", dtype="U8", elements=90, size_bytes=90),
+        StoredTensor(
+            name=f"model.layers.0.mlp.up_proj.weight{end}",
+            dtype=dtype,
+            elements=count,
+            size_bytes=count * (4 if dtype == "F32" else 1),
+        )
+        for end, (dtype, count) in stored.items()
     ]
     assert loaded_bytes(tensors, spec) == 512 + 4 * 16
 

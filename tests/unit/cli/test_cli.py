@@ -48,15 +48,6 @@ def place(stand_ins, monkeypatch):
     return stand_ins
 
 
-@pytest.fixture
-def live(store):
-    """A service with a stub engine that answers."""
-    service = StubService(store.home, "8b")
-    service.start(service="8b", job_id="7")
-    yield service
-    service.close()
-
-
 # Help and words that are not known
 
 
