@@ -300,7 +300,7 @@ def with_header(header: dict[str, Any]) -> bytes:
 
 
 INDEX = "model.safetensors.index.json"
-WRONG_ENTRIES = ({}, [], {"dtype": "BF16", "shape": [4], "data_offsets": [0]}, {"dtype": "BF16"})
+WRONG_ENTRIES: tuple[Any, ...] = ({}, [], {"dtype": "BF16", "shape": [4], "data_offsets": [0]}, {"dtype": "BF16"})
 
 
 @pytest.mark.parametrize(

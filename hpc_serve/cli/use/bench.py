@@ -190,7 +190,7 @@ def _sweep(services: tuple[str, ...], options: dict[str, Any]) -> Sweep:
     from hpc_serve.bench.workload import BenchWorkload
 
     path = options["dataset_path"]
-    dataset = options["dataset_name"] or ("random" if path is None else "custom")
+    dataset: Dataset = options["dataset_name"] or ("random" if path is None else "custom")
     is_file = dataset in FORMATS
     if is_file and path is None:
         raise click.UsageError(f"--dataset-name {dataset} needs --dataset-path.")

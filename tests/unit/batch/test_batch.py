@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -249,6 +250,10 @@ def test_shards_are_joined_once_all_lines_are_there(service, requests, tmp_path)
         batch.merge(asked, output)
 
 
+def has_lines(path: Path, count: int) -> bool:
+    return path.exists() and path.read_bytes().count(b"\n") >= count
+
+
 def test_killed_clients_and_engines_leave_each_id_once(service, requests, tmp_path):
     """The client is killed three times and an engine once, in the middle."""
     engines = [service.start("--stub-word-s", "0.005") for _ in range(2)]
@@ -256,7 +261,7 @@ def test_killed_clients_and_engines_leave_each_id_once(service, requests, tmp_pa
     argv = [sys.executable, "-m", "hpc_serve.cli", "batch", asked, output, "--service", "405b"]
     for want in (40, 80, 120):
         process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
-        wait_until(lambda want=want: output.exists() and output.read_bytes().count(b"\n") >= want)
+        wait_until(partial(has_lines, output, want))
         if want == 80:
             engines[0].kill()
         assert process.poll() is None
