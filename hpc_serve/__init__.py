@@ -29,10 +29,6 @@ __version__ = "0.1.0"
 __all__ = ["batch", "bench", "connect", "connect_async", "endpoint", "errors", "plan", "services", "submit"]
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            **dict.fromkeys(("connect", "connect_async", "endpoint", "services"), "client"),
-            **dict.fromkeys(("batch", "bench", "errors", "plan", "submit"), ""),
-        },
-    )
+    _OF_THE_CLIENT = ("connect", "connect_async", "endpoint", "services")
+    _PLACES = {name: "client" if name in _OF_THE_CLIENT else "" for name in __all__}
+    __getattr__, __dir__ = lazy_names(__name__, _PLACES)

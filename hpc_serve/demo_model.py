@@ -7,13 +7,11 @@ gibberish, in English words. Needs the standard library alone; how an engine ser
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
 import struct
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -247,17 +245,3 @@ def _silence(data: bytes, dimensions: tuple[int, ...], speakable: frozenset[int]
     row = 2 * dimensions[1]
     rows = [data[number * row : (number + 1) * row] for number in range(dimensions[0])]
     return b"".join(kept if number in speakable else bytes(row) for number, kept in enumerate(rows))
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hpc_serve.demo_model", description=__doc__)
-    parser.add_argument("folder", type=Path, help="where the model goes")
-    parser.add_argument("--like", choices=sorted(SHAPES), default="8b")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    print(make_demo_model(options.folder, like=options.like, seed=options.seed))  # noqa: T201
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

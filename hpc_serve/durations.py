@@ -19,8 +19,8 @@ _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 def duration(seconds: float) -> str:
     """Return a time in its two largest units.
 
-    >>> duration(7500)
-    '2 h 5 min'
+    >>> [duration(seconds) for seconds in (-3, 0.9, 59, 60, 3725, 9e5)]
+    ['0 s', '0 s', '59 s', '1 min', '1 h 2 min', '10 d 10 h']
     """
     left, words = max(0, int(seconds)), list[str]()
     for unit_s, unit in _UNITS:

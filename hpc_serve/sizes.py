@@ -28,8 +28,8 @@ def parse_size(text: str) -> int:
 
     Raises InvalidRequestError, with what to write, for what is no size or too small to be meant.
 
-    >>> parse_size("1.5GiB")
-    1610612736
+    >>> parse_size("1.5GiB"), parse_size("80 gb"), parse_size("2T"), parse_size("8388608")
+    (1610612736, 80000000000, 2000000000000, 8388608)
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or not (number := float(match[1])):

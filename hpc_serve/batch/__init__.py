@@ -25,7 +25,5 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "Progress", "merge", "run"]
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {"merge": "answer_files", **dict.fromkeys(("Answer", "Progress"), "progress"), "run": "send"},
-    )
+    _PLACES = {"merge": "answer_files", "Answer": "progress", "Progress": "progress", "run": "send"}
+    __getattr__, __dir__ = lazy_names(__name__, _PLACES)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from hpc_serve.rendezvous.files import make_log_dir, make_private_folder
@@ -18,24 +17,21 @@ from hpc_serve.submit.script.program import program_directives, render_program
 from hpc_serve.submit.site.site import SiteProfile
 from hpc_serve.submit.slurm.executor import submit_to_slurm
 
-_CPUS, _MEM = 2, "4G"
+SIZE = {"cpus_per_task": 2, "mem": "4G"}
+"""The job's size, by the names of sbatch's options. The site's is that of GPU nodes."""
 
 
 def render_batch_script(
     words: Sequence[str], *, slurm: SlurmOptions, site: SiteProfile, environ: Mapping[str, str], home: Path
 ) -> str:
-    """Return the script of a job that runs `hpc-serve batch` with these words. Raises InvalidRequestError.
-
-    The size of the site's jobs is that of GPU nodes: `slurm` has what was asked for the batch itself.
-    """
+    """Return the script of a job that runs `hpc-serve batch` with these words. Raises InvalidRequestError."""
     umask = os.umask(0o077)
     os.umask(umask)  # the output is a file of the user's, as without a job
-    sized = replace(slurm, cpus_per_task=slurm.cpus_per_task or _CPUS, mem=slurm.mem or _MEM)
     return render_program(
         "batch.sh.j2",
         title=f"Answers the requests in {words[0]}.",
         directives=program_directives(
-            sized,
+            slurm,
             job_name=slurm.job_name or "hpc-serve-batch",
             log_dir=str(_log_dir(home)),
             further=["--no-requeue" if slurm.requeue is False else "--requeue", "--open-mode=append"],

@@ -23,11 +23,5 @@ if TYPE_CHECKING:
 __all__ = ["BenchWorkload", "Lengths", "Pace", "Sweep", "measure"]
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            **dict.fromkeys(("Lengths", "Pace"), "run"),
-            **dict.fromkeys(("Sweep", "measure"), "sweep"),
-            "BenchWorkload": "workload",
-        },
-    )
+    _PLACES = {"Lengths": "run", "Pace": "run", "Sweep": "sweep", "measure": "sweep", "BenchWorkload": "workload"}
+    __getattr__, __dir__ = lazy_names(__name__, _PLACES)

@@ -86,5 +86,9 @@ class AnswerReader:
 def error_text(answer: Any) -> str:
     """Return the message of an OpenAI error object, in one line."""
     error = answer.get("error", answer) if isinstance(answer, dict) else answer
-    message = error.get("message", error) if isinstance(error, dict) else error
-    return " ".join(str(message).split())[:300]
+    return one_line(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def one_line(text: object) -> str:
+    """Return the beginning of a text as one line."""
+    return " ".join(str(text).split())[:300]

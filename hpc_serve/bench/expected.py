@@ -12,9 +12,10 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from hpc_serve.bench.answers import one_line
 from hpc_serve.bench.notes import notes_on
 from hpc_serve.bench.run import Run
 from hpc_serve.client.replicas.replicas import replica_of_file
@@ -35,25 +36,12 @@ _MADE_PROMPTS = ("random", "chat")
 """Workloads whose prompts share nothing: a cache of prefixes does not make them faster than planned."""
 
 
-class _UnknownSpeedError(HpcServeError):
-    """Nothing can be predicted; the text says why."""
+class NoPlanError(HpcServeError):
+    """No plan is of this run: nothing is predicted, or it is not kept for later plans. The text says why."""
 
 
-class NotKeptError(HpcServeError):
-    """A run is not kept for later plans; the text says why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Replica:
-    """A replica of a run, with the job that `submit` wrote down for it."""
-
-    record: EndpointRecord
-    job: SubmittedJob | None
-
-    @property
-    def gpu(self) -> str:
-        """The accelerator that it was submitted for. Empty if that is not known, or is any CPU."""
-        return self.job.gpu if self.job and self.job.gpu != "cpu" else ""
+_Replica = tuple[EndpointRecord, SubmittedJob | None]
+"""A replica of a run, with the job that `submit` wrote down for it."""
 
 
 def predict(store: ServiceStore, run: Run, *, gpu: str | None) -> dict[str, Any]:
@@ -66,12 +54,12 @@ def predict(store: ServiceStore, run: Run, *, gpu: str | None) -> dict[str, Any]
         replicas = _replicas(store, run)
         assert run.pace.max_concurrency is not None
         in_flight = max(1, round(min(run.pace.max_concurrency, len(run.requests)) / len(replicas)))
-        if gpu is None and not all(one.gpu for one in replicas):
-            rates = [_written_down(one.job, lengths, in_flight) for one in replicas]
+        if gpu is None and not all(_gpu_of(job) for _, job in replicas):
+            rates = [_written_down(job, lengths, in_flight) for _, job in replicas]
             return {"output_throughput": sum(rates), "mean_ttft_ms": None, "mean_tpot_ms": None}
         speeds = [_planned_anew(one, gpu, lengths, in_flight, _arrivals(run))[0].expected for one in replicas]
     except HpcServeError as error:
-        return {"reason": " ".join(str(error).split())[:300]}
+        return {"reason": one_line(error)}
     return {
         "output_throughput": sum(speed.output_tokens_per_s for speed in speeds),
         "mean_ttft_ms": 1e3 * statistics.fmean(speed.ttft_s for speed in speeds),
@@ -80,20 +68,17 @@ def predict(store: ServiceStore, run: Run, *, gpu: str | None) -> dict[str, Any]
 
 
 def measured_run(store: ServiceStore, run: Run, *, gpu: str | None) -> MeasuredRun:
-    """Return a run as plans count it: beside the speed that is printed for so many in flight. Raises NotKeptError.
+    """Return a run as plans count it: beside the speed that is printed for so many in flight. Raises HpcServeError.
 
     A run with a remark (bench/notes.py) is not kept, and none whose engines may have worked for others.
     """
-    try:
-        lengths, replicas = _lengths(run), _replicas(store, run)
-        _check(run, replicas, gpu)
-        in_flight = max(1, round(_in_flight(run) / len(replicas)))
-        planned = [_planned_anew(one, gpu, lengths, in_flight, _arrivals(run)) for one in replicas]
-    except HpcServeError as error:
-        raise NotKeptError(" ".join(str(error).split())[:300]) from None
-    if any(case != planned[0][1] for _, case in planned):
-        raise NotKeptError("its replicas have several layouts.")
+    lengths, replicas = _lengths(run), _replicas(store, run)
+    _check(run, replicas, gpu)
+    in_flight = max(1, round(_in_flight(run) / len(replicas)))
+    planned = [_planned_anew(one, gpu, lengths, in_flight, _arrivals(run)) for one in replicas]
     case = planned[0][1]
+    if any(other != case for _, other in planned):
+        raise NoPlanError("its replicas have several layouts.")
     return MeasuredRun(
         case=replace(case, words={**case.words, "vllm": ".".join(run.vllm.split(".")[:2]) or case.words["vllm"]}),
         tokens_per_s=sum(outcome.output_len for outcome in run.outcomes) / run.duration_s,
@@ -116,20 +101,26 @@ def _in_flight(run: Run) -> float:
 
 
 def _check(run: Run, replicas: Sequence[_Replica], gpu: str | None) -> None:
-    """Raise NotKeptError if a run does not say how fast the model is on the accelerator."""
+    """Raise NoPlanError if a run does not say how fast the model is on the accelerator."""
     if notes_on(run, {}):
-        raise NotKeptError("there are remarks on it.")
+        raise NoPlanError("there are remarks on it.")
     if run.others_tokens is None:
-        raise NotKeptError("its engines do not say what they generate.")
+        raise NoPlanError("its engines do not say what they generate.")
     if not run.workload.startswith(_MADE_PROMPTS):
-        raise NotKeptError("its prompts may share prefixes.")
-    for one in replicas:
-        if one.record.stand_in:
-            raise NotKeptError("other weights stand in for its model.")
-        if not (gpu or one.gpu):
-            raise NotKeptError("its accelerator is not known: --gpu names it.")
-        if gpu and one.gpu and _accelerator(one.gpu) != _accelerator(gpu):
-            raise NotKeptError(f"it was submitted for {one.gpu}, not for {gpu}.")
+        raise NoPlanError("its prompts may share prefixes.")
+    for record, job in replicas:
+        own = _gpu_of(job)
+        if record.stand_in:
+            raise NoPlanError("other weights stand in for its model.")
+        if not (gpu or own):
+            raise NoPlanError("its accelerator is not known: --gpu names it.")
+        if gpu and own and _accelerator(own) != _accelerator(gpu):
+            raise NoPlanError(f"it was submitted for {own}, not for {gpu}.")
+
+
+def _gpu_of(job: SubmittedJob | None) -> str:
+    """Return the accelerator that a job was submitted for. Empty if that is not known, or is any CPU."""
+    return job.gpu if job and job.gpu != "cpu" else ""
 
 
 def _accelerator(name: str) -> str:
@@ -138,25 +129,25 @@ def _accelerator(name: str) -> str:
 
 
 def _replicas(store: ServiceStore, run: Run) -> list[_Replica]:
-    """Return the replicas of a run. Raises _UnknownSpeedError if no record of them is left."""
+    """Return the replicas of a run. Raises NoPlanError if no record of them is left."""
     found = store.read(run.service)
     jobs = {job.job_id: job for job in found.submitted}
     records = [record for record in found.records if replica_of_file(record.name) in run.replicas]
     if not records:
-        raise _UnknownSpeedError("no record of its replicas is left.")
-    return [_Replica(record=record, job=jobs.get(record.job_id)) for record in records]
+        raise NoPlanError("no record of its replicas is left.")
+    return [(record, jobs.get(record.job_id)) for record in records]
 
 
 def _lengths(run: Run) -> tuple[int, int]:
-    """Return the tokens of each prompt and of each answer of a run without a rate. Raises _UnknownSpeedError."""
+    """Return the tokens of each prompt and of each answer of a run without a rate. Raises NoPlanError."""
     asked = {(request.input_len, request.output_len) for request in run.requests}
     if run.pace.max_concurrency is None or run.pace.is_rate:
-        raise _UnknownSpeedError("the plan counts requests in flight, and this run has a rate: see --max-concurrency.")
+        raise NoPlanError("the plan counts requests in flight, and this run has a rate: see --max-concurrency.")
     if len(asked) != 1:
-        raise _UnknownSpeedError("the plan is of requests of one length, and these differ.")
+        raise NoPlanError("the plan is of requests of one length, and these differ.")
     ((input_len, output_len),) = asked
     if input_len is None:
-        raise _UnknownSpeedError("the lengths of these prompts were not known before the run.")
+        raise NoPlanError("the lengths of these prompts were not known before the run.")
     return input_len, output_len
 
 
@@ -165,29 +156,26 @@ def _written_down(job: SubmittedJob | None, lengths: tuple[int, int], in_flight:
     predicted: Mapping[str, float] = job.predicted if job else {}
     of, rate = planned_request(predicted), planned_tokens_per_s(predicted, in_flight)
     if of is None or rate is None:
-        raise _UnknownSpeedError(
-            "nothing of its speed was written down when it was submitted. Name its accelerator: --gpu h100-80gb."
-        )
-    if of != lengths:
-        raise _UnknownSpeedError(
-            f"what was written down is of requests of {of[0]}/{of[1]} tokens. Name its accelerator for others: "
-            "--gpu h100-80gb."
-        )
-    return rate
+        why = "nothing of its speed was written down when it was submitted. Name its accelerator"
+    elif of != lengths:
+        why = f"what was written down is of requests of {of[0]}/{of[1]} tokens. Name its accelerator for others"
+    else:
+        return rate
+    raise NoPlanError(f"{why}: --gpu h100-80gb.")
 
 
 def _planned_anew(
     replica: _Replica, gpu: str | None, lengths: tuple[int, int], in_flight: int, arrivals: Arrivals
 ) -> tuple[SpeedEstimate, Case]:
     """Return the speed of a replica by a plan of its layout and its options, and what the speed is of."""
-    record, job = replica.record, replica.job
+    record, job = replica
     options = read_fields(job.engine_args) if job else {}
     sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     own = {one.name: options[one.name] for one in dataclasses.fields(EngineConfig) if one.name in options}
     result = plan_for(
         PlanRequest(
             model=record.model,
-            gpu=gpu or replica.gpu,
+            gpu=gpu or _gpu_of(job),
             gpu_memory_bytes=job.gpu_memory_bytes if job else None,
             num_nodes=record.num_nodes,
             gpus_per_node=record.gpus_per_node or None,

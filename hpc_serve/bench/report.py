@@ -38,6 +38,12 @@ _TIMES = {
     "e2el": "End-to-end Latency",
 }
 
+_PREDICTED_WORDS = {
+    "output_throughput": "Output tokens/s",
+    "mean_ttft_ms": "Mean TTFT (ms)",
+    "mean_tpot_ms": "Mean TPOT (ms)",
+}
+
 
 def run_lines(result: Result) -> Iterator[str]:
     """All of one run, line by line as `vllm bench serve` prints it, then its replicas and what must be said of it."""
@@ -63,19 +69,14 @@ def no_prediction(result: Result) -> str:
 
 
 def _prediction_lines(result: Result) -> Iterator[str]:
-    """Yield lines with the prediction beside the measured figures."""
+    """Yield lines with the prediction beside the measured figures, or why there is none."""
     predicted = result["predicted"]
-    if not predicted or (why := no_prediction(result)):
-        yield from [why] if predicted else []
-        return
-    yield f"{'':<32}{'predicted':>11}{'measured':>11}"
-    names = {
-        "output_throughput": "Output tokens/s",
-        "mean_ttft_ms": "Mean TTFT (ms)",
-        "mean_tpot_ms": "Mean TPOT (ms)",
-    }
-    for key, name in names.items():
-        yield f"{name:<32}{_number(predicted[key]):>11}{_number(result[key]):>11}"
+    if why := no_prediction(result):
+        yield why
+    elif predicted:
+        yield f"{'':<32}{'predicted':>11}{'measured':>11}"
+        for key, name in _PREDICTED_WORDS.items():
+            yield f"{name:<32}{_number(predicted[key]):>11}{_number(result[key]):>11}"
 
 
 def replica_rows(result: Result) -> list[list[str]]:
@@ -151,20 +152,15 @@ def load_title(results: Sequence[Result]) -> str:
     return "requests per second" if any(one["request_rate"] != "inf" for one in results) else "requests at once"
 
 
-def series_of(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Return the runs of each service and workload, in the order of their load."""
-    found: dict[str, list[Result]] = {}
-    for one in sorted(results, key=load_of):
-        found.setdefault(f"{one['service']}, {one['workload']}", []).append(one)
-    return found
-
-
 def load_curves(results: Sequence[Result]) -> dict[str, list[Curve]]:
     """Return the charts of throughput and times by load: by their titles, the curves of each service and workload."""
+    series: dict[str, list[Result]] = {}
+    for one in sorted(results, key=load_of):
+        series.setdefault(f"{one['service']}, {one['workload']}", []).append(one)
 
     def curves(key: str, dashes: str = "") -> list[Curve]:
         found = []
-        for place, (title, ones) in enumerate(series_of(results).items()):
+        for place, (title, ones) in enumerate(series.items()):
             seen = [(load_of(one), _predicted(one) if dashes == PREDICTED else one[key]) for one in ones]
             points = [(load, value) for load, value in seen if value is not None]
             if points:

@@ -39,6 +39,8 @@ class Pace:
 
         >>> str(Pace(max_concurrency=64)), str(Pace(max_concurrency=64, request_rate=4))
         ('64 at once', '4/s, 64 at once at most')
+        >>> str(Pace(max_concurrency=None)), str(Pace(max_concurrency=None, request_rate=2.5))
+        ('all at once', '2.5/s')
         """
         at_once = "all at once" if self.max_concurrency is None else f"{self.max_concurrency} at once"
         if not self.is_rate:

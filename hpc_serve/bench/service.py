@@ -16,7 +16,7 @@ from typing import Any
 
 import anyio.to_thread
 
-from hpc_serve.bench.answers import error_text
+from hpc_serve.bench.answers import error_text, one_line
 from hpc_serve.bench.run import Split
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica
@@ -88,9 +88,8 @@ class BenchService:
 
     async def check_completes(self) -> None:
         """Raise BenchError if the engine has no completions, as that of an embedder, a reranker or a speech model."""
-        response = await self.send("/v1/completions", b"{}")
-        await response.aclose()
-        if response.status_code == 404:
+        status, _ = await self._whole("/v1/completions", b"{}")
+        if status == 404:
             raise BenchError(
                 f"{self.name} generates no text from prompts, which is what `bench` measures. Use `vllm bench serve` "
                 "with the address of `hpc-serve env`, and --backend openai-embeddings, vllm-rerank or openai-audio."
@@ -117,16 +116,9 @@ class BenchService:
 
     async def _read(self, path: str) -> bytes:
         """Return the body of what is not asked of the model. Empty if there is none in time."""
-
-        async def read() -> bytes:
-            response = await self.send(path, b"", method="GET")
-            try:
-                return await response.aread() if response.status_code == 200 else b""
-            finally:
-                await response.aclose()
-
         with contextlib.suppress(Exception):
-            return await asyncio.wait_for(read(), _READ_TIMEOUT_S)
+            status, data = await asyncio.wait_for(self._whole(path, method="GET"), _READ_TIMEOUT_S)
+            return data if status == 200 else b""
         return b""
 
     def turns(self) -> Iterator[int]:
@@ -145,14 +137,18 @@ class BenchService:
 
     async def ask(self, path: str, body: dict[str, Any]) -> Any:
         """Return the JSON of a whole answer. Raises BenchError if it is a refusal."""
-        response = await self.send(path, json.dumps(body).encode())
+        status, data = await self._whole(path, json.dumps(body).encode())
+        if status != 200:
+            raise BenchError(f"{self.name} answered {path} with HTTP {status}: {refusal(data)}")
+        return json.loads(data)
+
+    async def _whole(self, path: str, body: bytes = b"", method: str = "POST") -> tuple[int, bytes]:
+        """Return status and body of an answer. Raises what `send` raises."""
+        response = await self.send(path, body, method)
         try:
-            data = await response.aread()
+            return response.status_code, await response.aread()
         finally:
             await response.aclose()
-        if response.status_code != 200:
-            raise BenchError(f"{self.name} answered {path} with HTTP {response.status_code}: {refusal(data)}")
-        return json.loads(data)
 
     async def close(self) -> None:
         await self._transport.aclose()
@@ -163,4 +159,4 @@ def refusal(data: bytes) -> str:
     try:
         return error_text(json.loads(data))
     except ValueError:
-        return " ".join(data.decode(errors="replace").split())[:300]
+        return one_line(data.decode(errors="replace"))

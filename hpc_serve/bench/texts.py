@@ -25,35 +25,34 @@ class EngineTexts:
 
     async def vocabulary(self) -> list[int]:
         """Ids of the tokens of common words, without special ones."""
-        answer = await self._ask({"prompt": " " + " ".join(WORDS), "add_special_tokens": False})
-        return sorted(set(answer["tokens"]))
+        return sorted(set(await self._tokens(prompt=" " + " ".join(WORDS), add_special_tokens=False)))
 
     async def count(self, text: str) -> int:
         """Tokens of a prompt."""
-        return len((await self._ask({"prompt": text}))["tokens"])
-
-    async def count_chat(self, messages: list[dict[str, Any]]) -> int:
-        """Tokens of a chat, with what the chat template adds."""
-        return len((await self._ask({"messages": messages, "add_generation_prompt": True}))["tokens"])
+        return len(await self._tokens(prompt=text))
 
     async def chat_of(self, length: int, chance: random.Random) -> list[dict[str, Any]]:
-        """A question of words by chance that has so many tokens as a chat, or as near to that as its words allow."""
+        """A question of words by chance that has so many tokens as a chat, or as near to that as its words allow.
+
+        The tokens that the chat template adds count.
+        """
         words = " ".join(chance.choices(WORDS, k=length + 64))
 
         async def count(text: str) -> int:
-            return await self.count_chat(_question(text))
+            return len(await self._tokens(messages=_question(text), add_generation_prompt=True))
 
         text = await fit(words, length, count, first=round(length * self._letters_per_token))
         self._letters_per_token = len(text) / length
         return _question(text)
 
-    async def _ask(self, body: dict[str, Any]) -> dict[str, Any]:
-        answer = await self._service.ask("/tokenize", {"model": self._service.model, **body})
-        if not isinstance(answer, dict) or not isinstance(answer.get("tokens"), list):
+    async def _tokens(self, **asked: Any) -> list[int]:
+        answer = await self._service.ask("/tokenize", {"model": self._service.model, **asked})
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        if not isinstance(tokens, list):
             raise BenchError(
                 f"{self._service.name} answered /tokenize without tokens: prompts of a given length need it."
             )
-        return answer
+        return tokens
 
 
 async def fit(text: str, length: int, count: Callable[[str], Awaitable[int]], *, first: int) -> str:

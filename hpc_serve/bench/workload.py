@@ -123,12 +123,12 @@ async def _from_file(workload: BenchWorkload, texts: EngineTexts) -> list[BenchR
     samples = choose(read_samples(workload.dataset, text, str(workload.path)), None, workload.seed)
     if workload.dataset == "sharegpt":
         samples = await _usable(samples, workload, texts)
-    requests = []
-    for sample in choose(samples, workload.count, workload.seed):
-        output_len = workload.output_len or sample.output_len or _USUAL_ANSWER
-        asks = _chat(sample.messages, output_len) if sample.messages else _completion(sample.prompt or "", output_len)
-        requests.append(asks)
-    return requests
+    chosen = choose(samples, workload.count, workload.seed)
+    lengths = [workload.output_len or sample.output_len or _USUAL_ANSWER for sample in chosen]
+    return [
+        _chat(sample.messages, length) if sample.messages else _completion(sample.prompt or "", length)
+        for sample, length in zip(chosen, lengths)
+    ]
 
 
 async def _usable(samples: list[Sample], workload: BenchWorkload, texts: EngineTexts) -> list[Sample]:

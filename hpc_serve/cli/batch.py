@@ -10,7 +10,6 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,9 +159,8 @@ def _detach(
     index_requests(requests)
     AnswerFile(shard_path(output, shard) if shard else output).close()
     site, home = read_site(os.environ), default_home(os.environ)
-    sizes = {name: slurm[name] for name in ("cpus_per_task", "mem")}
-    asked = site.slurm_options(**{**slurm, "exclusive": bool(slurm["exclusive"])})
-    asked = replace(asked, **sizes)  # the site's are those of GPU nodes
+    size = {name: slurm[name] or usual for name, usual in detach.SIZE.items()}
+    asked = site.slurm_options(**{**slurm, "exclusive": bool(slurm["exclusive"]), **size})
 
     def script(*, stops: bool) -> str:
         words = [os.path.abspath(requests), os.path.abspath(output), "--service", own.name]

@@ -26,16 +26,14 @@ def service_names(ctx: click.Context, param: click.Parameter, incomplete: str) -
     """The services that have a folder here."""
     from hpc_serve.rendezvous.store import own_store
 
-    found = _listed(lambda: own_store().services())
-    return [CompletionItem(name) for name in found if name.startswith(incomplete)]
+    return _items(_listed(lambda: own_store().services()), incomplete)
 
 
 def live_service_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The services that have a job which is not over, by what is written of them."""
     from hpc_serve.rendezvous.store import own_store
 
-    found = _listed(lambda: live_services(own_store()))
-    return [CompletionItem(name) for name in found if name.startswith(incomplete)]
+    return _items(_listed(lambda: live_services(own_store())), incomplete)
 
 
 def live_services(store: ServiceStore) -> tuple[str, ...]:
@@ -56,8 +54,7 @@ def gpu_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 
     entries = accelerator_entries()
     slices = [f"{name}:{part}" for name, entry in entries.items() for part in entry.get("slices") or ()]
-    names = slices if ":" in incomplete else entries
-    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+    return _items(slices if ":" in incomplete else entries, incomplete)
 
 
 def model_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -66,12 +63,12 @@ def model_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> 
 
     names = {name for entry in models().values() for name in (entry.name, *entry.aliases)}
     names |= set(_listed(_site_model_names))
-    items = [
-        CompletionItem(name)
-        for name in sorted(names)
-        if name.startswith(incomplete) and ("/" in incomplete or "/" not in name)
-    ]
-    return items or [CompletionItem(incomplete, type="file")]
+    short = [name for name in sorted(names) if "/" in incomplete or "/" not in name]
+    return _items(short, incomplete) or [CompletionItem(incomplete, type="file")]
+
+
+def _items(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
 def _site_model_names() -> Iterable[str]:

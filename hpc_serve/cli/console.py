@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _NO_LIMIT = 10_000
 """Columns of what is no terminal."""
+WIDE_ENOUGH = 60
+"""Columns from which a list has room for sizes and descriptions."""
 
 
 class PlainConsole(Console):

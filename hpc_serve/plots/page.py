@@ -80,11 +80,10 @@ def _compared(planned: Sequence[PlanResult]) -> dict[str, Drawn]:
         return {
             f"{plan.accelerator.name}, {plan.layout}": drawn_of(one, plan.layout, plan.memory) for one, plan in plans
         }
-    fitting = [one for one in planned[0].chosen.candidates if one.verdict in ("chosen", "fits") and one.memory]
+    fitting = [one for one in planned[0].chosen.candidates if one.verdict in ("chosen", "fits")]
     fitting.sort(key=lambda one: one.verdict != "chosen")
-    return {
-        f"{one.layout}": drawn_of(planned[0], one.layout, one.memory) for one in fitting[:_MOST_COMPARED] if one.memory
-    }
+    known = [(one.layout, one.memory) for one in fitting if one.memory][:_MOST_COMPARED]
+    return {str(layout): drawn_of(planned[0], layout, memory) for layout, memory in known}
 
 
 def _formulas(asked: Traffic) -> dict[str, Traffic]:

@@ -65,15 +65,6 @@ class QuantizeRequest:
             if not path.startswith("/") or not _OUTPUT.fullmatch(path):
                 raise InvalidRequestError(f"{called} is {path!r}: it must be an absolute path of printable characters.")
 
-    @property
-    def job_name(self) -> str:
-        return self.slurm.job_name or f"hpc-serve-quantize-{self.scheme}"
-
-    @property
-    def memory_bytes(self) -> float:
-        """Host memory of the job: all weights as they are loaded, and once more a quantised copy of them."""
-        return 1.6 * self.weight_bytes + _JOB_BASE_BYTES
-
 
 def program_words(request: QuantizeRequest) -> tuple[str, ...]:
     """Return the words of the program in the job."""
@@ -85,15 +76,14 @@ def program_words(request: QuantizeRequest) -> tuple[str, ...]:
 
 
 def directives(request: QuantizeRequest) -> list[str]:
-    """Return the words of the `#SBATCH` lines: one node, as many GPUs as were asked for, and memory for all weights."""
-    slurm = request.slurm
-    completed = replace(
-        slurm,
-        cpus_per_task=slurm.cpus_per_task or _CPUS,
-        mem=slurm.mem or f"{-(-int(request.memory_bytes) // GIB)}G",
-        signal=None,
-    )
-    return program_directives(completed, job_name=request.job_name, log_dir=request.log_dir, gpus=request.gpus)
+    """Return the words of the `#SBATCH` lines: one node, as many GPUs as were asked for, and memory for all weights.
+
+    The weights are in memory as they are loaded, and once more as a quantised copy.
+    """
+    slurm, memory_bytes = request.slurm, 1.6 * request.weight_bytes + _JOB_BASE_BYTES
+    mem, name = f"{-(-int(memory_bytes) // GIB)}G", f"hpc-serve-quantize-{request.scheme}"
+    sized = replace(slurm, cpus_per_task=slurm.cpus_per_task or _CPUS, mem=slurm.mem or mem, signal=None)
+    return program_directives(sized, job_name=slurm.job_name or name, log_dir=request.log_dir, gpus=request.gpus)
 
 
 def render_quantize_script(request: QuantizeRequest) -> str:

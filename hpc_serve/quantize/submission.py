@@ -38,20 +38,12 @@ class Submitted:
     end: Callable[[], JobState | None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Weights:
-    """A model with all its weights on this machine: its name for people, its folder, and the bytes of its weights."""
+def find_weights(name: str, environ: Mapping[str, str]) -> tuple[str, Path, int]:
+    """Return the model's name for people, the folder in which all its weights lie here, and their bytes.
 
-    title: str
-    folder: Path
-    weight_bytes: int
-
-
-def find_weights(name: str, environ: Mapping[str, str]) -> Weights:
-    """Return the weights of a catalogue name, a repository or a folder, as they lie here.
-
-    Raises UnknownModelError, and InvalidRequestError where they are not here, are not all there, or are of a kind that
-    is not quantised: quantised already, or no plain language model.
+    `name` is a catalogue name, a repository or a folder. Raises UnknownModelError, and InvalidRequestError where the
+    weights are not here, are not all there, or are of a kind that is not quantised: quantised already, or no plain
+    language model.
     """
     found = find_model(name, environ=environ)
     folder = found.folder
@@ -63,63 +55,7 @@ def find_weights(name: str, environ: Mapping[str, str]) -> Weights:
             cure = f"Get them first: `hpc-serve fetch {found.name}`. {cure}"
         raise InvalidRequestError(f"{found.name}: there are {words} here, and the job fetches none. {cure}")
     _check_kind(found)
-    size = sum(path.stat().st_size for path in weight_files(folder))
-    return Weights(title=found.name, folder=folder.absolute(), weight_bytes=size)
-
-
-def check_paths(output: Path, venv: Path, calibration: Path | None) -> None:
-    """Raise InvalidRequestError where the folder is there already, or the environment or the texts are not."""
-    if output.exists():
-        raise InvalidRequestError(f"{output} is there already; remove it, or name another folder with --output.")
-    if not (venv / "bin" / "activate").is_file():
-        raise InvalidRequestError(
-            f"There is no Python environment in {venv} (no bin/activate). Quantisation needs its own: python3 -m "
-            f"venv {venv}, then {venv}/bin/pip install -r envs/quantize/requirements.txt . in a checkout of hpc-serve."
-        )
-    if calibration is not None and not os.access(calibration, os.R_OK):
-        raise InvalidRequestError(f"--calibration {calibration} cannot be read.")
-
-
-def submit(request: QuantizeRequest, home: Path) -> Submitted:
-    """Give the script to sbatch, or run it on this machine. Raises HpcServeError of every kind."""
-    from hpc_serve.submit.slurm import executor
-
-    script = render_quantize_script(request)
-    make_private_folder(home)
-    log_dir = make_log_dir(Path(request.log_dir), called="--log-dir")
-    scripts = make_private_folder(home / "quantize" / "scripts")
-    pid = None
-    if request.cluster == "local":
-        pid, _ = executor.start_locally(script, scripts, log_dir)
-        job_id = f"local-{pid}"
-    else:
-        job_id, _ = executor.submit_to_slurm(script, scripts)
-    log = log_dir / f"{job_id}.log"
-    return Submitted(job_id=job_id, output=Path(request.output), log=log, end=_end_of(job_id, pid))
-
-
-def lines_until_end(submitted: Submitted) -> Iterator[str]:
-    """Yield the lines of the job's log as they come, until it has ended.
-
-    Raises ServiceFailedError where the output is not there then.
-    """
-    ended: JobState | None = None
-
-    def is_over() -> bool:
-        nonlocal ended
-        ended = submitted.end()
-        return ended is not None
-
-    for _, line in follow(lambda: [submitted.log], first_lines=_FIRST_LINES, is_over=is_over):
-        yield line.rpartition("\r")[2]
-    if not (submitted.output / "config.json").is_file():
-        said = [line for line in tail(submitted.log, _LAST_LINES) if line.strip()]
-        how = ended_sentence(ended) if ended is not None else "it has ended"
-        raise ServiceFailedError(
-            f"job {submitted.job_id} has not made {submitted.output}: {how}. "
-            + (f"It last wrote: {said[-1].rpartition(chr(13))[2].strip()} " if said else "")
-            + f"Its log: {submitted.log}"
-        )
+    return found.name, folder.absolute(), sum(path.stat().st_size for path in weight_files(folder))
 
 
 def _check_kind(found: FoundModel) -> None:
@@ -133,16 +69,77 @@ def _check_kind(found: FoundModel) -> None:
         )
 
 
-def _end_of(job_id: str, pid: int | None) -> Callable[[], JobState | None]:
-    """Return a function that says how a job has ended; `pid` is that of one on this machine."""
-    slurm = SchedulerView(max_age_s=_SCHEDULER_S)
-    started = process_start_time(pid) if pid is not None else None
+def check_paths(request: QuantizeRequest) -> None:
+    """Raise InvalidRequestError where the folder is there already, or the environment or the texts are not."""
+    if os.path.lexists(request.output):
+        raise InvalidRequestError(
+            f"{request.output} is there already; remove it, or name another folder with --output."
+        )
+    venv = request.venv
+    if not (Path(venv) / "bin" / "activate").is_file():
+        raise InvalidRequestError(
+            f"There is no Python environment in {venv} (no bin/activate). Quantisation needs its own: python3 -m "
+            f"venv {venv}, then {venv}/bin/pip install -r envs/quantize/requirements.txt . in a checkout of hpc-serve."
+        )
+    if request.calibration is not None and not os.access(request.calibration, os.R_OK):
+        raise InvalidRequestError(f"--calibration {request.calibration} cannot be read.")
+
+
+def submit(request: QuantizeRequest, home: Path) -> Submitted:
+    """Give the script to sbatch, or run it on this machine. Raises HpcServeError of every kind."""
+    from hpc_serve.submit.slurm import executor
+
+    script = render_quantize_script(request)
+    make_private_folder(home)
+    log_dir = make_log_dir(Path(request.log_dir), called="--log-dir")
+    scripts = make_private_folder(home / "quantize" / "scripts")
+    if request.cluster == "local":
+        pid, _ = executor.start_locally(script, scripts, log_dir)
+        job_id, end = f"local-{pid}", _end_of_process(pid)
+    else:
+        job_id, _ = executor.submit_to_slurm(script, scripts)
+        end = _end_of_job(job_id)
+    return Submitted(job_id=job_id, output=Path(request.output), log=log_dir / f"{job_id}.log", end=end)
+
+
+def _end_of_process(pid: int) -> Callable[[], JobState | None]:
+    started = process_start_time(pid)
 
     def end() -> JobState | None:
-        if pid is None:
-            state = slurm.state(job_id)
-            return state if state.is_over else None
         is_alive = started is not None and process_start_time(pid) == started
-        return None if is_alive else JobState(job_id=job_id, state=GONE, source="process")
+        return None if is_alive else JobState(job_id=f"local-{pid}", state=GONE, source="process")
 
     return end
+
+
+def _end_of_job(job_id: str) -> Callable[[], JobState | None]:
+    slurm = SchedulerView(max_age_s=_SCHEDULER_S)
+
+    def end() -> JobState | None:
+        state = slurm.state(job_id)
+        return state if state.is_over else None
+
+    return end
+
+
+def lines_until_end(submitted: Submitted) -> Iterator[str]:
+    """Yield the lines of the job's log as they come, until it has ended.
+
+    Raises ServiceFailedError where the output is not there then.
+    """
+    ends: list[JobState | None] = [None]
+
+    def is_over() -> bool:
+        ends.append(submitted.end())
+        return ends[-1] is not None
+
+    for _, line in follow(lambda: [submitted.log], first_lines=_FIRST_LINES, is_over=is_over):
+        yield line.rpartition("\r")[2]
+    if not (submitted.output / "config.json").is_file():
+        ended, said = ends[-1], [line for line in tail(submitted.log, _LAST_LINES) if line.strip()]
+        how = ended_sentence(ended) if ended is not None else "it has ended"
+        raise ServiceFailedError(
+            f"job {submitted.job_id} has not made {submitted.output}: {how}. "
+            + (f"It last wrote: {said[-1].rpartition(chr(13))[2].strip()} " if said else "")
+            + f"Its log: {submitted.log}"
+        )

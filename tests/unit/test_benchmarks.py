@@ -92,8 +92,8 @@ def test_the_program_keeps_what_was_found(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_short_form_of_all_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "RESULTS", tmp_path / "results")
     ran: list[str] = []
+    monkeypatch.setattr(program, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(program, "run", lambda benchmark, short: ran.append(benchmark.name) or {"short": short})
     monkeypatch.setattr(sys, "argv", ["benchmarks", "--short"])
     program.main()

@@ -1,41 +1,19 @@
+"""The cluster of the tests: its accounts and settings. That it comes up is shown by the tests that use it."""
+
 from __future__ import annotations
 
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.cluster.config import (
-    ClusterConfig,
-    accounts_text,
-    gres_conf_text,
-    hosts_text,
-    slurm_conf_text,
-)
+from tests.cluster.config import ClusterConfig, accounts_text
 from tests.cluster.hosts import python_paths
 
 CONFIG = ClusterConfig(name="two", num_nodes=2, cpus_per_node=8, memory_per_node_mib=16000, root=Path("/srv/clusters"))
-
-
-def test_every_host_has_its_own_address() -> None:
-    assert [CONFIG.address(host) for host in CONFIG.hosts] == ["10.77.0.10", "10.77.0.11", "10.77.0.12"]
-    assert "10.77.0.12 n2" in hosts_text(CONFIG).splitlines()
-
-
-def test_slurm_conf_declares_the_nodes_and_their_gpus() -> None:
-    lines = slurm_conf_text(CONFIG).splitlines()
-    assert "SlurmctldHost=login(10.77.0.10)" in lines
-    assert ("NodeName=n2 NodeAddr=10.77.0.12 CPUs=8 RealMemory=16000 Gres=gpu:h100:8 State=UNKNOWN") in lines
-    assert "DefMemPerCPU=2000" in lines
-    assert "File=/srv/clusters/two/dev/gpu[0-7]" in gres_conf_text(CONFIG)
-
-
-def test_low_priority_jobs_give_way() -> None:
-    partitions = [line for line in slurm_conf_text(CONFIG).splitlines() if line.startswith("PartitionName=")]
-    assert [line.split()[0] for line in partitions] == ["PartitionName=gpu", "PartitionName=lowprio"]
-    assert "PriorityTier=1 PreemptMode=REQUEUE" in partitions[1]
 
 
 def test_accounts_keep_the_machine_s_and_add_ours() -> None:
@@ -72,12 +50,13 @@ def test_the_system_of_the_hosts_is_named_by_a_variable(monkeypatch: pytest.Monk
     assert ClusterConfig().os_root is None
 
 
-@pytest.mark.parametrize("name", ["", "Upper", "../up", "a" * 16, "1st"])
-def test_a_name_that_is_no_folder_name_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="cluster name"):
-        ClusterConfig(name=name)
-
-
-def test_a_cluster_needs_a_node() -> None:
-    with pytest.raises(ValueError, match="num_nodes is 0"):
-        ClusterConfig(num_nodes=0)
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        *(({"name": name}, "cluster name") for name in ("", "Upper", "../up", "a" * 16, "1st")),
+        ({"num_nodes": 0}, "is 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(setting: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ClusterConfig(**setting)

@@ -18,12 +18,10 @@ cgroup /cg/systemd cgroup rw,relatime,name=systemd 0 0
     found = find_controller(mounts)
     assert found == Controller(version=1, limits=Path("/cg/cpu"), counts=Path("/cg/cpuacct"))
     assert found.trees == (Path("/cg/cpu"), Path("/cg/cpuacct"))
-
-
-def test_both_controllers_of_version_1_may_be_one_tree():
-    found = find_controller("cgroup /cg/both cgroup rw,cpu,cpuacct 0 0\n")
-    assert found is not None
-    assert found.trees == (Path("/cg/both"),)
+    both = find_controller("cgroup /cg/both cgroup rw,cpu,cpuacct 0 0\n")
+    assert both is not None
+    assert both.trees == (Path("/cg/both"),)
+    assert find_controller("tmpfs /tmp tmpfs rw 0 0\n") is None
 
 
 @pytest.mark.parametrize(("controllers", "version"), [("cpuset cpu io", 2), ("hugetlb", None)])
@@ -33,10 +31,6 @@ def test_version_2_is_taken_where_it_has_the_controller(tmp_path: Path, controll
     assert (found and found.version) == version
 
 
-def test_no_controller_is_none():
-    assert find_controller("tmpfs /tmp tmpfs rw 0 0\n") is None
-
-
 def test_a_share_is_a_quota_of_a_short_period():
     one = Controller(version=1, limits=Path("/cg"), counts=None)
     assert one.limit_lines(0.125)[1:] == [("cpu.cfs_period_us", "10000"), ("cpu.cfs_quota_us", "1250")]
@@ -44,11 +38,7 @@ def test_a_share_is_a_quota_of_a_short_period():
     two = Controller(version=2, limits=Path("/cg"), counts=Path("/cg"))
     assert two.limit_lines(1.5) == [("cpu.max", "15000 10000")]
     assert two.limit_lines(None) == [("cpu.max", "max 10000")]
-
-
-def test_the_period_is_longer_where_the_kernel_would_refuse_the_quota():
-    two = Controller(version=2, limits=Path("/cg"), counts=None)
-    assert two.limit_lines(0.05) == [("cpu.max", "1000 20000")]
+    assert two.limit_lines(0.05) == [("cpu.max", "1000 20000")]  # the kernel refuses a shorter quota
 
 
 def test_cpu_is_told_of_the_first_node_and_of_the_others():

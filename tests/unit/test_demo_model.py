@@ -22,14 +22,11 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     assert {name for name in first if first[name] != other[name]} == {"model.safetensors"}
 
 
-@pytest.mark.parametrize(("like", "tensor_parallel_size", "pipeline_parallel_size"), [("405b", 8, 2), ("70b", 4, 1)])
-def test_the_large_model_s_layout_divides_its_likeness(
-    like: str, tensor_parallel_size: int, pipeline_parallel_size: int
-) -> None:
+@pytest.mark.parametrize(("like", "tensor", "pipeline"), [("405b", 8, 2), ("70b", 4, 1)])
+def test_the_large_model_s_layout_divides_its_likeness(like: str, tensor: int, pipeline: int) -> None:
     shape = SHAPES[like]
-    assert shape.num_attention_heads % tensor_parallel_size == 0
-    assert shape.num_key_value_heads % tensor_parallel_size == 0
-    assert shape.num_hidden_layers % pipeline_parallel_size == 0
+    assert shape.num_attention_heads % tensor == shape.num_key_value_heads % tensor == 0
+    assert shape.num_hidden_layers % pipeline == 0
 
 
 def test_weights_fill_the_file_as_its_header_says(tmp_path: Path) -> None:

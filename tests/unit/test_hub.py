@@ -62,7 +62,12 @@ def test_a_folder_or_a_path_is_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"), [("{", "cannot be read as JSON"), ("[]", "holds no JSON object"), ("\xff", "as JSON")]
+    ("content", "says"),
+    [
+        *(("{", "cannot be read as JSON"), ("[]", "holds no JSON object"), ("\xff", "as JSON")),
+        (" " * 11 * 2**20, "it is longer than 10,485,760 bytes"),
+    ],
+    ids=["half", "list", "no text", "huge"],
 )
 def test_a_broken_config_is_named(tmp_path: Path, content: str, says: str) -> None:
     (tmp_path / "config.json").write_text(content, encoding="latin-1")
@@ -88,21 +93,16 @@ def test_the_cache_is_looked_in_before_the_hub(environ: dict[str, str]) -> None:
     assert cached_folder("acme/other", environ) is None
 
 
-def test_the_hub_is_asked_with_the_token_in_its_header_alone(environ: dict[str, str]) -> None:
+@pytest.mark.parametrize("endpoint", ["https://huggingface.co", "https://mirror.example/"])
+def test_the_hub_is_asked_with_the_token_in_its_header_alone(environ: dict[str, str], endpoint: str) -> None:
     seen: list[httpx.Request] = []
-    found = find_model("acme/rocket-7b", environ={**environ, "HF_TOKEN": TOKEN}, transport=answering(200, seen=seen))
+    own = {"HF_ENDPOINT": endpoint} if "mirror" in endpoint else {"HF_TOKEN": TOKEN}
+    if "HF_TOKEN" not in own:
+        Path(environ["HF_HOME"]).mkdir()
+        (Path(environ["HF_HOME"]) / "token").write_text(TOKEN + "\n")
+    found = find_model("acme/rocket-7b", environ={**environ, **own}, transport=answering(200, seen=seen))
     assert found.config == CONFIG
-    assert str(seen[0].url) == "https://huggingface.co/acme/rocket-7b/resolve/main/config.json"
-    assert seen[0].headers["Authorization"] == f"Bearer {TOKEN}"
-
-
-def test_the_token_file_is_used_and_another_endpoint(environ: dict[str, str]) -> None:
-    seen: list[httpx.Request] = []
-    Path(environ["HF_HOME"]).mkdir()
-    (Path(environ["HF_HOME"]) / "token").write_text(TOKEN + "\n")
-    environ["HF_ENDPOINT"] = "https://mirror.example/"
-    find_model("acme/rocket-7b", environ=environ, transport=answering(200, seen=seen))
-    assert str(seen[0].url) == "https://mirror.example/acme/rocket-7b/resolve/main/config.json"
+    assert str(seen[0].url) == f"{endpoint.rstrip('/')}/acme/rocket-7b/resolve/main/config.json"
     assert seen[0].headers["Authorization"] == f"Bearer {TOKEN}"
 
 
@@ -165,8 +165,7 @@ def safetensors(file: Path, tensors: dict[str, tuple[str, list[int], int]]) -> N
     for name, (dtype, shape, size) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [place, place + size]}
         place += size
-    text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text)  # the header alone: weights are never read
+    file.write_bytes(with_header(header))
 
 
 def test_headers_of_weights(tmp_path: Path) -> None:
@@ -182,34 +181,22 @@ def test_headers_of_weights(tmp_path: Path) -> None:
     )
 
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 512,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
+TINY: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, "torch_dtype": "bfloat16"}
+TINY |= {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
+TINY |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
 def tiny_tensors(dtype: str = "BF16", size: int = 2) -> dict[str, tuple[str, list[int], int]]:
     shapes = {"model.embed_tokens.weight": [512, 256], "model.norm.weight": [256], "lm_head.weight": [512, 256]}
     for layer in range(5):  # the last is beyond the config: multi-token prediction, which vLLM does not load
-        for name, shape in {
-            "self_attn.q_proj": [256, 256],
-            "self_attn.k_proj": [128, 256],
-            "self_attn.v_proj": [128, 256],
-            "self_attn.o_proj": [256, 256],
-            "mlp.gate_proj": [512, 256],
-            "mlp.up_proj": [512, 256],
-            "mlp.down_proj": [256, 512],
-            "input_layernorm": [256],
-            "post_attention_layernorm": [256],
-        }.items():
-            shapes[f"model.layers.{layer}.{name}.weight"] = shape
+        for names, shape in (
+            (("self_attn.q_proj", "self_attn.o_proj"), [256, 256]),
+            (("self_attn.k_proj", "self_attn.v_proj"), [128, 256]),
+            (("mlp.gate_proj", "mlp.up_proj"), [512, 256]),
+            (("mlp.down_proj",), [256, 512]),
+            (("input_layernorm", "post_attention_layernorm"), [256]),
+        ):
+            shapes |= {f"model.layers.{layer}.{name}.weight": shape for name in names}
     return {name: (dtype, shape, math.prod(shape) * size) for name, shape in shapes.items()}
 
 
@@ -234,31 +221,23 @@ def test_files_that_are_heavier_are_believed(tmp_path: Path) -> None:
     assert spec.weight_bytes == pytest.approx(2 * (2_493_696 + 512 * 1024), rel=0.03)
 
 
-SIDECAR = {
-    "producer": {"name": "modelopt", "version": "0.23.0"},
-    "quantization": {
-        "quant_algo": "FP8",
-        "kv_cache_quant_algo": "FP8",
-        "group_size": None,
-        "exclude_modules": ["lm_head"],
-    },
-}
+FP8 = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "group_size": None, "exclude_modules": ["lm_head"]}
+SIDECAR = {"producer": {"name": "modelopt", "version": "0.23.0"}, "quantization": FP8}
 
 
 def test_modelopts_file_beside_the_config_says_how_it_is_quantized(tmp_path: Path, environ: dict[str, str]) -> None:
     """As vLLM's `get_config` reads it: only where the config itself says nothing."""
-    llama = {key: value for key, value in TINY.items() if key != "quantization_config"}
-    (tmp_path / "config.json").write_text(json.dumps(llama))
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
     assert find_spec(str(tmp_path))[1].quantization.method == "none"
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(SIDECAR))
     _, spec, _ = find_spec(str(tmp_path))
     assert (spec.quantization.method, spec.quantization.linear.name) == ("modelopt", "fp8")
     assert spec.quantization.kv_cache_dtype == "fp8"
     assert spec.quantization.skipped == ("lm_head",)
-    snapshot = cache(environ, "acme/rocket-8b", llama)
+    snapshot = cache(environ, "acme/rocket-8b", TINY)
     (snapshot / "hf_quant_config.json").write_text(json.dumps(SIDECAR))
     assert find_spec("acme/rocket-8b", environ=environ)[1].quantization.method == "modelopt"
-    own = {**llama, "quantization_config": {"quant_method": "fp8"}}
+    own = {**TINY, "quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(own))
     assert find_spec(str(tmp_path))[1].quantization.method == "fp8"
 
@@ -294,23 +273,18 @@ def test_an_index_without_its_files_decides_too(tmp_path: Path) -> None:
 
 def test_scales_that_bitsandbytes_quantized_twice_are_loaded_in_32_bit() -> None:
     spec = find_spec("8b")[1]
-    prefix = "model.layers.0.mlp.up_proj.weight"
+    stored = {"": ("U8", 512), ".absmax": ("U8", 16), ".quant_state.bitsandbytes__nf4": ("U8", 90)}
+    stored |= {".nested_absmax": ("F32", 1), ".nested_quant_map": ("F32", 256), ".quant_map": ("F32", 16)}
     tensors = [
-        StoredTensor(name=prefix, dtype="U8", elements=512, size_bytes=512),
-        StoredTensor(name=f"{prefix}.absmax", dtype="U8", elements=16, size_bytes=16),
-        StoredTensor(name=f"{prefix}.nested_absmax", dtype="F32", elements=1, size_bytes=4),
-        StoredTensor(name=f"{prefix}.nested_quant_map", dtype="F32", elements=256, size_bytes=1024),
-        StoredTensor(name=f"{prefix}.quant_map", dtype="F32", elements=16, size_bytes=64),
-        StoredTensor(name=f"{prefix}.quant_state.bitsandbytes__nf4", dtype="U8", elements=90, size_bytes=90),
+        StoredTensor(
+            name=f"model.layers.0.mlp.up_proj.weight{end}",
+            dtype=dtype,
+            elements=count,
+            size_bytes=count * (4 if dtype == "F32" else 1),
+        )
+        for end, (dtype, count) in stored.items()
     ]
     assert loaded_bytes(tensors, spec) == 512 + 4 * 16
-
-
-def test_a_config_of_many_megabytes_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    with (tmp_path / "config.json").open("wb") as file:
-        file.truncate(50 * 2**20)
-    with pytest.raises(InvalidRequestError, match="it is longer than 10,485,760 bytes"):
-        find_model(str(tmp_path))
 
 
 def test_an_index_whose_files_are_not_all_there(tmp_path: Path) -> None:
@@ -320,39 +294,34 @@ def test_an_index_whose_files_are_not_all_there(tmp_path: Path) -> None:
     assert stored_weights(tmp_path) == StoredWeights(names=("x", "y"))
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 16, (5).to_bytes(8, "little") + b'{"a":'])
-def test_a_file_that_is_no_safetensors(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "a.safetensors").write_bytes(content)
-    with pytest.raises(InvalidRequestError, match=r"a\.safetensors"):
-        stored_weights(tmp_path)
+def with_header(header: dict[str, Any]) -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text  # the header alone: weights are never read
 
 
-@pytest.mark.parametrize("entry", [{}, [], {"dtype": "BF16", "shape": [4], "data_offsets": [0]}, {"dtype": "BF16"}])
-def test_a_safetensors_header_that_says_nothing_of_a_tensor(tmp_path: Path, entry: Any) -> None:
-    header = json.dumps({"x": entry}).encode()
-    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(InvalidRequestError, match=r"a\.safetensors is damaged: .* what 'x' is"):
-        stored_weights(tmp_path)
+INDEX = "model.safetensors.index.json"
+WRONG_ENTRIES: tuple[Any, ...] = ({}, [], {"dtype": "BF16", "shape": [4], "data_offsets": [0]}, {"dtype": "BF16"})
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd"])
-def test_an_index_that_names_files_elsewhere(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        *(
+            ("a.safetensors", content, r"a\.safetensors")
+            for content in (b"", b"\xff" * 16, b"\5" + b"\0" * 7 + b'{"a":')
+        ),
+        *(("a.safetensors", with_header({"x": entry}), "is damaged: .* what 'x' is") for entry in WRONG_ENTRIES),
+        *(
+            (INDEX, json.dumps({"weight_map": {"x": name}}).encode(), "not below the model's folder")
+            for name in ("../outside.safetensors", "/etc/passwd")
+        ),
+        *((INDEX, content, "no weight_map") for content in (b"{}", b'{"weight_map": []}', b'{"weight_map": {"x": 3}}')),
+    ],
+)
+def test_weights_that_cannot_be_read_are_named(tmp_path: Path, name: str, content: bytes, says: str) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (tmp_path / "outside.safetensors").write_bytes(b"mine")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
-    with pytest.raises(InvalidRequestError, match="not below the model's folder"):
+    (folder / name).write_bytes(content)
+    with pytest.raises(InvalidRequestError, match=says):
         stored_weights(folder)
-
-
-@pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {"x": 3}}])
-def test_an_index_that_names_no_files(tmp_path: Path, index: Any) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(InvalidRequestError, match="no weight_map"):
-        stored_weights(tmp_path)
-
-
-def test_a_config_nested_without_end(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("[" * 100_000)
-    with pytest.raises(InvalidRequestError, match="cannot be read as JSON"):
-        find_model(str(tmp_path))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.hub.hub_settings import DEFAULT_ENDPOINT, read_hub_settings
+from hpc_serve.hub.hub_settings import read_hub_settings
 from hpc_serve.hub.local_weights import cached_folder
 
 TOKEN = "hf_secretsecretsecret"
@@ -100,13 +100,6 @@ def test_places_and_token_are_those_of_huggingface_hub(home: Path) -> None:
             "snapshot": str(snapshot) if snapshot else None,
         }
         assert ours == json.loads(line), environ
-
-
-def test_without_any_variable(tmp_path: Path) -> None:
-    settings = read_hub_settings({"HOME": str(tmp_path)})
-    assert settings.cache == tmp_path / ".cache" / "huggingface" / "hub"
-    assert settings.endpoint == DEFAULT_ENDPOINT
-    assert (settings.token, settings.is_offline) == (None, False)
 
 
 def test_a_token_file_of_strange_bytes_is_no_token(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -14,21 +14,6 @@ from tests.pains.table import NOT_HERE, Surroundings, results_page, summary
 
 def seen(said: str, **changes) -> Seen:
     return dataclasses.replace(Seen(said=said, by="a rule", is_before_weights=True, seconds=1.0), **changes)
-
-
-class SiteOfNobody:
-    """A site whose cluster is well, and on which nothing runs."""
-
-    cluster = type("Cluster", (), {"what_is_unwell": lambda self: ""})()
-
-    def __init__(self) -> None:
-        self.cleared = 0
-
-    def clear(self) -> None:
-        self.cleared += 1
-
-    def evidence(self) -> str:
-        return "squeue: (nothing)"
 
 
 def test_each_of_the_25_has_a_pain_or_a_reason():
@@ -43,15 +28,12 @@ def test_a_pain_that_broke_is_not_right_whatever_its_words(name):
 
 
 def test_a_pain_that_breaks_says_why_and_ends_no_other(capsys):
-    def breaks(site):
-        raise TimeoutError("waited 300 s for the end of it")
-
-    site = SiteOfNobody()
-    pain = dataclasses.replace(PAINS["long_path"], provoke=breaks)
-    found = pains._provoke(cast(Any, site), pain, 0)  # 0: no deadline
-    assert not found.is_measured
-    assert "waited 300 s" in found.said
-    assert site.cleared == 1
+    site = MagicMock()
+    site.cluster.what_is_unwell.return_value = ""
+    site.evidence.return_value = "squeue: (nothing)"
+    pain = dataclasses.replace(PAINS["long_path"], provoke=MagicMock(side_effect=TimeoutError("waited 300 s")))
+    found = pains._provoke(site, pain, 0)  # 0: no deadline
+    assert (found.is_measured, "waited 300 s" in found.said, site.clear.call_count) == (False, True, 1)
     assert "squeue: (nothing)" in capsys.readouterr().err
 
 

@@ -39,26 +39,18 @@ def run(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_a_run_without_a_failure_runs_once(tmp_path: Path) -> None:
-    ended = run(tmp_path, "")
-    assert ended.returncode == pytest.ExitCode.OK
-    assert "again" not in ended.stdout
-
-
-def test_what_fails_once_is_listed_as_unsteady_and_the_run_passes(tmp_path: Path) -> None:
-    ended = run(tmp_path, FAILS_ONCE)
-    assert ended.returncode == pytest.ExitCode.OK, ended.stdout + ended.stderr
-    assert "test_sample.py::test_fails_once: failed, then passed alone" in ended.stdout
-
-
-def test_what_fails_twice_fails_the_run(tmp_path: Path) -> None:
-    ended = run(tmp_path, FAILS + FAILS_ONCE)
-    assert ended.returncode == pytest.ExitCode.TESTS_FAILED
-    assert ended.stdout.count("FAILED TWICE") == 1
-    assert "UNSTEADY" in ended.stdout
-
-
-def test_many_failures_are_not_run_again(tmp_path: Path) -> None:
-    ended = run(tmp_path, FAILS_OFTEN)
-    assert ended.returncode == pytest.ExitCode.TESTS_FAILED
-    assert "again" not in ended.stdout
+@pytest.mark.parametrize(
+    ("source", "code", "said", "unsaid"),
+    [
+        ("", pytest.ExitCode.OK, [], "again"),
+        (FAILS_ONCE, pytest.ExitCode.OK, ["test_sample.py::test_fails_once: failed, then passed alone"], "TWICE"),
+        (FAILS + FAILS_ONCE, pytest.ExitCode.TESTS_FAILED, ["FAILED TWICE", "UNSTEADY"], "error"),
+        (FAILS_OFTEN, pytest.ExitCode.TESTS_FAILED, [], "again"),
+    ],
+    ids=["no failure", "unsteady", "failed twice", "many"],
+)
+def test_what_failed_is_run_again_alone(tmp_path: Path, source: str, code: int, said: list[str], unsaid: str) -> None:
+    ended = run(tmp_path, source)
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    assert [words for words in said if words not in ended.stdout] == []
+    assert unsaid not in ended.stdout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -13,9 +13,6 @@ from hpc_serve.cli.complete import service_names
 from hpc_serve.errors import ServiceFailedError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import own_store
-
-if TYPE_CHECKING:
-    from hpc_serve.submit.diagnosis.diagnosis import Diagnosis
 
 
 class DoctorCommand(click.Command):
@@ -73,7 +70,9 @@ def doctor_command(target: str, bundle: Path | None, as_json: bool) -> None:
         names = write_bundle(bundle, diagnosis, show.status_json(status), store, os.environ)
         click.echo(f"Wrote {bundle}: {', '.join(names)}. Look through it before you send it.", err=True)
     if as_json:
-        show.print_json(_as_json(diagnosis))
+        about = {"service": status.service, "job": status.name, "state": status.state, "reason": status.reason}
+        findings = [dataclasses.asdict(finding) for finding in diagnosis.findings]
+        show.print_json({**about, "findings": findings, "logs": [str(path) for path in diagnosis.logs]})
     else:
         others = [one.name for one in found if one.name != status.name]
         click.echo(printable(f"{status.service} (job {status.name}) {status.sentence}"))
@@ -86,15 +85,3 @@ def doctor_command(target: str, bundle: Path | None, as_json: bool) -> None:
             click.echo(f"Other jobs of it: {', '.join(others[-5:])}: hpc-serve doctor JOB")
     if diagnosis.findings:
         raise click.exceptions.Exit(ServiceFailedError.exit_code)
-
-
-def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    status = diagnosis.status
-    return {
-        "service": status.service,
-        "job": status.name,
-        "state": status.state,
-        "reason": status.reason,
-        "findings": [dataclasses.asdict(finding) for finding in diagnosis.findings],
-        "logs": [str(path) for path in diagnosis.logs],
-    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +23,7 @@ _MOST_REPLICAS = 16
 @click.command("report")
 @click.argument("target", metavar="SERVICE|JOB", shell_complete=service_names)
 @click.option(
-    "--output",
-    "-o",
-    metavar="FILE",
-    help="Where to; - is stdout [default: hpc-serve-report-SERVICE|JOB.html].",
+    "--output", "-o", metavar="FILE", help="Where to; - is stdout [default: hpc-serve-report-SERVICE|JOB.html]."
 )
 def report_command(target: str, output: str | None) -> None:
     """Write a page about a service or a job: plan, stages of the start, measured against predicted, figures over time.
@@ -58,7 +54,10 @@ def _reports(store: ServiceStore, target: str) -> list[ReplicaReport]:
     from hpc_serve.submit.diagnosis.diagnosis import diagnose_replica
     from hpc_serve.submit.status.status_reader import find
 
-    shown = _shown(find(store, target), target)
+    found = find(store, target)
+    live = [status for status in found if not status.is_over or status.service != target]
+    shown = (live or list(found[-1:]))[-_MOST_REPLICAS:]
+    jobs = {job.job_id: job for service in {one.service for one in shown} for job in store.read_submitted(service)}
     works = look_for(shown, store.read_api_key, at_least_s=_LOOK_S)
     return [
         ReplicaReport(
@@ -66,15 +65,10 @@ def _reports(store: ServiceStore, target: str) -> list[ReplicaReport]:
             work=work,
             reports=_engine_reports(status),
             diagnosis=diagnose_replica(status),
-            engine_args=_engine_args(store, status),
+            engine_args=jobs[status.job_id].engine_args if status.job_id in jobs else (),
         )
         for status, work in zip(shown, works)
     ]
-
-
-def _shown(found: Sequence[ReplicaStatus], target: str) -> list[ReplicaStatus]:
-    live = [status for status in found if not status.is_over or status.service != target]
-    return (live or list(found[-1:]))[-_MOST_REPLICAS:]
 
 
 def _engine_reports(status: ReplicaStatus) -> Reports:
@@ -83,8 +77,3 @@ def _engine_reports(status: ReplicaStatus) -> Reports:
     near = status.updated_at or status.started_at or time.time()
     head = Path(status.log_dir) / f"{status.name}-node0.log"
     return read_reports(head, near=near) if status.log_dir else ()
-
-
-def _engine_args(store: ServiceStore, status: ReplicaStatus) -> tuple[str, ...]:
-    submitted = store.read_submitted(status.service)
-    return next((job.engine_args for job in submitted if job.job_id == status.job_id), ())

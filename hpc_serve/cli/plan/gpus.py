@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
+
+from hpc_serve.sizes import GIB
 
 _ENGINES = {"NVIDIA": "CUDA", "AMD": "ROCm", "Intel": "XPU", "Google": "TPU"}
 
@@ -23,7 +25,6 @@ def gpus_command(word: str | None, as_json: bool) -> None:
     A * marks the accelerator that the site file names.
     """
     from hpc_serve.cli import show
-    from hpc_serve.cli.tables import print_accelerators
     from hpc_serve.plan import catalog
     from hpc_serve.plan.hardware.cluster import DEFAULT_GPU, accelerator_of
     from hpc_serve.submit.site.site_files import read_site
@@ -41,7 +42,7 @@ def gpus_command(word: str | None, as_json: bool) -> None:
         return
     if not found:
         raise click.ClickException(f"No accelerator has {word!r} in its name; `hpc-serve gpus` lists all.")
-    print_accelerators(found)
+    _print_accelerators(found)
     if own is None:
         click.echo(f"No site file names yours, so {DEFAULT_GPU} is assumed; write `gpu: NAME` in it, or --gpu NAME.")
     else:
@@ -50,8 +51,6 @@ def gpus_command(word: str | None, as_json: bool) -> None:
 
 def _described(entry: Mapping[str, Any], *, is_own: bool) -> dict[str, Any]:
     """Return an accelerator under stable keys; `memory_bytes` is None for CPUs, because --gpu-memory says it."""
-    from hpc_serve.sizes import GIB
-
     memory = int(entry["total_gib"] * GIB) if entry["total_gib"] else entry["label_bytes"]
     return {
         "name": entry["name"],
@@ -70,3 +69,23 @@ def _engine(entry: Mapping[str, Any]) -> str:
     if entry["kind"] == "cpu":
         return "CPU"
     return "HPU" if "Gaudi" in entry["product"] else _ENGINES[entry["vendor"]]
+
+
+def _print_accelerators(entries: Sequence[Mapping[str, Any]]) -> None:
+    """Print the name to type, memory, how many a node has, what the engine runs on."""
+    from rich.text import Text
+
+    from hpc_serve.cli.console import WIDE_ENOUGH, PlainConsole, plain_table
+
+    console = PlainConsole()
+    is_wide = console.width >= WIDE_ENOUGH
+    headings = ("NAME", "MEMORY", "PER NODE", "ENGINE", *(("IS",) if is_wide else ()))
+    table = plain_table(*headings, right=("MEMORY", "PER NODE"), folded=("IS",))
+    for entry in entries:
+        memory = f"{entry['memory_bytes'] / GIB:.1f} GiB" if entry["memory_bytes"] else "--gpu-memory"
+        aliases = f" ({', '.join(entry['aliases'])})" if entry["aliases"] else ""
+        product = f"{entry['product']}{aliases}{'; plan alone' if entry['no_script_reason'] else ''}"
+        name = f"{'* ' if entry['is_own'] else '  '}{entry['name']}"
+        cells = [name, memory, str(entry["per_node"]), entry["engine"], *([product] if is_wide else [])]
+        table.add_row(*map(Text, cells))
+    console.print(table)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +13,9 @@ from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 
 if TYPE_CHECKING:
     from hpc_serve.submit.site.site import SiteProfile
+
+Entry = dict[str, Any]
+_KEYS = ("name", "aliases", "published_parameters", "min_vllm", "note")
 
 
 @click.command("models")
@@ -26,52 +30,65 @@ def models_command(word: str | None, fits: bool, as_json: bool) -> None:
     `--model` takes any Hugging Face id or folder as well.
     """
     from hpc_serve.cli import show
-    from hpc_serve.cli.tables import print_models
     from hpc_serve.plan import catalog
     from hpc_serve.submit.site.site_files import read_site
     from hpc_serve.submit.site.site_models import load_site_models
 
-    site = read_site(os.environ)
-    own = [
-        entry
-        for entry in load_site_models(site.models).values()
-        if word is None or any(word.lower() in name.lower() for name in (entry.name, entry.model))
-    ]
-    found = [
-        entry
-        for entry in catalog.models().values()
-        if word is None or any(word.lower() in name.lower() for name in (entry.name, *entry.aliases))
-    ]
-    layouts = {
-        name: _layout_on(site, name) for name in [*(one.model for one in own), *(one.name for one in found)] if fits
-    }
+    def is_meant(entry: Mapping[str, Any]) -> bool:
+        return word is None or any(word.lower() in name.lower() for name in (entry["name"], *entry["aliases"]))
+
+    site, none = read_site(os.environ), dict.fromkeys(_KEYS)
+    of_site = load_site_models(site.models).values()
+    own = [{**none, "name": one.model, "aliases": [one.name], "note": one.note} for one in of_site]
+    known = [{key: getattr(entry, key) for key in _KEYS} for entry in catalog.models().values()]
+    own, known = list(filter(is_meant, own)), list(filter(is_meant, known))
     if fits:
-        own = [one for one in own if layouts[one.model]]
-        found = [one for one in found if layouts[one.name]]
+        own, known = ([one for one in some if _note_layout(site, one)] for some in (own, known))
     if as_json:
-        keys = ("name", "aliases", "published_parameters", "min_vllm", "note")
-        of_site = [{**dict.fromkeys(keys), "name": one.model, "aliases": [one.name], "note": one.note} for one in own]
-        listed = [*of_site, *({key: getattr(entry, key) for key in keys} for entry in found)]
-        show.print_json([{**one, **({"layout": layouts[one["name"]]} if fits else {})} for one in listed])
-        return
-    if fits and not found and not own:
+        show.print_json([*own, *known])
+    elif own or known:
+        _print_models(own, known, has_layouts=fits)
+        if fits:
+            assumed = "" if site.gpu else "; no site file names a GPU, so it is assumed"
+            click.echo(
+                f"LAYOUT is of one node of {site.gpu or DEFAULT_GPU}, with the model's longest context{assumed}."
+            )
+    elif fits:
         raise click.ClickException(f"No model fits one node of {site.gpu or DEFAULT_GPU}.")
-    if not found and not own:
+    else:
         raise click.ClickException(f"No model of the catalogue has {word!r} in its name; `hpc-serve models` lists all.")
-    print_models(own, found, layouts)
-    if fits:
-        assumed = "" if site.gpu else "; no site file names a GPU, so it is assumed"
-        click.echo(f"LAYOUT is of one node of {site.gpu or DEFAULT_GPU}, with the model's longest context{assumed}.")
 
 
-def _layout_on(site: SiteProfile, model: str) -> str | None:
-    """Return the layout of a model on one node of the site's GPUs, in words; None if the model does not fit."""
+def _print_models(own: Sequence[Entry], known: Sequence[Entry], *, has_layouts: bool) -> None:
+    """Print the site's own models, then the catalogue's; those with a short name first."""
+    from rich.text import Text
+
+    from hpc_serve.cli.console import WIDE_ENOUGH, PlainConsole, plain_table
+
+    console = PlainConsole()
+    shows_size = console.width >= WIDE_ENOUGH
+    further = [*(["PARAMETERS"] if shows_size else []), *(["LAYOUT"] if has_layouts else [])]
+    table = plain_table("NAME", "MODEL", *further, right=("PARAMETERS",), folded=("MODEL",))
+    rows = [
+        (f"{one['aliases'][0]} (site)", f"{one['name']} ({one['note']})" if one["note"] else one["name"], one)
+        for one in own
+    ]
+    short = [(" ".join(alias for alias in one["aliases"] if "/" not in alias), one["name"], one) for one in known]
+    for name, model, one in (*rows, *sorted(short, key=lambda row: not row[0])):
+        size = f"{one['published_parameters'] / 1e9:,.1f} B" if one["published_parameters"] else ""
+        cells = [name, model, *([size] if shows_size else []), *([one["layout"]] if has_layouts else [])]
+        table.add_row(*map(Text, cells))
+    console.print(table)
+
+
+def _note_layout(site: SiteProfile, entry: Entry) -> bool:
+    """Put the layout of a model on one node of the site's GPUs beside it; False if the model does not fit."""
     from hpc_serve.plan.asked import PlanRequest
     from hpc_serve.submit.plans.planning import plan_for
 
     try:
         asked = PlanRequest(
-            model=model,
+            model=entry["name"],
             gpu=site.gpu or DEFAULT_GPU,
             gpu_memory_bytes=site.gpu_memory_bytes,
             num_nodes=1,
@@ -79,5 +96,7 @@ def _layout_on(site: SiteProfile, model: str) -> str | None:
         )
         plan = plan_for(asked).plan
     except HpcServeError:
-        return None
-    return plan.layout.sizes() if plan else None
+        return False
+    if plan is not None:
+        entry["layout"] = plan.layout.sizes()
+    return plan is not None

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpc_serve.cli.commands import CommandWithVllmOptions
 from hpc_serve.cli.submit.options import PLAN_GROUPS, not_empty, plan_options
-from hpc_serve.cli.submit.request import assumed_gpu_note, engine_words, machines_of, model_of, request_of_plan
+from hpc_serve.cli.submit.request import assumed_gpu_note, engine_words, request_of_plan
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 
 if TYPE_CHECKING:
@@ -116,29 +116,18 @@ def _memory_of_nodes(options: Mapping[str, Any], result: PlanResult) -> str:
 
 
 def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
-    """Return the request for the plan; without --gpu it is for the machines of the site file, as in `submit`."""
-    from hpc_serve.plan.asked import PlanRequest
-    from hpc_serve.plan.choice.vllm_flags import read_fields
-    from hpc_serve.plan.engine import EngineConfig, Workload
+    """Return the request for the plan: that of `submit` with these options, and what `plan` alone is asked for."""
+    from hpc_serve.submit.plans.planning import asked_plan
     from hpc_serve.submit.site.site_files import read_site
     from hpc_serve.vllm.allowed import check_arguments
 
-    site = read_site(os.environ)
-    words, own = engine_words(options, site)
-    check_arguments(words, allow_unknown=False, version=options.get("vllm_version") or "")
-    asked = dict(options) | read_fields(words)  # vLLM's own words win, as they do for `submit`
-    engine = {option.name: asked[option.name] for option in fields(EngineConfig) if option.name in asked}
-    return PlanRequest(
-        model=own.model if own else model_of(options),
-        **machines_of(options, site),
-        engine=EngineConfig(**{name: value for name, value in engine.items() if value is not None}),
-        workload=Workload(**{option.name: asked[option.name] for option in fields(Workload) if option.name in asked}),
-        **{
-            name: options[name]
-            for name in (
-                *("target", "input_tokens", "output_tokens", "requests", "arrivals", "longest_output_tokens"),
-                *("prefix_hits", "acceptance_length", "decode_only", "ideal", "measured", "usd_per_gpu_hour"),
-                "allow_unknown_config_keys",
-            )
-        },
+    version = options.get("vllm_version")
+    words, _ = engine_words(options, read_site(os.environ))
+    check_arguments(words, allow_unknown=False, version=version or "")
+    asked = asked_plan(request_of_plan(options))
+    return replace(
+        asked,
+        engine=replace(asked.engine, vllm_version=version) if version else asked.engine,
+        workload=replace(asked.workload, replicas=options["replicas"]),
+        **{name: options[name] for name in ("decode_only", "ideal", "measured", "usd_per_gpu_hour")},
     )

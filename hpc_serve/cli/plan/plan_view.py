@@ -31,21 +31,19 @@ _VERDICTS = {"chosen": "bold green", "fits": "green", "too small": "yellow", "re
 
 def as_json(result: PlanResult) -> dict[str, Any]:
     """The plan, or the lack of one, under stable keys."""
-    if result.plan is not None:
-        found = result.estimates()
-        return {
-            **plan_json(result.plan, result.model),
-            "performance": {**speed_json(found), **_nearness(result)} if found else None,
-            "contexts": [contexts_json(one) for one in result.contexts],
-        }
-    assert result.error is not None
-    return {**no_plan_json(result.error, result.model, result.accelerator), "performance": None}
-
-
-def _nearness(result: PlanResult) -> dict[str, Any]:
-    """How near its speeds are to published ones."""
-    roofline = result.roofline()
-    return {"range": speed_range(roofline, result.traffic), "measured_classes": measured_classes(roofline)}
+    if result.plan is None:
+        assert result.error is not None
+        return {**no_plan_json(result.error, result.model, result.accelerator), "performance": None}
+    performance = None
+    if found := result.estimates():
+        roofline = result.roofline()
+        nearness = {"range": speed_range(roofline, result.traffic), "measured_classes": measured_classes(roofline)}
+        performance = {**speed_json(found), **nearness}  # how near its speeds are to published ones
+    return {
+        **plan_json(result.plan, result.model),
+        "performance": performance,
+        "contexts": [contexts_json(one) for one in result.contexts],
+    }
 
 
 def print_plan(result: PlanResult, *, note: str | None = None, memory: str = "") -> None:
@@ -210,8 +208,7 @@ def _print_sharing(console: Console, result: PlanResult) -> None:
     if result.chosen.layout.num_nodes > 1 or result.inputs.cluster.node_size == 1 or asked or workload.replicas:
         return
     ways = replica_options(result.inputs)
-    sentence = compare_sharing(ways, result.inputs.max_model_len)
-    if sentence is None:
+    if (sentence := compare_sharing(ways, result.inputs.max_model_len)) is None:
         return
     requests = f"REQUESTS OF {TYPICAL_REQUEST_TOKENS:,}"
     table = wide_table(console, "REPLICAS", "TP", "WEIGHTS", "CACHE", "TOKENS IN ALL", requests)

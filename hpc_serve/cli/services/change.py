@@ -90,11 +90,19 @@ def _stop(
 
     for status in found:
         if not status.is_over:
-            click.echo(f"Stopping {status.service} (job {status.name}), which is {status.state} ...", err=err)
+            click.echo(_stopping(status), err=err)
     ended = list(stop(store, found, timeout_s=timeout_s, drain_s=drain_s))
     for status in ended:
-        click.echo(f"{status.service} (job {status.name}) is over: {status.sentence}", err=err)
+        click.echo(_is_over(status), err=err)
     return ended
+
+
+def _stopping(status: ReplicaStatus) -> str:
+    return f"Stopping {status.service} (job {status.name}), which is {status.state} ..."
+
+
+def _is_over(status: ReplicaStatus) -> str:
+    return f"{status.service} (job {status.name}) is over: {status.sentence}"
 
 
 @click.command("scale")
@@ -117,9 +125,6 @@ def scale_command(service: str, replicas: tuple[int, int | None] | dict[str, int
     from hpc_serve.submit.services.want import scale, set_bounds
     from hpc_serve.submit.status.status_reader import find_report, replicas_here
 
-    def say(status: ReplicaStatus) -> None:
-        click.echo(f"Stopping {status.service} (job {status.name}), which is {status.state} ...", err=as_json)
-
     store = own_store()
     count, most = (replicas, None) if isinstance(replicas, dict) else replicas
     if most is not None and isinstance(count, int):
@@ -129,7 +134,9 @@ def scale_command(service: str, replicas: tuple[int, int | None] | dict[str, int
         if as_json:
             show.print_json({"service": service, "least": count, "most": most})
         return
-    done = scale(store, service, count, drain_s=drain, on_stop=say)
+    done = scale(
+        store, service, count, drain_s=drain, on_stop=lambda status: click.echo(_stopping(status), err=as_json)
+    )
     if as_json:
         added, ended = [job.job_id for job in done.added], [show.status_json(status) for status in done.ended]
         show.print_json(
@@ -139,7 +146,7 @@ def scale_command(service: str, replicas: tuple[int, int | None] | dict[str, int
     for job in done.added:
         click.echo(f"{service}: submitted as job {job.job_id}")
     for status in done.ended:
-        click.echo(f"{status.service} (job {status.name}) is over: {status.sentence}")
+        click.echo(_is_over(status))
     total = count if isinstance(count, int) else sum(done.counts.values())
     change = "as before" if done.before == total else f"it had {done.before}"
     each = f" ({shown_counts(done.counts)})" if done.counts else ""
@@ -160,17 +167,14 @@ def wake_command(service: str, as_json: bool) -> None:
     from hpc_serve.submit.services.want import wake
 
     woken = wake(own_store(), service)
+    submitted = [job.job_id for job in woken.jobs]
     if as_json:
-        show.print_json(
-            {"service": service, "submitted": [job.job_id for job in woken.jobs], "note": woken.note or None}
-        )
+        show.print_json({"service": service, "submitted": submitted, "note": woken.note or None})
         return
-    for job in woken.jobs:
-        click.echo(f"{service}: submitted as job {job.job_id}")
-    if woken.jobs:
-        click.echo(f"{service} is woken; hpc-serve wait {service}")
-    else:
-        click.echo(f"{service} needs no waking: {woken.note}.")
+    for job_id in submitted:
+        click.echo(f"{service}: submitted as job {job_id}")
+    done = f"is woken; hpc-serve wait {service}" if submitted else f"needs no waking: {woken.note}."
+    click.echo(f"{service} {done}")
 
 
 @click.command("forget")

@@ -56,7 +56,9 @@ def own_screen() -> Iterator[Screen]:
     before = {one: signal.signal(one, signal.default_int_handler) for one in ends}
     try:
         tty.setcbreak(keys, termios.TCSANOW)
-        _without_suspend(keys)
+        changed = termios.tcgetattr(keys)
+        changed[6][termios.VSUSP] = _VSUSP_OFF  # Ctrl-Z would leave a shell on our screen
+        termios.tcsetattr(keys, termios.TCSANOW, changed)
         with Live(console=PlainConsole(), screen=True, auto_refresh=False) as live:
             yield Screen(live, keys)
     finally:
@@ -64,10 +66,3 @@ def own_screen() -> Iterator[Screen]:
             termios.tcsetattr(keys, termios.TCSANOW, settings)
         for one, handler in before.items():
             signal.signal(one, handler)
-
-
-def _without_suspend(keys: int) -> None:
-    """Ctrl-Z would leave a shell on our screen."""
-    settings = termios.tcgetattr(keys)
-    settings[6][termios.VSUSP] = _VSUSP_OFF
-    termios.tcsetattr(keys, termios.TCSANOW, settings)

@@ -6,7 +6,7 @@ import os
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -161,18 +161,12 @@ def _next(path: Path, settings: Sequence[Setting]) -> str:
 
 
 def _show_merged(merged: MergedSite) -> None:
-    for number, file in enumerate(merged.files, 1):
-        click.echo(f"[{number}] {file}")
-    numbers = {file: number for number, file in enumerate(merged.files, 1)}
-    _print_rows(
-        [(f"[{numbers[merged.sources[name]]}] {name}", _shown(value)) for name, value in merged.settings.items()]
-    )
-
-
-def _shown(value: Any) -> str:
     from hpc_serve.submit.init.setting import yaml_value
 
-    return yaml_value(value)
+    numbers = {file: f"[{number}]" for number, file in enumerate(merged.files, 1)}
+    for file, number in numbers.items():
+        click.echo(f"{number} {file}")
+    _print_rows([(f"{numbers[merged.sources[name]]} {name}", yaml_value(one)) for name, one in merged.settings.items()])
 
 
 def _print_rows(rows: Sequence[tuple[str, str]]) -> None:

@@ -18,7 +18,6 @@ from hpc_serve.submit.request.request import Cluster
 
 if TYPE_CHECKING:
     from hpc_serve.quantize.request import Scheme
-    from hpc_serve.quantize.submission import Submitted
 
 _GROUPS = {
     "Most used": ("scheme", "output", "calibration", "gpus", "partition", "account", "time", "wait", "only_print"),
@@ -58,49 +57,41 @@ def quantize_command(model: str, scheme: str | None, only_print: bool, wait: boo
         raise click.UsageError("Say which: --int8 or --fp8.", click.get_current_context())
     environ, calibration = os.environ, options["calibration"]
     site, home = read_site(environ, options["site"]), default_home(environ)
-    weights = submission.find_weights(model, {**environ, **expanded(site.env, environ)})
-    venv = _absolute(options["venv"] or environ.get("HPC_SERVE_QUANTIZE_ENV") or _VENV)
-    output = _absolute(options["output"] or f"{Path(weights.title).name}-{scheme}")
-    submission.check_paths(output, venv, _absolute(calibration) if calibration else None)
+    env = expanded(site.env, environ)
+    title, folder, weight_bytes = submission.find_weights(model, {**environ, **env})
     gpus = options["gpus"] if options["gpus"] is not None else int(calibration is not None)
     request = QuantizeRequest(
-        title=weights.title,
-        folder=str(weights.folder),
-        output=str(output),
+        title=title,
+        folder=str(folder),
+        output=_absolute(options["output"] or f"{Path(title).name}-{scheme}"),
         scheme=cast("Scheme", scheme),
-        venv=str(venv),
-        weight_bytes=weights.weight_bytes,
-        calibration=str(_absolute(calibration)) if calibration else None,
+        venv=_absolute(options["venv"] or environ.get("HPC_SERVE_QUANTIZE_ENV") or _VENV),
+        weight_bytes=weight_bytes,
+        calibration=_absolute(calibration) if calibration else None,
         gpus=gpus,
         **{name: options[name] for name in ("samples", "max_tokens", "cluster")},
         slurm=site.slurm_options(extra=options["extra"], **{name: options[name] for name in SLURM_OPTIONS}),
         modules=site.modules,
-        env=expanded(site.env, environ),
-        log_dir=str(_absolute(options["log_dir"]) if options["log_dir"] else home / "quantize" / "logs"),
+        env=env,
+        log_dir=_absolute(options["log_dir"] or str(home / "quantize" / "logs")),
         templates_dir=site.templates_dir,
     )
+    submission.check_paths(request)
     if only_print:
         click.echo(render_quantize_script(request), nl=False)
         return
-    submitted = submission.submit(request, home)
-    click.echo(f"{weights.title} to {scheme}: submitted as job {submitted.job_id}")
-    click.echo(
-        f"  log     {submitted.log}\n  makes   {submitted.output}\n  then    hpc-serve submit {submitted.output}"
-    )
-    if wait:
-        _follow(submitted)
-
-
-def _follow(submitted: Submitted) -> None:
-    from hpc_serve.quantize.submission import lines_until_end
-
+    done = submission.submit(request, home)
+    click.echo(f"{title} to {scheme}: submitted as job {done.job_id}")
+    click.echo(f"  log     {done.log}\n  makes   {done.output}\n  then    hpc-serve submit {done.output}")
+    if not wait:
+        return
     try:
-        for line in redact_lines(lines_until_end(submitted)):
+        for line in redact_lines(submission.lines_until_end(done)):
             click.echo(printable(line), err=True)
     except KeyboardInterrupt:
-        click.echo(f"\nNo longer watching; job {submitted.job_id} goes on. Its log: {submitted.log}", err=True)
+        click.echo(f"\nNo longer watching; job {done.job_id} goes on. Its log: {done.log}", err=True)
         raise click.exceptions.Exit(130) from None
 
 
-def _absolute(path: str) -> Path:
-    return Path(os.path.abspath(os.path.expanduser(path)))
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))

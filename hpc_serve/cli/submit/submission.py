@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,60 +58,57 @@ def submission_text(submission: Submission, *, gpu_note: str | None = None) -> s
     from hpc_serve.rendezvous.record import DEFAULT_MACHINE
     from hpc_serve.submit.services.wanted_sentence import bounds_sentence
 
-    job, plan = submission.job, submission.plan
-    layout = plan.layout.sizes()
-    nodes = f"{plan.layout.num_nodes} node{'s' if plan.layout.num_nodes > 1 else ''}"
-    machines = (
-        f"{nodes} x {plan.layout.gpus_per_node} {plan.accelerator.unit}{'s' if plan.layout.gpus_per_node > 1 else ''}"
-        if job.cluster == "slurm"
-        else "this machine"
-    )
-    count, jobs = submission.num_replicas, len(submission.jobs)
-    per_job = f", {job.replicas_per_job} on one node" if job.replicas_per_job > 1 else ""
-    each = f"{count} replicas{per_job}, each " if count > 1 else ""
-    others = submission.others
-    chain = [one.job_id for one in submission.jobs if one.predecessor]
-    wanted = submission.wanted
-    follows_load = wanted is not None and (wanted.least < wanted.most or wanted.idle_stop_s is not None)
-    keeps_up = wanted is not None and wanted.keep_up
-    what = "is there already, as" if submission.is_there else "submitted as"
+    job, layout, wanted = submission.job, submission.plan.layout, submission.wanted
+    is_slurm, count, further = job.cluster == "slurm", submission.num_replicas, len(submission.jobs) - _LOGS_SHOWN
+    nodes = f"{layout.num_nodes} node{'s' if layout.num_nodes > 1 else ''}"
+    gpus = f"{layout.gpus_per_node} {submission.plan.accelerator.unit}{'s' if layout.gpus_per_node > 1 else ''}"
+    machines = f"{nodes} x {gpus}" if is_slurm else "this machine"
     if job.machine != DEFAULT_MACHINE:
         machines += f" of {job.machine}"
-    lines = [
-        f"{job.service}: {what} job {submission.job_id} ({each}{machines}, {layout})",
-        f"  model   {job.model}",
-        *([f"  replicas {bounds_sentence(wanted)}"] if wanted is not None and follows_load else []),
-        *(["  keeps up across time limits: each job submits the next before its own ends"] if keeps_up else []),
-        *([f"  ahead   {len(chain)} jobs take over in time: {', '.join(chain)}"] if chain else []),
+    per_job = f", {job.replicas_per_job} on one node" if job.replicas_per_job > 1 else ""
+    each = f"{count} replicas{per_job}, each " if count > 1 else ""
+    chain = [one.job_id for one in submission.jobs if one.predecessor]
+    keeps_up = wanted is not None and wanted.keep_up
+    follows_load = wanted is not None and (wanted.least < wanted.most or wanted.idle_stop_s is not None)
+    shared_with, service = submission.shared_with, job.service
+    rows = [
+        ("model", job.model),
+        ("replicas", bounds_sentence(wanted) if wanted is not None and follows_load else ""),
+        ("keeps up", "across time limits: each job submits the next before its own ends" if keeps_up else ""),
+        ("ahead", f"{len(chain)} jobs take over in time: {', '.join(chain)}" if chain else ""),
+        ("shared", f"with group {shared_with}, who name it {submission.folder}" if shared_with else ""),
+        ("memory", submission.memory),
+        ("queue", submission.queue),
+        *(("log", one.log_path) for one in submission.jobs[:_LOGS_SHOWN]),
+        ("", f"… and those of {further} more" if further > 0 else ""),
+        ("next", f"hpc-serve wait {service}     hpc-serve logs {service} --follow"),
+        ("", f"hpc-serve status {service}   hpc-serve stop {service}"),
+        ("tools", _tools_note(job.model, job.engine_args)),
+        ("note", submission.weights_note),
+        ("note", submission.machines_note),
+        ("note", gpu_note if is_slurm else ""),
+        *_others_rows(submission),
         *(
-            [f"  shared  with group {submission.shared_with}, who name it {submission.folder}"]
-            if submission.shared_with
-            else []
+            ("note", f"its engine is not that of job {job_id}, so answers may differ: {'; '.join(words)}")
+            for job_id, words in submission.differing.items()
         ),
-        *([f"  memory  {submission.memory}"] if submission.memory else []),
-        *([f"  queue   {submission.queue}"] if submission.queue else []),
-        *(f"  log     {one.log_path}" for one in submission.jobs[:_LOGS_SHOWN]),
-        *([f"          … and those of {jobs - _LOGS_SHOWN} more"] if jobs > _LOGS_SHOWN else []),
-        f"  next    hpc-serve wait {job.service}     hpc-serve logs {job.service} --follow",
-        f"          hpc-serve status {job.service}   hpc-serve stop {job.service}",
     ]
-    if tools := _tools_note(job.model, job.engine_args):
-        lines.append(f"  tools   {tools}")
-    lines += [f"  note    {note}" for note in (submission.weights_note, submission.machines_note) if note]
-    if gpu_note and job.cluster == "slurm":
-        lines.append(f"  note    {gpu_note}")
-    if others and not submission.is_there:
-        there = ", ".join(f"job {other.name} ({other.state})" for other in others)
-        ahead = {other.successor_job_id for other in others}
-        before = sum(other.job_id not in ahead for other in others)
-        now = max(before + count, wanted.count if wanted is not None else 0)
-        lines += [
-            f"  note    {job.service} has {now} replicas now; it had {before} before, {there};",
-            f"          if that is too many: hpc-serve stop {submission.job_id}",
-        ]
-    for job_id, words in submission.differing.items():
-        lines.append(f"  note    its engine is not that of job {job_id}, so answers may differ: {'; '.join(words)}")
-    return "\n".join(lines)
+    what = "is there already, as" if submission.is_there else "submitted as"
+    heading = f"{service}: {what} job {submission.job_id} ({each}{machines}, {layout.sizes()})"
+    return "\n".join([heading, *(f"  {name:<7} {text}" for name, text in rows if text)])
+
+
+def _others_rows(submission: Submission) -> Iterator[tuple[str, str]]:
+    """Yield how many replicas the service has now, if it had others before."""
+    others, wanted = submission.others, submission.wanted
+    if not others or submission.is_there:
+        return
+    ahead = {other.successor_job_id for other in others}
+    before = sum(other.job_id not in ahead for other in others)
+    now = max(before + submission.num_replicas, wanted.count if wanted is not None else 0)
+    there = ", ".join(f"job {other.name} ({other.state})" for other in others)
+    yield "note", f"{submission.job.service} has {now} replicas now; it had {before} before, {there};"
+    yield "", f"if that is too many: hpc-serve stop {submission.job_id}"
 
 
 def _tools_note(model: str, engine_args: Sequence[str]) -> str:

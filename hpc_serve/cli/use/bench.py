@@ -14,6 +14,7 @@ from hpc_serve.bench.run import Dataset, Lengths, Pace
 from hpc_serve.cli.commands import GroupedCommand
 from hpc_serve.cli.complete import gpu_names, live_service_names
 from hpc_serve.cli.values import Duration, Written
+from hpc_serve.errors import HpcServeError
 from hpc_serve.given_files import parse_json
 
 if TYPE_CHECKING:
@@ -169,18 +170,18 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
 
 def _keep(store: ServiceStore, run: Run, number: int, gpu: str | None) -> None:
     """Keep a run for later plans, and say so on stderr, or why it is not kept."""
-    from hpc_serve.bench.expected import NotKeptError, measured_run
+    from hpc_serve.bench.answers import one_line
+    from hpc_serve.bench.expected import measured_run
     from hpc_serve.submit.plans.measured_runs import FILE, keep_run
 
     try:
         kept = measured_run(store, run, gpu=gpu)
         keep_run(store.home, kept)
-    except NotKeptError as error:
-        click.echo(f"Run {number} is not kept for later plans: {error}", err=True)
-        return
-    ratio = kept.tokens_per_s / kept.printed_tokens_per_s
-    where = store.home / FILE
-    click.echo(f"Run {number} is kept for later plans: × {ratio:.2g} of the printed speed ({where})", err=True)
+    except HpcServeError as error:
+        click.echo(f"Run {number} is not kept for later plans: {one_line(error)}", err=True)
+    else:
+        ratio, where = kept.tokens_per_s / kept.printed_tokens_per_s, store.home / FILE
+        click.echo(f"Run {number} is kept for later plans: × {ratio:.2g} of the printed speed ({where})", err=True)
 
 
 def _sweep(services: tuple[str, ...], options: dict[str, Any]) -> Sweep:
@@ -188,40 +189,38 @@ def _sweep(services: tuple[str, ...], options: dict[str, Any]) -> Sweep:
     from hpc_serve.bench.sweep import Sweep
     from hpc_serve.bench.workload import BenchWorkload
 
-    dataset = options["dataset_name"] or ("custom" if options["dataset_path"] is not None else "random")
+    path = options["dataset_path"]
+    dataset: Dataset = options["dataset_name"] or ("random" if path is None else "custom")
     is_file = dataset in FORMATS
-    if is_file != (options["dataset_path"] is not None):
-        raise click.UsageError(
-            f"--dataset-name {dataset} needs --dataset-path."
-            if is_file
-            else f"{dataset} is made and has no --dataset-path."
-        )
+    if is_file and path is None:
+        raise click.UsageError(f"--dataset-name {dataset} needs --dataset-path.")
+    if path is not None and not is_file:
+        raise click.UsageError(f"{dataset} is made and has no --dataset-path.")
     if is_file and options["lengths"] is not None:
-        raise click.UsageError(
-            "A file has its own prompts: --output-len is the length of their answers, --lengths is not."
-        )
-    if not is_file and options["output_len"] is not None:
+        why = "A file has its own prompts: --output-len is the length of their answers, --lengths is not."
+        raise click.UsageError(why)
+    if options["output_len"] is not None and not is_file:
         raise click.UsageError("--output-len is for files; --lengths IN/OUT has both lengths.")
-    ignore_eos = options["ignore_eos"]
-    common: dict[str, Any] = {
-        "dataset": dataset,
-        "count": options["num_prompts"] or (None if is_file else 1000),
-        "path": options["dataset_path"],
-        **{name: options[name] for name in ("seed", "output_len", "prefix_len", "num_prefixes")},
-        "ignore_eos": not is_file if ignore_eos is None else ignore_eos,
-        "extra_body": _object(options["extra_body"]),
-    }
-    lengths = (None,) if is_file else options["lengths"] or _LENGTHS.read(_USUAL_LENGTHS)
     rates, most = options["request_rate"], options["max_concurrency"]
-    paces = tuple(
-        Pace(max_concurrency=at_once, request_rate=rate, burstiness=options["burstiness"])
-        for rate in rates or (float("inf"),)
-        for at_once in most or ((None,) if rates else _USUAL_CONCURRENCY)
-    )
     return Sweep(
         services=services,
-        workloads=tuple(BenchWorkload(**common, lengths=one) for one in lengths),
-        paces=paces,
+        workloads=tuple(
+            BenchWorkload(
+                dataset=dataset,
+                count=options["num_prompts"] or (None if is_file else 1000),
+                path=path,
+                lengths=lengths,
+                ignore_eos=not is_file if options["ignore_eos"] is None else options["ignore_eos"],
+                extra_body=_object(options["extra_body"]),
+                **{name: options[name] for name in ("seed", "output_len", "prefix_len", "num_prefixes")},
+            )
+            for lengths in ((None,) if is_file else options["lengths"] or _LENGTHS.read(_USUAL_LENGTHS))
+        ),
+        paces=tuple(
+            Pace(max_concurrency=at_once, request_rate=rate, burstiness=options["burstiness"])
+            for rate in rates or (float("inf"),)
+            for at_once in most or ((None,) if rates else _USUAL_CONCURRENCY)
+        ),
         split=options["split"],
         wait=options["wait"],
     )

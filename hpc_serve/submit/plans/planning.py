@@ -87,7 +87,7 @@ def plan_request(request: ServeRequest, *, stand_in: str | None = None) -> Plann
 def _result(request: ServeRequest, stand_in: str | None) -> PlanResult:
     """Return the result of planning, also if nothing fits. Raises InvalidRequestError for a quantization that vLLM
     cannot make itself."""
-    asked = _plan_request(request)
+    asked = asked_plan(request)
     both_sizes = request.tensor_parallel_size is not None and request.pipeline_parallel_size is not None
     # A layout asked for is checked against what is loaded; a layout to be chosen is that of the model named.
     result = plan_for(asked, stand_in=stand_in if both_sizes else None)
@@ -177,7 +177,7 @@ def _node_size(request: ServeRequest, plan: ServePlan) -> int:
     return request.gpus_per_node or plan.accelerator.gpus_per_node
 
 
-def _plan_request(request: ServeRequest) -> PlanRequest:
+def asked_plan(request: ServeRequest) -> PlanRequest:
     """Return the plan's request. The engine's own words win over our options, as on vLLM's command line."""
     flags = {
         "tensor_parallel_size": request.tensor_parallel_size,

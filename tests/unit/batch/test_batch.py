@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from hpc_serve import batch
 from hpc_serve.batch.answer_files import AnswerFile
 from hpc_serve.batch.request_file import IdIndex
 from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError
+from tests.support.patience import wait_until
 from tests.unit.batch.conftest import request_line
 
 
@@ -146,22 +146,17 @@ def test_the_output_of_another_batch_is_refused(service, requests, tmp_path):
     assert len(ids(tmp_path / "out.jsonl")) == 3
 
 
-def test_the_requests_cannot_be_their_own_output(requests):
-    asked = requests(1)
-    with pytest.raises(InvalidRequestError, match="would be read and written"):
-        run(asked, asked)
-
-
-def test_requests_in_a_pipe_are_refused(requests, tmp_path):
-    pipe = tmp_path / "pipe"
+def test_files_that_cannot_be_are_refused_and_stay(requests, tmp_path):
+    asked, pipe = requests(1), tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(InvalidRequestError, match="is no file: it is read twice"):
-        run(pipe, tmp_path / "out.jsonl")
-
-
-def test_an_output_that_is_no_file_is_refused_and_stays(requests):
-    with pytest.raises(InvalidRequestError, match="/dev/null is no file"):
-        run(requests(1), Path("/dev/null"))
+    for read, written, error, why in (
+        (asked, asked, InvalidRequestError, "would be read and written"),
+        (pipe, tmp_path / "out.jsonl", InvalidRequestError, "is no file: it is read twice"),
+        (asked, Path("/dev/null"), InvalidRequestError, "/dev/null is no file"),
+        (asked, tmp_path / "missing" / "out.jsonl", StoreError, "cannot be written"),
+    ):
+        with pytest.raises(error, match=why):
+            run(read, written)
     assert Path("/dev/null").is_char_device()
 
 
@@ -172,11 +167,6 @@ def test_a_request_that_cannot_be_sent_is_an_error_of_its_line(service, requests
     assert ids(tmp_path / "out.jsonl") == ["whole"]
     errors = [json.loads(line)["error"] for line in (tmp_path / "out.errors.jsonl").read_text().splitlines()]
     assert [error["code"] for error in errors] == ["not_sent", "not_sent"]
-
-
-def test_a_folder_that_is_not_there_is_told(requests, tmp_path):
-    with pytest.raises(StoreError, match="cannot be written"):
-        run(requests(1), tmp_path / "missing" / "out.jsonl")
 
 
 def test_two_batches_on_one_output_are_told_apart(requests, tmp_path):
@@ -243,10 +233,8 @@ def test_in_order_the_output_follows_the_requests(service, requests, tmp_path):
 
 def test_shards_are_joined_once_all_lines_are_there(service, requests, tmp_path):
     service.start()
-    output, asked = (
-        tmp_path / "out.jsonl",
-        requests([*(request_line(f"q{n}") for n in range(10)), request_line("bad", "x " * 60_000)]),
-    )
+    output = tmp_path / "out.jsonl"
+    asked = requests([*(request_line(f"q{n}") for n in range(10)), request_line("bad", "x " * 60_000)])
     with pytest.raises(InvalidRequestError, match="There are no shards"):
         batch.merge(asked, output)
     for number in (1, 2):
@@ -262,34 +250,31 @@ def test_shards_are_joined_once_all_lines_are_there(service, requests, tmp_path)
         batch.merge(asked, output)
 
 
+def has_lines(path: Path, count: int) -> bool:
+    return path.exists() and path.read_bytes().count(b"\n") >= count
+
+
 def test_killed_clients_and_engines_leave_each_id_once(service, requests, tmp_path):
     """The client is killed three times and an engine once, in the middle."""
     engines = [service.start("--stub-word-s", "0.005") for _ in range(2)]
     output, asked = tmp_path / "out.jsonl", requests(200)
     argv = [sys.executable, "-m", "hpc_serve.cli", "batch", asked, output, "--service", "405b"]
-    ended = None
-    for kill in range(4):
-        process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        if kill < 3:
-            want, deadline = (kill + 1) * 40, time.monotonic() + 120
-            while process.poll() is None and (not output.exists() or output.read_bytes().count(b"\n") < want):
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            if kill == 1:
-                engines[0].kill()
-            assert process.poll() is None, process.stderr.read()
-            os.kill(process.pid, signal.SIGKILL)
-        _, said = process.communicate()
-        ended = (process.returncode, said)
-    assert ended[0] == 0, ended[1]
+    for want in (40, 80, 120):
+        process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
+        wait_until(partial(has_lines, output, want))
+        if want == 80:
+            engines[0].kill()
+        assert process.poll() is None
+        process.kill()
+        process.wait()
+    assert subprocess.run(argv, stdout=subprocess.DEVNULL, check=False).returncode == 0
     assert sorted(ids(output)) == sorted(f"q{n}" for n in range(200))
 
 
-class TestIdIndex:
-    def test_it_finds_what_was_added_and_nothing_else(self):
-        index = IdIndex()
-        assert all(index.add(f"q{n}") for n in range(5000))
-        assert not index.add("q77")
-        assert len(index) == 5000
-        assert len({index.slot(f"q{n}") for n in range(5000)}) == 5000
-        assert index.slot("other") is None
+def test_an_index_finds_what_was_added_and_nothing_else():
+    index = IdIndex()
+    assert all(index.add(f"q{n}") for n in range(5000))
+    assert not index.add("q77")
+    assert len(index) == 5000
+    assert len({index.slot(f"q{n}") for n in range(5000)}) == 5000
+    assert index.slot("other") is None

@@ -19,7 +19,6 @@ from hpc_serve.cli.main import cli
 from hpc_serve.client import services
 from hpc_serve.client.engine_work import ReplicaWork, WorkWatch
 from hpc_serve.client.openai_client import AsyncServiceClient
-from tests.support.page_blocks import Block
 from tests.support.page_world import PageWorld
 from tests.support.patience import wait_until
 from tests.unit.batch.conftest import request_line
@@ -29,10 +28,8 @@ from tests.unit.batch.test_batch import ids, run
 def test_the_window_shrinks_while_requests_wait_at_the_engine(service, requests, tmp_path):
     """The engine works on two at once, and its record says eight."""
     service.start("--stub-slots", "2", "--stub-word-s", "0.02")
-    answers, windows = [], []
-    answers += run(
-        requests(150), tmp_path / "out.jsonl", tick_s=0.1, on_tick=lambda progress: windows.append(progress.window)
-    )
+    windows = []
+    answers = run(requests(150), tmp_path / "out.jsonl", tick_s=0.1, on_tick=lambda p: windows.append(p.window))
     assert answers[-1].progress.answered == 150
     assert min(windows) < 5
     assert max(windows) <= 9
@@ -122,17 +119,19 @@ def test_memory_does_not_grow_with_the_file(service, requests, tmp_path):
 def test_gpu_hours_are_those_of_all_replicas(service, requests, tmp_path):
     service.start("--stub-word-s", "0.05", num_nodes=2, gpus_per_node=4)
     found = []
-    last = run(
-        requests(30),
-        tmp_path / "out.jsonl",
-        tick_s=0.05,
-        on_tick=lambda p: found.append((p.gpu_hours, p.replicas)),
-    )[-1].progress
+    tell = {"tick_s": 0.05, "on_tick": lambda p: found.append((p.gpu_hours, p.replicas))}
+    last = run(requests(30), tmp_path / "out.jsonl", **tell)[-1].progress
     assert last.gpu_hours > 0
     # Eight GPUs, for no longer than the run and one look.
     assert last.gpu_hours <= 8 * (last.serving_s + 60) / 3600
     assert found == sorted(found)
-    assert {replicas for _, replicas in found} == {1}
+    assert {replicas for _, replicas in found} - {0} == {1}  # 0 before the first look
+
+
+def task_of_array(count, least, most, number):
+    """The environment of a task of a job array."""
+    values = {"COUNT": count, "MIN": least, "MAX": most, "ID": number}
+    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in values.items()}
 
 
 class TestCommand:
@@ -167,146 +166,130 @@ class TestCommand:
     @pytest.mark.parametrize(("first", "step"), [(0, 1), (1, 1), (10, 5)])
     def test_a_task_of_a_job_array_takes_its_shard(self, call, tmp_path, first, step):
         for place in range(3):
-            array = {"COUNT": 3, "MIN": first, "MAX": first + 2 * step, "ID": first + place * step}
-            done = call(env={f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in array.items()})
+            done = call(env=task_of_array(3, first, first + 2 * step, first + place * step))
             assert done.exit_code == 0, done.output
             assert sorted(ids(tmp_path / f"out.{place + 1}-of-3.jsonl")) == [f"q{place}", f"q{place + 3}"]
         assert "6 answers" in call("--merge").output
 
     def test_uneven_numbers_of_an_array_are_refused(self, call):
-        done = call(
-            env={
-                f"SLURM_ARRAY_TASK_{name}": value
-                for name, value in zip(("COUNT", "MIN", "MAX", "ID"), "3051", strict=True)
-            }
-        )
+        done = call(env=task_of_array(3, 0, 5, 1))
         assert done.exit_code == 2
         assert "no even numbers" in done.output
 
 
+@pytest.fixture
+def world(tmp_path, requests):
+    with PageWorld(tmp_path) as world:
+        requests(6).rename(world.clone / "in.jsonl")
+        yield world
+
+
+def shell(world, text, **further):
+    """Run a line by bash, as a person or Slurm would."""
+    return subprocess.run(
+        ["bash", "-c", text],
+        cwd=world.clone,
+        env={**world.environ(), **further},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+def call(world, options):
+    return shell(world, f"hpc-serve batch in.jsonl out.jsonl {options}")
+
+
+def service_of(world, name):
+    (found,) = [one for one in services(home=world.store_home) if one.service == name]
+    return found
+
+
+def is_over(world, name):
+    return all(one.is_over for one in service_of(world, name).replicas)
+
+
 class TestServiceOfItsOwn:
-    @pytest.fixture
-    def world(self, tmp_path, requests):
-        with PageWorld(tmp_path) as world:
-            requests(6).rename(world.clone / "in.jsonl")
-            yield world
-
-    @staticmethod
-    def call(world, options, output="out.jsonl"):
-        command = f"hpc-serve batch in.jsonl {output} {options}"
-        return world.run(Block(page="", number=1, language="bash", text="", runs=command, left_out=()))
-
     def test_it_is_started_if_lines_are_left_and_stopped_afterwards(self, world):
-        done = self.call(world, "--model 8b --replicas 2")
+        done = call(world, "--model 8b --replicas 2")
         assert done.returncode == 0, done.stdout
         assert len(set(ids(world.clone / "out.jsonl"))) == 6
-        (own,) = [one for one in services(home=world.store_home) if one.service == "8b"]
-        assert len(own.replicas) == 2
-        assert all(one.is_over for one in own.replicas)
-        assert "Nothing was left to ask." in self.call(world, "--model 8b --service other").stdout
+        assert len(service_of(world, "8b").replicas) == 2
+        assert is_over(world, "8b")
+        assert "Nothing was left to ask." in call(world, "--model 8b --service other").stdout
         assert "other" not in {one.service for one in services(home=world.store_home)}
 
     def test_it_is_stopped_after_a_failure(self, world):
-        (world.clone / "in.jsonl").write_text(
-            "".join(request_line(f"q{n}", url="/v1/responses") + "\n" for n in range(101))
-        )
-        done = self.call(world, "--model 8b")
-        assert "The first 100 lines all failed" in done.stdout
-        (own,) = [one for one in services(home=world.store_home) if one.service == "8b"]
-        assert all(one.is_over for one in own.replicas)
+        lines = (request_line(f"q{n}", url="/v1/responses") + "\n" for n in range(101))
+        (world.clone / "in.jsonl").write_text("".join(lines))
+        assert "The first 100 lines all failed" in call(world, "--model 8b").stdout
+        assert is_over(world, "8b")
 
     def test_it_is_stopped_after_ctrl_c(self, world, requests):
         requests(50_000).rename(world.clone / "in.jsonl")
-        argv = [sys.executable, "-m", "hpc_serve.cli", "batch", "in.jsonl", "out.jsonl", "--model", "8b"]
-        process = subprocess.Popen(
-            argv, cwd=world.clone, env=world.environ(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        command = "exec env --default-signal=INT hpc-serve batch in.jsonl out.jsonl --model 8b"  # tests may ignore it
+        process = subprocess.Popen(["bash", "-c", command], cwd=world.clone, env=world.environ())
         output = world.clone / "out.jsonl"
         wait_until(lambda: process.poll() is not None or (output.exists() and output.stat().st_size))
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=120)
-        assert process.returncode, said
-        (own,) = [one for one in services(home=world.store_home) if one.service == "8b"]
-        assert all(one.is_over for one in own.replicas)
+        assert process.wait(timeout=120)
+        assert is_over(world, "8b")
         assert 0 < len(ids(output)) < 5000
 
     def test_a_service_that_is_there_is_used_and_stays(self, world):
-        done = self.call(world, "--model 70b")
+        done = call(world, "--model 70b")
         assert done.returncode == 0, done.stdout
         assert "70b is there already, and stays" in done.stdout
-        (own,) = [one for one in services(home=world.store_home) if one.service == "70b"]
-        assert own.ready
+        assert service_of(world, "70b").ready
 
     def test_a_service_is_stopped_on_request_also_where_nothing_was_left(self, world):
-        self.call(world, "--service 70b")
-        said = self.call(world, "--service 70b --stop").stdout
-        assert "Nothing was left to ask." in said
-        (own,) = [one for one in services(home=world.store_home) if one.service == "70b"]
-        assert all(one.is_over for one in own.replicas)
+        call(world, "--service 70b")
+        assert "Nothing was left to ask." in call(world, "--service 70b --stop").stdout
+        assert is_over(world, "70b")
 
     def test_a_batch_that_is_refused_stops_nothing(self, world):
         first = AnswerFile(world.clone / "out.jsonl")
-        assert "Another batch is writing" in self.call(world, "--service 70b --stop").stdout
+        assert "Another batch is writing" in call(world, "--service 70b --stop").stdout
         first.close()
-        (own,) = [one for one in services(home=world.store_home) if one.service == "70b"]
-        assert own.ready
+        assert service_of(world, "70b").ready
 
     @pytest.mark.parametrize(
         "options", ["--model 8b --shard 1/2", "--replicas 2", "--stop", "--detach", "--service 70b --stop --shard 1/2"]
     )
     def test_options_that_do_not_go_together_are_refused(self, world, options):
-        assert self.call(world, options).returncode == 2
+        assert call(world, options).returncode == 2
 
 
 class TestJobOfItsOwn:
     """The script that `--detach` hands to sbatch, run by bash as Slurm would."""
 
-    @pytest.fixture
-    def world(self, tmp_path, requests):
-        with PageWorld(tmp_path) as world:
-            requests(6).rename(world.clone / "in.jsonl")
-            yield world
+    @staticmethod
+    def submit(world, options="--service 70b"):
+        done = call(world, f"--detach {options}")
+        assert done.returncode == 0, done.stdout
+        (script,) = (world.store_home / "batch" / "scripts").glob("*.sh")
+        return done.stdout, script
 
     @staticmethod
-    def run(world, text, **further):
-        return subprocess.run(
-            ["bash", "-c", text],
-            cwd=world.clone,
-            env={**world.environ(), **further},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-
-    def submit(self, world, options="--service 70b"):
-        done = self.run(world, f"hpc-serve batch in.jsonl out.jsonl --detach {options}")
+    def run_job(world, script, **further):
+        done = shell(world, f"bash {script}", **{"SLURM_JOB_ID": "101", **further})
         assert done.returncode == 0, done.stdout
-        return done.stdout, (world.store_home / "batch" / "scripts").glob("*.sh")
+        return done.stdout
 
     def test_it_answers_all_lines(self, world):
-        said, (script,) = self.submit(world, "--service 70b --partition cpu --time 30 --in-order --retries 7")
+        said, script = self.submit(world, "--service 70b --partition cpu --time 30 --in-order --retries 7")
         assert re.search(r"submitted as job 101\n  progress  tail -f .*/batch/logs/101\*\.log", said)
         text = script.read_text()
-        for line in (
-            "--partition=cpu",
-            "--time=30",
-            "--requeue",
-            "--open-mode=append",
-            "--mem=4G",
-            "--signal=B:USR1@120",
-        ):
-            assert f"#SBATCH {line}\n" in text
-        assert "#SBATCH --signal=B:USR1@120\n" in text
+        for line in ("partition=cpu", "time=30", "requeue", "open-mode=append", "mem=4G", "signal=B:USR1@120"):
+            assert f"#SBATCH --{line}\n" in text
         assert "--gpus" not in text
-        ended = self.run(world, f"bash {script}", SLURM_JOB_ID="101")
-        assert ended.returncode == 0, ended.stdout
+        assert "6 answered" in self.run_job(world, script)
         assert ids(world.clone / "out.jsonl") == [f"q{n}" for n in range(6)]
-        assert "6 answered" in ended.stdout
 
     def test_before_its_time_limit_it_is_queued_again(self, world, requests):
         requests(3000).rename(world.clone / "in.jsonl")
-        _, (script,) = self.submit(world)
+        _, script = self.submit(world)
         scontrol = world.slurm.bin / "scontrol"
         scontrol.write_text(f"#!/bin/bash\necho $* > {world.folder}/requeued\n")
         job = subprocess.Popen(
@@ -326,34 +309,28 @@ class TestJobOfItsOwn:
         os.killpg(job.pid, signal.SIGKILL)
         job.wait()
         before = len(output.read_bytes().splitlines())
-        ended = self.run(world, f"bash {script}", SLURM_JOB_ID="101", SLURM_RESTART_COUNT="1")
-        assert ended.returncode == 0, ended.stdout
+        self.run_job(world, script, SLURM_RESTART_COUNT="1")
         assert sorted(ids(output)) == sorted(f"q{n}" for n in range(3000))
         assert 0 < before < 3000
 
     def test_its_service_is_started_before_and_stopped_by_it(self, world):
-        _, (script,) = self.submit(world, "--model 8b")
+        _, script = self.submit(world, "--model 8b")
         assert "--service 8b" in script.read_text()
-        ended = self.run(world, f"bash {script}", SLURM_JOB_ID="102")
-        assert ended.returncode == 0, ended.stdout
-        (own,) = [one for one in services(home=world.store_home) if one.service == "8b"]
-        assert own.replicas
-        assert all(one.is_over for one in own.replicas)
+        self.run_job(world, script)
+        assert service_of(world, "8b").replicas
+        assert is_over(world, "8b")
 
     def test_a_bad_line_is_told_before_the_queue(self, world):
         (world.clone / "in.jsonl").write_text("{}\n")
-        done = self.run(world, "hpc-serve batch in.jsonl out.jsonl --detach --model 8b")
-        assert "in.jsonl, line 1" in done.stdout
+        assert "in.jsonl, line 1" in call(world, "--detach --model 8b").stdout
         assert not (world.folder / "slurm" / "sbatch-words").exists()
         assert not (world.clone / "out.jsonl").exists()
 
     def test_a_job_array_takes_shards_and_has_a_log_for_each(self, world):
-        _, (script,) = self.submit(world, "--service 70b --sbatch=--array=1-3")
+        _, script = self.submit(world, "--service 70b --sbatch=--array=1-3")
         text = script.read_text()
         assert "#SBATCH --array=1-3\n" in text
         assert "/%A_%a.log\n" in text
         for task in (1, 2, 3):
-            array = {"COUNT": "3", "MIN": "1", "MAX": "3", "ID": str(task)}
-            further = {f"SLURM_ARRAY_TASK_{name}": value for name, value in array.items()}
-            assert self.run(world, f"bash {script}", **further).returncode == 0
-        assert "6 answers" in self.run(world, "hpc-serve batch in.jsonl out.jsonl --merge").stdout
+            self.run_job(world, script, **task_of_array(3, 1, 3, task))
+        assert "6 answers" in call(world, "--merge").stdout

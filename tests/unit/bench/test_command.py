@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.cli.main import run
 from tests.support.patience import PATIENCE_S, wait_until
 
 SMALL = ("--lengths", "40/6", "--num-prompts", "12")
@@ -27,12 +26,11 @@ def test_one_run_is_shown_and_saved(service, tmp_path, ran):
     assert (result["completed"], result["max_concurrency"], len(result["ttfts"])) == (12, 4, 12)
 
 
-def test_a_sweep_is_a_table_and_a_list(service, tmp_path, capsys):
+def test_a_sweep_is_a_table_and_a_list(service, tmp_path, ran):
     service.start()
     saved = tmp_path / "summary.json"
     words = ["--lengths", "40/6,20/3", "--num-prompts", "6", "--max-concurrency", "1,3", "--goodput", "ttft:60000"]
-    assert run(["bench", *words, "--save", str(saved)]) == 0  # the one service that there is
-    printed = capsys.readouterr().out.splitlines()
+    printed = ran(["bench", *words, "--save", str(saved)]).out.splitlines()  # of the one service that there is
     assert printed[0].split()[:4] == ["service", "replicas", "workload", "pace"]
     assert [line.split()[3] for line in printed[1:5]] == ["40/6", "40/6", "20/3", "20/3"]
     assert [one["request_goodput"] > 0 for one in json.loads(saved.read_text())] == [True] * 4
@@ -66,6 +64,7 @@ def test_json_is_all_that_stdout_holds(service, ran):
         (["--dataset-path", "f", "--lengths", "1/2"], "A file has its own prompts"),
         (["--output-len", "5"], "--output-len is for files"),
         (["--extra-body", "[1]"], "no JSON object"),
+        (["--plot", "runs.doc"], "does not end in .png"),
         (["--goodput", "itl:5"], "'--goodput': itl:5: write ttft, tpot or e2el"),
     ],
 )

@@ -70,13 +70,8 @@ def test_equal_shares_of_uneven_replicas(service, measure):
     service.start("--stub-first-s", "0.05")
     (run,) = measure(split="equally")
     assert shares(run) == {"100-r0-0": 10, "101-r0-0": 10}
-
-
-def test_the_client_routes_where_nothing_else_is_asked(service, measure):
-    service.start()
-    service.start()
     (run,) = measure()
-    assert sum(shares(run).values()) == 20
+    assert sum(shares(run).values()) == 20, "the client routes"
     assert set(shares(run)) == {"100-r0-0", "101-r0-0"} == set(run.replicas)
 
 
@@ -99,14 +94,11 @@ def test_a_service_that_completes_nothing_is_told_what_measures_it(service, meas
     async def without_completions(self, path, body, method="POST"):
         return http.Response(404)
 
+    with pytest.raises(ServiceNotFoundError):
+        measure()
     service.start()
     monkeypatch.setattr(BenchService, "send", without_completions)
     with pytest.raises(BenchError, match=r"generates no text from prompts.*vllm bench serve.*openai-audio"):
-        measure()
-
-
-def test_a_service_that_is_not_there(measure):
-    with pytest.raises(ServiceNotFoundError):
         measure()
 
 
@@ -155,13 +147,9 @@ def test_conversations_are_taken_as_vllm_takes_them(service, measure, tmp_path):
     assert len(run.outcomes) == 1
 
 
-def test_a_prefix_as_long_as_the_prompts_is_refused(service, measure):
+def test_workloads_that_cannot_be_are_refused(service, measure, tmp_path):
     service.start()
     with pytest.raises(InvalidRequestError, match="30 tokens is no part of prompts of 30"):
         measure(dataset="prefix_repetition", prefix_len=30)
-
-
-def test_a_file_that_is_not_there(service, measure, tmp_path):
-    service.start()
     with pytest.raises(InvalidRequestError, match="cannot be read"):
         measure(dataset="custom", path=tmp_path / "none.jsonl", lengths=None)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import pytest
 
+from hpc_serve.rendezvous.record import NodeRecord
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.patience import be_patient
+from tests.support.stubs import StubService
 from tests.unit.conftest import Ran
 
 Plan: TypeAlias = Callable[..., Any]
@@ -45,3 +47,12 @@ def stand_ins(tmp_path, monkeypatch):
 def store(tmp_path):
     """The services of that home."""
     return ServiceStore(tmp_path / "home")
+
+
+@pytest.fixture
+def live(store) -> Iterator[StubService]:
+    """A service with a stub engine that answers."""
+    service = StubService(store.home, "8b")
+    service.start(service="8b", job_id="7", cluster="local", nodes=(NodeRecord(name="n1", address="10.0.0.1"),))
+    yield service
+    service.close()

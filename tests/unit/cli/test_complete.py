@@ -27,8 +27,7 @@ def place(stand_ins, monkeypatch):
 
 
 @pytest.fixture
-def store(tmp_path):
-    store = ServiceStore(tmp_path / "home")
+def store(store):
     for name in ("70b", "8b", "8b-test"):
         store.ensure_service(name)
     return store

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import tarfile
 
 import pytest
 
 from hpc_serve.cli.main import run
-from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import make_record
 
 OOM = "ERROR 11-20 10:00:03 [a.py:1] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
 
 
-@pytest.fixture
-def slurm(tmp_path):
-    return FakeSlurm(tmp_path / "slurm")
-
-
-@pytest.fixture
-def store(tmp_path, monkeypatch, slurm):
-    """The store of a home, and a Slurm of stand-ins."""
-    monkeypatch.setenv("PATH", f"{slurm.bin}:{os.environ['PATH']}")
-    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
-    return ServiceStore(tmp_path / "home")
+@pytest.fixture(autouse=True)
+def slurm(stand_ins) -> FakeSlurm:
+    return stand_ins
 
 
 def fail(store, **values):
@@ -36,7 +26,7 @@ def fail(store, **values):
     return log_dir
 
 
-def test_a_failure_is_explained_with_its_cure_and_its_lines(store, capsys, ran):
+def test_a_failure_is_explained_with_its_cure_and_its_lines(store, ran):
     log_dir = fail(store)
     (log_dir / "7-node0.log").write_text("begin\n")
     (log_dir / "7-node1.log").write_text(f"begin\n{OOM}\n")
@@ -45,10 +35,8 @@ def test_a_failure_is_explained_with_its_cure_and_its_lines(store, capsys, ran):
         assert out.startswith("8b (job 7) failed: engine exited with 1\nCause: a GPU ran out of memory.\nTo do: ")
         assert "\n    7-node1.log:2: torch.OutOfMemoryError: CUDA out of memory." in out
         assert out.endswith(f"Logs: {log_dir}/7*.log\n")
-    assert run(["status", "8b"]) == 0
-    assert (
-        "  cause      a GPU ran out of memory (7-node1.log:2)\n  to do      `hpc-serve plan`" in capsys.readouterr().out
-    )
+    details = "  cause      a GPU ran out of memory (7-node1.log:2)\n  to do      `hpc-serve plan`"
+    assert details in ran(["status", "8b"]).out
 
 
 def test_what_srun_said_in_the_log_of_a_script_given_to_sbatch_by_hand_is_read(store, slurm, ran, tmp_path):
@@ -70,41 +58,31 @@ def test_as_json(store, ran):
     assert found["findings"][0]["lines"][0]["number"] == 1
 
 
-def test_where_nothing_is_wrong_the_exit_code_is_0(store, capsys):
+def test_where_nothing_is_wrong_or_nothing_is_there(store, ran):
     fail(store, state="stopped", reason="SIGTERM", failed_part=None)
-    assert run(["doctor", "8b"]) == 0
-    assert "Nothing is wrong that its logs or Slurm tell of." in capsys.readouterr().out
+    assert "Nothing is wrong that its logs or Slurm tell of." in ran(["doctor", "8b"]).out
+    ran(["doctor", "nonesuch"], 5)
 
 
-def test_an_unknown_service_has_the_exit_code_of_what_is_not_found(store, capsys):
-    assert run(["doctor", "nonesuch"]) == 5
-
-
-def test_a_bundle_is_written_beside_the_report(store, capsys, tmp_path, monkeypatch):
+def test_a_bundle_is_written_beside_the_report(store, ran, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "planted-token")
     log_dir = fail(store)
     (log_dir / "7-node0.log").write_text(f"planted-token\n{OOM}\n")
     path = tmp_path / "report.tar.gz"
-    assert run(["doctor", "8b", "--bundle", str(path)]) == 6
-    assert f"Wrote {path}: diagnosis.txt, status.json, versions.txt, logs/7-node0.log." in capsys.readouterr().err
+    said = f"Wrote {path}: diagnosis.txt, status.json, versions.txt, logs/7-node0.log."
+    assert said in ran(["doctor", "8b", "--bundle", str(path)], 6).err
     with tarfile.open(path) as tar:
         assert not any("planted" in tar.extractfile(member).read().decode() for member in tar.getmembers())
-    assert run(["doctor", "8b", "--bundle", str(path)]) == 5
+    ran(["doctor", "8b", "--bundle", str(path)], 5)
 
 
 HUB_TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 PEM_LINES = ["-----BEGIN PRIVATE KEY-----", "MIIEvQIBADANBgkqhkiG9w0BAQEFAASC", "short=", "-----END PRIVATE KEY-----"]
-COMMANDS = [
-    ["logs", "8b"],
-    ["status", "8b"],
-    ["status", "--json"],
-    ["status", "8b", "--json"],
-    ["doctor", "8b"],
-    ["doctor", "8b", "--json"],
-]
+LINES = ("logs 8b", "status 8b", "status --json", "status 8b --json", "doctor 8b", "doctor 8b --json")
+commands = pytest.mark.parametrize("words", [line.split() for line in LINES], ids=" ".join)
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+@commands
 def test_keys_that_logs_or_records_hold_are_not_shown(store, capsys, monkeypatch, words):
     key = store.ensure_api_key("8b").read_text().strip()
     monkeypatch.setenv("MY_SECRET", "of-the-environment")
@@ -121,7 +99,7 @@ def test_keys_that_logs_or_records_hold_are_not_shown(store, capsys, monkeypatch
     assert "the last line" in out or words[0] == "doctor"
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+@commands
 def test_no_character_of_a_log_reaches_the_terminal_as_it_is(store, capsys, words):
     hostile = "RuntimeError: a\x9b31mb\u202ec\u2066d\u200ee\u2028f\x1b[2Jg"
     log_dir = fail(store, reason=hostile, last_log_lines=(hostile,))

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from hpc_serve.cli.main import run
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
@@ -53,29 +52,23 @@ def test_nothing_is_done_to_a_job_of_another_home_and_that_home_is_named(words, 
     assert slurm.scripts == []
 
 
-def test_a_job_that_was_given_to_sbatch_by_hand_has_a_home_that_nobody_can_name(slurm, capsys):
+def test_a_job_that_was_given_to_sbatch_by_hand_has_a_home_that_nobody_can_name(slurm, ran):
     slurm.job("9", "RUNNING", name="hpc-serve-8b", log="/home/alice/hpc-serve-8b-9.log")
-    assert run(["stop", "8b"]) == 5
-    assert "set the HPC_SERVE_HOME that it was submitted with, or end it" in capsys.readouterr().err
+    assert "set the HPC_SERVE_HOME that it was submitted with, or end it" in ran(["stop", "8b"], 5).err
     assert slurm.cancelled == []
 
 
-def test_stop_of_a_job_by_its_id_and_now_ends_it_and_says_so(store, slurm, capsys):
-    sleep_service(store)
+def test_stop_of_a_job_by_its_id_and_now_ends_it_and_says_so(store, slurm, ran):
+    store.ensure_service("8b")
+    change_wanted(store, "8b", lambda _: Wanted(least=1, most=2, count=0, state="asleep"))
     slurm.job("9", "CANCELLED", after_cancel=True, name="hpc-serve-8b", nodes="n1")
-    assert run(["stop", "9", "--now"]) == 0
-    assert capsys.readouterr().out == (
+    assert ran(["stop", "9", "--now"]).out == (
         f"There is no record of job 9 in {store.home}: it is ended without a drain.\n"
         "Stopping 8b (job 9), which is unknown ...\n"
         "8b (job 9) is over: stopped: it was cancelled (CANCELLED)\n"
     )
     assert slurm.cancelled == ["9"]
     assert read_wanted(store, "8b").state == "asleep", "the service of that name here was not stopped"
-
-
-def sleep_service(store: ServiceStore) -> None:
-    store.ensure_service("8b")
-    change_wanted(store, "8b", lambda _: Wanted(least=1, most=2, count=0, state="asleep"))
 
 
 def test_the_jobs_of_this_home_are_stopped_and_the_other_is_told(store, slurm, ran):

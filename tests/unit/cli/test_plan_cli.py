@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.cli.main import run
-from hpc_serve.cli.values import SIZE
 from hpc_serve.demo_model import make_demo_model
 from hpc_serve.hub.hub import find_model
 from hpc_serve.job.weights import weights_place
-from hpc_serve.sizes import GIB
 from tests.unit.cli.conftest import Plan
 from tests.unit.conftest import Ran
 
@@ -77,12 +74,14 @@ def test_the_plan_fits_eighty_columns(ran: Ran) -> None:
     text = ran(["plan", "--model", "70b"]).out
     *shown, command = text.splitlines()
     assert max(len(line) for line in shown) <= 80
+    (bar,) = (line.strip() for line in shown if "██" in line)
+    assert len(bar) == 60
     assert command.startswith("vllm serve meta-llama/Llama-3.3-70B-Instruct --tensor-parallel-size 4")
     for word in ("weights", "activations", "CUDA graphs", "non-torch", "KV cache", "left free", "chosen", "too small"):
         assert word in text
     explained = ran(["plan", "--model", "70b", "--explain"]).out
-    assert "REPLICAS" in explained
-    assert "IN FLIGHT" in explained
+    for word in ("REPLICAS", "IN FLIGHT", "gpu_memory_utilization", "NCCL", "blocks", " / 80 = "):
+        assert word in explained
 
 
 def test_the_plan_says_first_what_is_chosen_and_why_each_thing_once(plan: Plan, ran: Ran) -> None:
@@ -99,22 +98,15 @@ def test_the_plan_says_first_what_is_chosen_and_why_each_thing_once(plan: Plan, 
             assert f" {one['verdict']} {one['reason']} " in " ".join(printed_wide(ran, model, "--explain").split())
 
 
-def test_the_bar_has_one_length(ran: Ran) -> None:
-    for name in ("8b", "70b", "gpt-oss-120b"):
-        lines = ran(["plan", "--model", name]).out.splitlines()
-        bar = next(line for line in lines if "██" in line or "░░" in line).strip()
-        assert len(bar) == 60
-
-
 def test_accelerators_compared(plan: Plan, ran: Ran) -> None:
     text = ran(["plan", "--model", "70b", "--compare", "h100-80gb,a100-80gb,mi300x,t4", "--nodes", "1"]).out
     assert max(len(line) for line in text.splitlines() if "does not fit" not in line and "TP=" not in line) <= 80
-    for name in ("h100-80gb", "a100-80gb", "mi300x", "t4 "):
+    for name in ("h100-80gb", "a100-80gb", "mi300x", "t4 ", "no fit"):
         assert name in text
-    assert "no fit" in text
+    assert "t4" not in text[text.index("Speed to expect") :]
     documents = plan("--model", "70b", "--compare", "h100-80gb,t4", "--nodes", "1")
     assert [document["fits"] for document in documents] == [True, False]
-    assert run(["plan", "--model", "405b", "--compare", "t4,l4", "--nodes", "1"]) == 3
+    assert "Speed" not in ran(["plan", "--model", "405b", "--compare", "t4,l4", "--nodes", "1"], 3).out
 
 
 def test_encoders_are_compared_without_a_cache(ran: Ran) -> None:
@@ -124,12 +116,6 @@ def test_encoders_are_compared_without_a_cache(ran: Ran) -> None:
     for word in ("CACHE", "AT ONCE", "the cache allow"):
         assert word not in text
     assert "as many in flight as --max-num-seqs allows" in " ".join(text.split())
-
-
-def test_explained(ran: Ran) -> None:
-    text = ran(["plan", "--model", "405b", "--explain"]).out
-    for word in ("811.7 / 80 = 10.15 -> 11", "16 KV heads", "gpu_memory_utilization", "NCCL", "blocks"):
-        assert word in text
 
 
 def test_how_weights_are_loaded_is_explained_as_far_as_it_is_known(
@@ -177,7 +163,7 @@ def test_a_plan_for_a_later_version_takes_its_options(ran: Ran) -> None:
         (("--model", "405"), 2, "Did you mean 405b"),
         (("--model", "70b", "--gpu", "h1000"), 2, "Did you mean h100"),
         (("--model", "70b", "--max-model-len", "999999"), 2, "131072 positions"),
-        (("--model", "70b", "--nodes", "0"), 2, "num_nodes is 0"),
+        (("--model", "70b", "--nodes", "0"), 2, "nodes is 0"),
         (("--model", "70b", "--gpu-memory", "much"), 2, "is no size"),
         (("--model", "70b", "--gpu-memory", "80"), 2, "'80' is 80 bytes: write the unit"),
         (("--model", "70b", "--gpu", "v5e:3x3"), 2, "2x4, 4x4"),
@@ -200,11 +186,8 @@ def test_a_plan_for_a_later_version_takes_its_options(ran: Ran) -> None:
         (("--model", "8b", "--compare", "h100,mi300x", "--plot", "plan.png"), 2, "--plot draws one accelerator"),
     ],
 )
-def test_what_cannot_be_is_said(
-    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], code: int, says: str
-) -> None:
-    assert run(["plan", *words]) == code
-    assert says in capsys.readouterr().err
+def test_what_cannot_be_is_said(ran: Ran, words: tuple[str, ...], code: int, says: str) -> None:
+    assert says in ran(["plan", *words], code).err
 
 
 @pytest.mark.parametrize(
@@ -239,20 +222,6 @@ def test_idle_gpus_that_nobody_asked_for_are_told(plan: Plan) -> None:
 def test_a_target_keeps_the_sizes_asked_for(plan: Plan) -> None:
     found = plan("8b", "--nodes", "1", "-tp", "2", "-pp", "1", "--target", "throughput")
     assert (found["tensor_parallel_size"], found["pipeline_parallel_size"], found["replicas"]) == (2, 1, 4)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("79.2GiB", int(79.2 * GIB)),
-        ("80GB", 80 * 10**9),
-        ("80 gb", 80 * 10**9),
-        ("8388608", 2**23),
-        ("2T", 2 * 10**12),
-    ],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert SIZE.convert(text, None, None) == size
 
 
 def compared(ran: Ran, *words: str) -> tuple[list[str], list[list[str]]]:
@@ -297,9 +266,3 @@ def test_a_comparison_with_a_price(ran: Ran) -> None:
     assert titles[-2:] == ["PER", "$"]
     for row in rows:
         assert float(row[-2]) == pytest.approx(int(row[-3]) * 3600 / 2 / 1e6, abs=0.01)
-
-
-def test_a_comparison_gives_no_speed_where_nothing_fits(ran: Ran) -> None:
-    text = ran(["plan", "--model", "70b", "--compare", "h100,t4", "--nodes", "1"]).out
-    assert "t4" not in text[text.index("Speed to expect") :]
-    assert "Speed" not in ran(["plan", "--model", "405b", "--compare", "t4,l4", "--nodes", "1"], 3).out

@@ -7,15 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.cli.main import run
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64}
+CONFIG |= {"num_hidden_layers": 2, "num_attention_heads": 4}
 # It stands where the environment's Python does.
 PYTHON = """#!/bin/bash
 while [[ $1 != --output ]]; do shift; done
@@ -58,40 +51,40 @@ def test_a_folder_is_made_on_this_machine(model, environment, tmp_path, ran):
     assert (tmp_path / "tiny-int8" / "config.json").exists()
 
 
-def test_a_job_that_makes_nothing_has_failed(model, environment, capsys):
+def test_a_job_that_makes_nothing_has_failed(model, environment, ran):
     python_that(environment, "echo 'hpc-serve: there is no room'; exit 69")
-    assert run(["quantize", str(model), "--fp8", "--cluster", "local", "--wait"]) == 6
-    assert "It last wrote: hpc-serve: there is no room Its log: " in capsys.readouterr().err
+    said = ran(["quantize", str(model), "--fp8", "--cluster", "local", "--wait"], 6).err
+    assert "It last wrote: hpc-serve: there is no room Its log: " in said
 
 
-def test_slurm_gets_the_script(model, environment, stand_ins, tmp_path, capsys):
-    assert run(["quantize", str(model), "--int8", "--partition", "gpu", "--output", "there"]) == 0
-    assert f"makes   {tmp_path}/there" in capsys.readouterr().out
+def test_slurm_gets_the_script(model, environment, tmp_path, ran):
+    said = ran(["quantize", str(model), "--int8", "--partition", "gpu", "--output", "there"]).out
+    assert f"makes   {tmp_path}/there" in said
     (script,) = (tmp_path / "home" / "quantize" / "scripts").glob("*.sh")
     assert "#SBATCH --partition=gpu" in script.read_text()
     assert script.stat().st_mode & 0o077 == 0
 
 
-def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert run(["quantize", *words]) == 2
-    return capsys.readouterr().err
+def test_what_would_fail_is_said_before_the_queue(model, environment, tmp_path, monkeypatch, ran):
+    def refused(*words: str) -> str:
+        return ran(["quantize", *words], 2).err
 
-
-def test_what_would_fail_is_said_before_the_queue(model, environment, stand_ins, tmp_path, monkeypatch, capsys):
     name = str(model)
-    assert "--int8 or --fp8" in refused([name], capsys)
-    assert "none of its weights" in refused(["405b", "--fp8"], capsys)
+    assert "--int8 or --fp8" in refused(name)
+    assert "none of its weights" in refused("405b", "--fp8")
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text(json.dumps(CONFIG))
-    assert "hpc-serve fetch" not in refused([str(tmp_path / "bare"), "--int8"], capsys)
-    assert "cannot be read" in refused([name, "--int8", "--calibration", "absent.jsonl"], capsys)
+    assert "hpc-serve fetch" not in refused(str(tmp_path / "bare"), "--int8")
+    assert "cannot be read" in refused(name, "--int8", "--calibration", "absent.jsonl")
     (tmp_path / "out").mkdir()
-    assert "is there already" in refused([name, "--int8", "--output", "out"], capsys)
-    (model / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {}}))
-    assert "is quantised already" in refused([name, "--int8"], capsys)
-    (model / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["LlavaForConditionalGeneration"]}))
-    assert "is a LlavaForConditionalGeneration" in refused([name, "--int8"], capsys)
+    assert "is there already" in refused(name, "--int8", "--output", "out")
+    for change, says in (
+        ({"quantization_config": {}}, "is quantised already"),
+        ({"architectures": ["LlavaForConditionalGeneration"]}, "is a LlavaForConditionalGeneration"),
+    ):
+        (model / "config.json").write_text(json.dumps({**CONFIG, **change}))
+        assert says in refused(name, "--int8")
     (model / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setenv("HPC_SERVE_QUANTIZE_ENV", str(tmp_path / "nowhere"))
-    assert "envs/quantize/requirements.txt" in refused([name, "--int8"], capsys)
+    assert "envs/quantize/requirements.txt" in refused(name, "--int8")
     assert not (tmp_path / "home" / "quantize").exists()

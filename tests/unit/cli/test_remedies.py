@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import random
 import re
 import shlex
-from typing import Any
 
 import click
 import pytest
 
 from hpc_serve.cli.main import cli, run
 from hpc_serve.vllm.options import options
+from tests.unit.cli.conftest import Plan
 
 Options = dict[str, str]
 
@@ -110,34 +107,26 @@ def test_remedies_are_taken_by_the_command_that_prints_them(command, count, thin
     assert len(seen) >= (5 if len(tried) == count else 1), seen
 
 
-def planned(options: Options) -> tuple[int, Any]:
-    """The exit code and the document of `plan --json` with these options."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        code = run(["plan", *words_of(options), "--json"])
-    return code, json.loads(out.getvalue())
+def test_a_slice_is_answered_with_a_slice(plan: Plan) -> None:
+    remedies = plan("--model", "405b", "--gpu", "v6e:1x1", code=3)["remedies"]
+    assert any(text.startswith("--gpu v6e:") for text in remedies)
+    assert not any("--nodes" in text for text in remedies)
 
 
-def test_a_slice_is_answered_with_a_slice() -> None:
-    code, document = planned({"--model": "405b", "--gpu": "v6e:1x1"})
-    assert code == 3
-    assert any(text.startswith("--gpu v6e:") for text in document["remedies"])
-    assert not any("--nodes" in text for text in document["remedies"])
+def test_no_context_is_suggested_that_is_shorter_than_the_requests(plan: Plan) -> None:
+    def contexts(*words: str) -> list[int]:
+        asked = ("8b", "--gpu", "l4", "--nodes", "1", "--gpus-per-node", "1", *words)
+        found = (text.split() for text in plan(*asked, code=3)["remedies"])
+        return [int(words[1]) for words in found if words[0] == "--max-model-len"]
+
+    (length,) = contexts()
+    assert contexts("--input-tokens", str(length - 300), "--output-tokens", "200")
+    assert not contexts("--input-tokens", str(length), "--output-tokens", "200")
 
 
-def test_no_context_is_suggested_that_is_shorter_than_the_requests() -> None:
-    asked = {"--model": "8b", "--gpu": "l4", "--nodes": "1", "--gpus-per-node": "1"}
-    _, document = planned(asked)
-    (length,) = (int(text.split()[1]) for text in document["remedies"] if text.startswith("--max-model-len"))
-    for tokens, is_suggested in ((length - 300, True), (length, False)):
-        _, document = planned(asked | {"--input-tokens": str(tokens), "--output-tokens": "200"})
-        assert any(text.startswith("--max-model-len") for text in document["remedies"]) == is_suggested
-
-
-def test_nodes_are_those_of_all_replicas() -> None:
-    asked = {"--model": "70b", "--gpu": "l4", "--nodes": "2", "--replicas": "2"}
-    code, document = planned(asked)
-    assert code == 3
-    (nodes,) = (text for text in document["remedies"] if text.startswith("--nodes"))
-    assert int(options_in(nodes)["--nodes"]) % 2 == 0
-    assert planned(asked | options_in(nodes))[0] == 0
+def test_nodes_are_those_of_all_replicas(plan: Plan) -> None:
+    asked = ("70b", "--gpu", "l4", "--replicas", "2")
+    (nodes,) = (text for text in plan(*asked, "--nodes", "2", code=3)["remedies"] if text.startswith("--nodes"))
+    count = options_in(nodes)["--nodes"]
+    assert int(count) % 2 == 0
+    assert plan(*asked, "--nodes", count)["fits"]

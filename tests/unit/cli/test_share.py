@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.cli.main import run
 from hpc_serve.rendezvous.ownership import group_name
 from hpc_serve.rendezvous.store import ServiceStore
 
@@ -56,9 +55,8 @@ def test_the_group_and_the_services_path_are_told(stand_ins, store, group, ran):
     assert modes == {"8b": SHARED, "mine": SHARED, "other": 0o700}
     assert (mode(store.home), mode(store.home / "services")) == (0o710, 0o710)
     assert (mode(store.api_key_path("8b")), mode(store.api_key_path("other"))) == (0o640, 0o600)
-    assert {
-        mode(folder / name) & 0o077 for name in ("submitted", "logs", "scripts", "service.json", "wanted.json")
-    } == {0}
+    private = ("submitted", "logs", "scripts", "service.json", "wanted.json")
+    assert {mode(folder / name) & 0o077 for name in private} == {0}
 
 
 def test_a_share_lasts_while_jobs_are_there_and_a_new_start_without_it_has_a_new_key(stand_ins, store, group, ran):
@@ -80,11 +78,7 @@ def test_a_share_lasts_while_jobs_are_there_and_a_new_start_without_it_has_a_new
 
 @pytest.mark.parametrize(
     ("share", "says"),
-    [
-        ("no-such-group", "there is no such group"),
-        ("", "there is no such group"),
-        ("games", "you are not in that group"),
-    ],
+    [("no-such-group", "no such group"), ("", "no such group"), ("games", "you are not in that group")],
 )
 def test_a_group_that_cannot_be_is_refused_before_anything_is_submitted(stand_ins, store, ran, share, says):
     assert says in ran(["submit", "8b", "--share", share], 2).err
@@ -99,6 +93,5 @@ def test_a_home_that_the_group_cannot_reach_is_refused(stand_ins, store, group, 
     assert stand_ins.scripts == []
 
 
-def test_a_home_of_nobody_names_no_service(store, capsys):
-    assert run(["status", "~nobody-at-all/services/70b"]) == 2
-    assert "cannot name a service" in capsys.readouterr().err
+def test_a_home_of_nobody_names_no_service(store, ran):
+    assert "cannot name a service" in ran(["status", "~nobody-at-all/services/70b"], 2).err

@@ -7,11 +7,11 @@ import json
 import re
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from hpc_serve.cli.console import PlainConsole
-from hpc_serve.cli.main import run
 from hpc_serve.cli.services import stages, watching
 from hpc_serve.client.replicas.assess import assess_replica
 from hpc_serve.client.replicas.status import ProbeResult
@@ -33,15 +33,9 @@ RECORD = make_record(
     start=StartRecord(stage="weights", since=120.0, took_s={"engine": 20.0}, time_left_s=60.0),
 )
 LOADING = assess_replica(RECORD)
+DONE = StartRecord(stage="", since=180.0, took_s={"engine": 20.0})
 READY = assess_replica(
-    replace(
-        RECORD,
-        state="ready",
-        stage="ready",
-        progress=None,
-        start=StartRecord(stage="", since=180.0, took_s={"engine": 20.0}),
-    ),
-    probe=ProbeResult(status="ready"),
+    replace(RECORD, state="ready", stage="ready", progress=None, start=DONE), probe=ProbeResult(status="ready")
 )
 
 
@@ -93,14 +87,9 @@ def test_status_shows_the_stages_and_the_time_left(store, ran):
     out = ran(["status", "8b"]).out
     assert "starting: loading weights 1/4, ready in about 10 h" in out
     assert "nodes 2 s, engine 31 s, weights for 2 h" in out
-
-
-def test_status_as_json_has_the_start(store, ran):
-    starting(store)
     (replica,) = json.loads(ran(["status", "8b", "--json"]).out)["services"]
-    assert replica["start"]["stage"] == "weights"
-    assert replica["start"]["took_s"] == {"nodes": 2.0, "engine": 31.0}
-    assert replica["start"]["time_left_s"] == 36e3
+    found = {"stage": "weights", "took_s": {"nodes": 2.0, "engine": 31.0}, "time_left_s": 36e3}
+    assert found.items() <= replica["start"].items()
     assert replica["progress"] == {"done": 1, "total": 4}
 
 
@@ -122,20 +111,14 @@ def test_watch_prints_a_line_for_each_coarse_change_until_ctrl_c(store, ran, mon
 
 
 def test_watch_draws_the_table_on_a_terminal(store, ran, monkeypatch):
-    def stop(seconds: float) -> None:
-        raise KeyboardInterrupt
-
     starting(store)
-    monkeypatch.setattr(watching, "sleep", stop)
+    monkeypatch.setattr(watching, "sleep", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(PlainConsole, "is_terminal", True)
     out = " ".join(ran(["status", "--watch"], 130).out.split())
     assert "8b" in out
     assert "ready in about 10 h" in out
 
 
-def test_watch_of_what_there_is_not_ends(capsys):
-    assert run(["status", "nope", "--watch"]) == 5
-
-
-def test_watch_is_for_people(ran):
+def test_watch_is_for_people_and_of_what_there_is(ran):
+    ran(["status", "nope", "--watch"], 5)
     assert "leave out --json" in ran(["status", "--watch", "--json"], 2).err

@@ -11,28 +11,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpc_serve.cli.main import run
 from hpc_serve.cli.services import targets
 from hpc_serve.client.replicas.assess import assess_replica, assess_submitted
 from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus
 from hpc_serve.client.scrape import scrape_config, target_groups
-from hpc_serve.rendezvous.record import NodeRecord
 from hpc_serve.trust.authority import authority_certificate
 from hpc_serve.vllm.options import load_data
-from tests.support.stubs import StubService, make_record, make_submitted
+from tests.support.stubs import make_record, make_submitted
 
 WELL = ProbeResult(status="ready", host="10.0.0.1")
 
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
-
-
-@pytest.fixture
-def live(tmp_path):
-    service = StubService(tmp_path / "home", "8b")
-    service.start(service="8b", job_id="7", nodes=(NodeRecord(name="n1", address="10.0.0.1"),))
-    yield service
-    service.close()
 
 
 def ready(**fields) -> ReplicaStatus:
@@ -43,16 +33,11 @@ def ready(**fields) -> ReplicaStatus:
 
 def test_each_replica_is_a_target_with_labels(live, ran):
     (group,) = json.loads(ran(["targets"]).out)
-    assert group == {
-        "targets": [f"127.0.0.1:{live.engines[0].port}"],
-        "labels": {
-            "service": "8b",
-            "slurm_job": "7",
-            "replica": "7",
-            "node": "n1",
-            "model": "meta-llama/Llama-3.1-405B-Instruct",
-        },
-    }
+    labels = {"service": "8b", "slurm_job": "7", "replica": "7", "node": "n1"}
+    labels["model"] = "meta-llama/Llama-3.1-405B-Instruct"
+    out, err = ran(["targets", "70b"])
+    assert (json.loads(out), "warning: there is no service 70b" in err) == ([], True)
+    assert group == {"targets": [f"127.0.0.1:{live.engines[0].port}"], "labels": labels}
 
 
 def test_one_that_does_not_answer_for_a_while_stays_and_one_that_is_over_goes():
@@ -77,36 +62,37 @@ def test_a_key_goes_to_nobody_who_cannot_be_told_from_others():
     assert sum("is no address" in problem for problem in problems) == 2
 
 
-def test_the_file_is_written_whole_and_again_when_replicas_come(live, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def watched(monkeypatch, ran, tmp_path):
+    """What `targets --watch` says on stderr while these things happen one after the other."""
+
+    def watch(*happen) -> str:
+        left = list(happen)
+
+        def pause(seconds: float) -> None:
+            if not left:
+                raise KeyboardInterrupt
+            left.pop(0)()
+
+        monkeypatch.setattr(targets, "_pause", pause)
+        return ran(["targets", "8b", "--output", str(tmp_path / "targets.json"), "--watch"], 130).err
+
+    return watch
+
+
+def test_the_file_is_written_whole_and_again_when_replicas_come(live, tmp_path, watched):
+    further = [lambda job_id=job_id: live.start(service="8b", job_id=job_id) for job_id in ("10", "20")]
+    assert watched(*further).count("targets in") == 3
     output = tmp_path / "targets.json"
-    pauses = iter([None, None])
-
-    def pause(seconds: float) -> None:
-        if next(pauses, "end") == "end":
-            raise KeyboardInterrupt
-        live.start(service="8b", job_id=f"{len(live.engines)}0")
-
-    monkeypatch.setattr(targets, "_pause", pause)
-    assert run(["targets", "8b", "--output", str(output), "--watch"]) == 130
     assert [len(group["targets"]) for group in json.loads(output.read_text())] == [1, 1, 1]
-    assert capsys.readouterr().err.count("targets in") == 3
     assert [path.name for path in tmp_path.glob("*targets*")] == ["targets.json"]
     assert output.stat().st_mode & 0o777 == 0o600
 
 
-def test_watching_goes_on_while_the_store_cannot_be_read(live, tmp_path, monkeypatch, ran):
-    output = tmp_path / "targets.json"
-    pauses = iter([0o777, 0o700])
-
-    def pause(seconds: float) -> None:
-        mode = next(pauses, None)
-        if mode is None:
-            raise KeyboardInterrupt
-        (live.store.home / "services").chmod(mode)
-
-    monkeypatch.setattr(targets, "_pause", pause)
-    assert "warning:" in ran(["targets", "--output", str(output), "--watch"], 130).err
-    assert len(json.loads(output.read_text())) == 1
+def test_watching_goes_on_while_the_store_cannot_be_read(live, tmp_path, watched):
+    services = live.store.home / "services"
+    assert "warning:" in watched(lambda: services.chmod(0o777), lambda: services.chmod(0o700))
+    assert len(json.loads((tmp_path / "targets.json").read_text())) == 1
 
 
 @pytest.mark.parametrize(
@@ -121,12 +107,6 @@ def test_watching_goes_on_while_the_store_cannot_be_read(live, tmp_path, monkeyp
 def test_what_cannot_be_done_is_said(argv, words, ran, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert words in ran(["targets", *argv], 2).err
-
-
-def test_a_service_that_is_not_there_is_a_warning(live, ran):
-    out, err = ran(["targets", "70b"])
-    assert json.loads(out) == []
-    assert "warning: there is no service 70b" in err
 
 
 def test_the_configuration_has_one_job_for_each_key(live, tmp_path, ran):
@@ -155,11 +135,6 @@ def test_a_service_with_a_dot_keeps_its_own_targets_alone():
     assert not re.fullmatch(pattern, "llama-301")
 
 
-def names_of_the_dashboard() -> set[str]:
-    text = json.dumps(load_data("grafana.json"))
-    return set(re.findall(r"vllm:\w+", text))
-
-
 def test_every_metric_of_the_dashboard_is_one_of_the_installed_vllm():
     spec = importlib.util.find_spec("vllm")
     if spec is None:
@@ -167,7 +142,7 @@ def test_every_metric_of_the_dashboard_is_one_of_the_installed_vllm():
     folder = Path(spec.origin).parent / "v1"
     known = {name for path in folder.rglob("*metrics/*.py") for name in re.findall(r'"(vllm:\w+)"', path.read_text())}
     assert "vllm:num_requests_running" in known
-    used = names_of_the_dashboard()
+    used = set(re.findall(r"vllm:\w+", json.dumps(load_data("grafana.json"))))
     assert len(used) > 10
     assert {re.sub(r"_(total|bucket)$", "", name) for name in used} - known == set()
 
@@ -176,7 +151,6 @@ def test_the_dashboard_is_printed_as_grafana_takes_it(ran):
     found = json.loads(ran(["targets", "--dashboard"]).out)
     assert found["title"].startswith("hpc-serve")
     assert all(panel["targets"] and panel["title"] for panel in found["panels"])
-    for panel in found["panels"]:
-        for target in panel["targets"]:
-            assert target["expr"].count("(") == target["expr"].count(")")
-            assert 'service=~"$service"' in target["expr"]
+    for expression in (target["expr"] for panel in found["panels"] for target in panel["targets"]):
+        assert expression.count("(") == expression.count(")")
+        assert 'service=~"$service"' in expression

@@ -23,20 +23,12 @@ from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.rendezvous.record import NodeRecord
 from hpc_serve.vllm.metrics import EngineWork
 from tests.support.patience import PATIENCE_S
-from tests.support.stubs import StubService, make_record
+from tests.support.stubs import make_record
 
 ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
 
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
-
-
-@pytest.fixture
-def live(store):
-    service = StubService(store.home, "8b")
-    service.start(service="8b", job_id="7", cluster="local")
-    yield service
-    service.close()
 
 
 def frame(*services: str, node: str = "n1", **fields) -> Frame:
@@ -83,10 +75,7 @@ def test_once_prints_one_look(live, store, ran):
     assert "  1/2 ready, 0 running, 0 waiting" in out
     assert "8: loading weights" in out
     assert "\x1b" not in out
-
-
-def test_without_a_terminal_it_is_as_once(live, ran):
-    assert "1/1 ready" in ran(["top", "8b"]).out
+    assert "1/1 ready" in ran(["top", "8b"]).out, "without a terminal it is as with --once"
 
 
 def test_a_service_that_is_not_there_is_said_and_others_are_left_out(live, ran):

@@ -13,10 +13,11 @@ from rich.console import Console
 from hpc_serve.cli.main import run
 from hpc_serve.cli.services import watch
 from hpc_serve.cli.show import status_table
+from hpc_serve.client import connect
 from hpc_serve.client.engine_work import ReplicaWork, WorkWatch
 from hpc_serve.client.replicas.assess import assess_replica
 from hpc_serve.client.replicas.status import ProbeResult
-from hpc_serve.durations import duration
+from hpc_serve.submit.status.status_reader import read_status
 from hpc_serve.vllm.metrics import EngineWork
 from tests.support.patience import PATIENCE_S, wait_until
 from tests.support.stubs import StubService, make_record, make_submitted
@@ -31,8 +32,6 @@ def place(stand_ins, monkeypatch):
 @pytest.fixture
 def busy(store, tmp_path):
     """A service of a stub engine with one request, in a long step."""
-    from hpc_serve.client import connect
-
     hold = tmp_path / "hold"
     hold.touch()
     service = StubService(store.home, "8b")
@@ -44,7 +43,7 @@ def busy(store, tmp_path):
 
     asking = threading.Thread(target=ask)
     asking.start()
-    (status,) = [one for one in watch_statuses(store) if one.state == "ready"]
+    (status,) = [one for one in read_status(store).replicas if one.state == "ready"]
     look = WorkWatch(store.read_api_key)
     wait_until(lambda: look.look([status])[0].now.running)
     yield service
@@ -53,25 +52,23 @@ def busy(store, tmp_path):
     service.close()
 
 
-def watch_statuses(store):
-    from hpc_serve.submit.status.status_reader import read_status
-
-    return read_status(store).replicas
-
-
 def shown(capsys, *argv) -> str:
     assert run(["status", *argv]) == 0
     return capsys.readouterr().out
 
 
 def test_requests_and_speed_stand_beside_the_planned_speed(busy, store, capsys):
+    assert "  planned    no speed: the plan was not written down" in shown(capsys, "8b")
+    (found,) = json.loads(shown(capsys, "8b", "--json"))["services"]
+    assert found["engine"]["planned_generation_tokens_per_s"] is None
     predicted = {"output_tokens_per_s_at_1": 120.0, "request_input_tokens": 1024.0, "request_output_tokens": 256.0}
-    store.write_submitted(make_submitted(service="8b", cluster="local", predicted=predicted))
+    store.write_submitted(make_submitted(service="8b", cluster="local", predicted={**predicted, "measured_runs": 3.0}))
     out = shown(capsys, "8b")
+    planned = "120 generated with 1 in flight, of 1,024 tokens in and 256 out"
     for line in (
         "  requests   1 running, 0 waiting\n",
         "  tokens/s   0 generated, over ",
-        "  planned    120 generated with 1 in flight, of 1,024 tokens in and 256 out\n",
+        f"  planned    {planned}; corrected by 3 earlier runs measured here\n",
         "  tokens     0 generated, since its engine started\n",
         "  age        ",
     ):
@@ -92,13 +89,6 @@ def test_requests_and_speed_stand_beside_the_planned_speed(busy, store, capsys):
     }
 
 
-def test_the_planned_speed_says_by_how_many_runs_it_was_corrected(busy, store, capsys):
-    predicted = {"output_tokens_per_s_at_1": 120.0, "request_input_tokens": 1024.0, "request_output_tokens": 256.0}
-    store.write_submitted(make_submitted(service="8b", cluster="local", predicted={**predicted, "measured_runs": 3.0}))
-    line = "120 generated with 1 in flight, of 1,024 tokens in and 256 out; corrected by 3 earlier runs measured here"
-    assert line in " ".join(shown(capsys, "8b").split())
-
-
 def test_the_table_of_all_services_says_what_each_engine_does(busy, store, capsys):
     store.write(make_record(service="8b", job_id="8", cluster="local", state="starting"))
     out = " ".join(shown(capsys).split())
@@ -110,35 +100,20 @@ def test_the_table_of_all_services_says_what_each_engine_does(busy, store, capsy
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_the_figures_of_an_engine_stay_within_the_terminal(capsys, width):
-    record = make_record(
-        service="llama-3.1-405b",
-        job_id="1234567_12",
-        model="meta-llama/Llama-3.1-405B-Instruct-FP8",
-        started_at=time.time() - 3 * 86_400,
-    )
+    names = {"service": "llama-3.1-405b", "job_id": "1234567_12", "model": "meta-llama/Llama-3.1-405B-Instruct-FP8"}
+    record = make_record(**names, started_at=time.time() - 3 * 86_400 - 2 * 3_600 - 60)
     status = replace(assess_replica(record, probe=ProbeResult(status="ready")), time_left="1-09:54:12")
-    work = ReplicaWork(
-        now=EngineWork(running=256, waiting=1_024, cache_use=0.987),
-        over_s=1.0,
-        generation_tokens_per_s=12_345.6,
-    )
+    now = EngineWork(running=256, waiting=1_024, cache_use=0.987)
+    work = ReplicaWork(now=now, over_s=1.0, generation_tokens_per_s=12_345.6)
     Console(width=width).print(status_table([status], [work], width=width))
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= width
     words = " ".join(out.split())
-    for figure in ("256 running", "12,346 tokens/s", "98.7 %"):
+    for figure in ("256 running", "12,346 tokens/s", "98.7 %", ", 3 d 2 h old, 1-09:54:12 left"):
         assert figure in words
 
 
-def test_without_a_plan_it_says_so(busy, capsys):
-    assert "  planned    no speed: the plan was not written down" in shown(capsys, "8b")
-    (found,) = json.loads(shown(capsys, "8b", "--json"))["services"]
-    assert found["engine"]["planned_generation_tokens_per_s"] is None
-
-
-def test_an_engine_without_requests_is_looked_at_once(store, capsys, monkeypatch):
-    service = StubService(store.home, "8b")
-    service.start(service="8b", job_id="7", cluster="local")
+def test_an_engine_without_requests_is_looked_at_once(live, capsys, monkeypatch):
     monkeypatch.setattr(watch, "_LOOK_S", 1e9)
     out = shown(capsys, "8b")
     assert "  requests   0 running, 0 waiting\n" in out
@@ -147,7 +122,6 @@ def test_an_engine_without_requests_is_looked_at_once(store, capsys, monkeypatch
     assert " 0 running, 0 waiting" in " ".join(shown(capsys).split())
     (found,) = json.loads(shown(capsys, "--json"))["services"]
     assert (found["engine"]["requests_running"], found["engine"]["problem"]) == (0, None)
-    service.close()
 
 
 def test_one_that_starts_has_no_line_and_one_that_does_not_answer_has_the_reason(store, capsys):
@@ -158,24 +132,9 @@ def test_one_that_starts_has_no_line_and_one_that_does_not_answer_has_the_reason
     assert found["engine"]["problem"] == "it is starting"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(-3, "0 s"), (0.9, "0 s"), (59, "59 s"), (60, "1 min"), (3725, "1 h 2 min"), (9e5, "10 d 10 h")],
-)
-def test_a_time_has_its_two_largest_units(seconds, words):
-    assert duration(seconds) == words
-
-
 def test_what_others_write_into_a_record_moves_no_cursor(store, capsys):
     evil = {"a\x1b[2Jb": 1.0}
     store.ensure_api_key("8b")
     store.write(make_record(service="8b", job_id="7", cluster="local", measured=evil, predicted=evil))
     assert "\x1b" not in shown(capsys, "8b")
     assert "\x1b" not in shown(capsys, "8b", "--json")
-
-
-def test_the_table_says_how_old_a_replica_is_and_what_time_it_has_left(capsys):
-    record = make_record(started_at=time.time() - 3 * 86_400 - 2 * 3_600 - 60)
-    status = replace(assess_replica(record, probe=ProbeResult(status="ready")), time_left="9:54:12")
-    Console(width=200).print(status_table([status], width=200))
-    assert ", 3 d 2 h old, 9:54:12 left" in capsys.readouterr().out

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,22 +80,42 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def run(model: Path, packages: Path | None, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    path = {"PYTHONPATH": os.pathsep.join(map(str, [*([packages] if packages else []), Path(__file__).parents[3]]))}
-    return subprocess.run(
-        [sys.executable, "-m", "hpc_serve.quantize.program", "--model", str(model), "--scheme", "INT8", *words],
-        env={**os.environ, **path, **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+Quantize = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_the_output_has_the_new_weights_and_the_other_files(model: Path, packages: Path, tmp_path: Path) -> None:
-    done = run(model, packages, "--output", str(tmp_path / "deep" / "out"))
+@pytest.fixture
+def quantize(model: Path, packages: Path, tmp_path: Path) -> Quantize:
+    """Run the program on the model with these words; it writes to `out`."""
+
+    def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        argv = ["--model", str(model), "--scheme", "INT8", "--output", str(tmp_path / "deep" / "out"), *words]
+        path = os.pathsep.join(map(str, (packages, Path(__file__).parents[3])))
+        return subprocess.run(
+            [sys.executable, "-m", "hpc_serve.quantize.program", *argv],
+            env={**os.environ, "PYTHONPATH": path, **environ},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "out"
+
+
+@pytest.fixture
+def partial(tmp_path: Path) -> Path:
+    (tmp_path / "deep").mkdir()
+    return tmp_path / "deep" / "out.partial"
+
+
+def test_the_output_has_the_new_weights_and_the_other_files(quantize: Quantize, out: Path) -> None:
+    done = quantize()
     assert done.returncode == 0, done.stderr
-    found = {path.name: path.read_text() for path in (tmp_path / "deep" / "out").iterdir()}
-    assert found == {
+    assert {path.name: path.read_text() for path in out.iterdir()} == {
         "config.json": "written",
         "tokenizer.json": "written",
         "LICENSE": "of the model: LICENSE",
@@ -104,37 +125,33 @@ def test_the_output_has_the_new_weights_and_the_other_files(model: Path, package
     assert '"scheme": "INT8"' in done.stdout
 
 
-def test_with_texts_activations_are_measured(model: Path, packages: Path, tmp_path: Path) -> None:
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text('{"text": "one"}\n{"text": "two"}\n{"text": "three"}\n')
-    done = run(model, packages, "--output", str(tmp_path / "out"), "--calibration", str(texts), "--samples", "2")
+def test_with_texts_activations_are_measured(quantize: Quantize, tmp_path: Path) -> None:
+    texts = lines(tmp_path, {"text": "one"}, {"text": "two"}, {"text": "three"})
+    done = quantize("--calibration", texts, "--samples", "2")
     assert done.returncode == 0, done.stderr
-    assert "SmoothQuantModifier" in done.stdout
-    assert "GPTQModifier" in done.stdout
-    assert '"num_calibration_samples": 2' in done.stdout
+    for words in ("SmoothQuantModifier", "GPTQModifier", '"num_calibration_samples": 2'):
+        assert words in done.stdout
 
 
-def test_a_failure_leaves_nothing_behind(model: Path, packages: Path, tmp_path: Path) -> None:
-    (tmp_path / "out.partial").mkdir()  # of a job that was killed
-    (tmp_path / "out.partial" / "half").touch()
-    done = run(model, packages, "--output", str(tmp_path / "out"), FAILS_AFTER="tokenizer.json")
+def test_a_failure_leaves_nothing_behind(quantize: Quantize, out: Path, partial: Path) -> None:
+    partial.mkdir()  # of a job that was killed
+    (partial / "half").touch()
+    done = quantize(FAILS_AFTER="tokenizer.json")
     assert done.returncode == 1
     assert "no room" in done.stderr
-    assert not (tmp_path / "out").exists()
-    assert not (tmp_path / "out.partial").exists()
+    assert list(out.parent.iterdir()) == []
 
 
-def test_what_is_there_is_not_replaced(model: Path, packages: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    done = run(model, packages, "--output", str(tmp_path / "out"))
-    assert done.returncode == 78
-    assert "is there already" in done.stderr
-    assert not list((tmp_path / "out").iterdir())
+def test_what_is_there_is_not_replaced(quantize: Quantize, out: Path) -> None:
+    out.mkdir(parents=True)
+    done = quantize()
+    assert (done.returncode, "is there already" in done.stderr) == (78, True)
+    assert list(out.iterdir()) == []
 
 
-def test_an_environment_without_llm_compressor_is_named(model: Path, packages: Path, tmp_path: Path) -> None:
+def test_an_environment_without_llm_compressor_is_named(quantize: Quantize, packages: Path) -> None:
     (packages / "llmcompressor" / "__init__.py").write_text("raise ImportError('not here')")
-    done = run(model, packages, "--output", str(tmp_path / "out"))
+    done = quantize()
     assert done.returncode == 78
     assert "has no llm-compressor (not here)" in done.stderr
     assert "envs/quantize/requirements.txt" in done.stderr
@@ -166,40 +183,34 @@ def test_texts_that_cannot_be_read_are_named(tmp_path: Path, entries: list[objec
         list(read_texts(lines(tmp_path, *entries), 5))
 
 
-def test_other_files_do_not_replace_new_ones(model: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    output.mkdir()
-    (output / "LICENSE").write_text("new")
-    copy_other_files(model, output)
-    assert (output / "LICENSE").read_text() == "new"
-    assert not (output / "model.safetensors").exists()
-
-
-def test_what_a_link_in_the_model_leads_to_stays_as_private_as_it_is(model: Path, tmp_path: Path) -> None:
+def test_files_that_are_no_weights_are_copied_where_there_is_none(model: Path, tmp_path: Path) -> None:
     (tmp_path / "key").write_text("mine")
     (tmp_path / "key").chmod(0o600)
     (model / "NOTICE").symlink_to(tmp_path / "key")
     (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "LICENSE").write_text("new")
     copy_other_files(model, tmp_path / "out")
-    assert (tmp_path / "out" / "NOTICE").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "out" / "LICENSE").read_text() == "new"
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    assert (tmp_path / "out" / "NOTICE").stat().st_mode & 0o777 == 0o600, "what a link leads to stays private"
 
 
-def test_a_link_in_the_place_of_what_is_made_is_not_followed(model: Path, packages: Path, tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_what_is_made_is_not_followed(quantize: Quantize, partial: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "out.partial").symlink_to(tmp_path / "elsewhere")
-    done = run(model, packages, "--output", str(tmp_path / "out"))
+    partial.symlink_to(tmp_path / "elsewhere")
+    done = quantize()
     assert done.returncode == 78
     assert "out.partial cannot be made: File exists. Remove it, or set --output." in done.stderr
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_a_whole_model_is_kept_where_somebody_takes_its_name_meanwhile(
-    model: Path, packages: Path, tmp_path: Path
+    quantize: Quantize, out: Path, partial: Path
 ) -> None:
-    done = run(model, packages, "--output", str(tmp_path / "out"), SOMEBODY_MAKES=str(tmp_path / "out"))
+    done = quantize(SOMEBODY_MAKES=str(out))
     assert done.returncode == 78
     assert "out.partial holds the quantised model, and cannot be renamed to" in done.stderr
-    assert (tmp_path / "out.partial" / "tokenizer.json").read_text() == "written"
+    assert (partial / "tokenizer.json").read_text() == "written"
 
 
 def test_engine_arguments_of_the_models_owner_are_not_copied(model: Path, tmp_path: Path) -> None:

@@ -15,18 +15,9 @@ from hpc_serve.submit.request.sbatch_options import SlurmOptions
 
 
 def request(**changes: Any) -> QuantizeRequest:
-    return QuantizeRequest(
-        **{
-            "title": "Qwen/Qwen3-8B",
-            "folder": "/weights/qwen",
-            "output": "/scratch/qwen-int8",
-            "scheme": "int8",
-            "venv": "/envs/quantize",
-            "weight_bytes": 10 * GIB,
-            "log_dir": "/home/me/logs",
-            **changes,
-        }
-    )
+    usual: dict[str, Any] = {"title": "Qwen/Qwen3-8B", "folder": "/weights/qwen", "output": "/scratch/qwen-int8"}
+    usual |= {"scheme": "int8", "venv": "/envs/quantize", "weight_bytes": 10 * GIB, "log_dir": "/home/me/logs"}
+    return QuantizeRequest(**{**usual, **changes})
 
 
 def script(**changes: Any) -> str:
