@@ -7,6 +7,7 @@ have an ordinary layer and say so in fields of their own, it has the functions t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import CheckedConfig
@@ -60,7 +61,7 @@ def nemotron_nas(builder: LayerBuilder, index: int) -> DecoderLayer:
     feed_forward = config.get("ffn", CheckedConfig({}, path=f"{config.path}ffn."))
     weights, cache = [], None
     if not attention.get("no_op") and not attention.get("replace_with_linear"):
-        sizes = builder.head_sizes(kv_heads=builder.heads // attention["n_heads_in_group"])
+        sizes = replace(builder.sizes, kv_heads=builder.heads // attention["n_heads_in_group"])
         bias = bool(builder.get("attention_bias", False))
         weights += builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias, sizes=sizes)
         weights += builder.norms("input_layernorm")
