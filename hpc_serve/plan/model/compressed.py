@@ -15,7 +15,7 @@ from hpc_serve.plan.model.config import CheckedConfig
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.moe import experts_or_dense, has_experts
 from hpc_serve.plan.model.spec import CacheTensor, DecoderLayer, LayerCache
-from hpc_serve.plan.model.weights import Block, Part, Weight
+from hpc_serve.plan.model.weights import Part, Weight
 
 _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 _ENTRY_SCALE_BYTES = 8
@@ -145,10 +145,10 @@ def _waiting(name: str, ratio: int, width: int) -> CacheTensor:
     )
 
 
-def deepseek_v4_beside(builder: LayerBuilder) -> Block:
+def deepseek_v4_beside(builder: LayerBuilder) -> list[Weight]:
     """Return the weights that join the copies of the hidden state before the output head, on every stage."""
     copies = builder.require("hc_mult")
-    return block([builder.vector("hc_head", copies * (copies * builder.hidden_size + 1) + 1, element_bytes=4)])
+    return [builder.vector("hc_head", copies * (copies * builder.hidden_size + 1) + 1, element_bytes=4)]
 
 
 def deepseek_v4_fields(config: CheckedConfig) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import CheckedConfig
-from hpc_serve.plan.model.gemma4 import gemma4_beside, per_layer_input
+from hpc_serve.plan.model.gemma4 import per_layer_input
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.spec import DecoderLayer
-from hpc_serve.plan.model.weights import Block, Weight
+from hpc_serve.plan.model.weights import Weight
 
 _SIZES = "intermediate_size_by_layer"
 
@@ -59,12 +59,11 @@ def gemma3n(builder: LayerBuilder, index: int) -> DecoderLayer:
     return DecoderLayer(block=weights, cache=cache)
 
 
-def gemma3n_beside(builder: LayerBuilder) -> Block:
-    """Return the weights beside the layers: the layers' own embeddings, and projections into and out of the streams."""
+def gemma3n_beside(builder: LayerBuilder) -> list[Weight]:
+    """Return the projections into and out of the streams."""
     names = [
         f"model.language_model.{name}.{stream}"
         for name in ("altup_projections", "altup_unembed_projections")
         for stream in range(builder.require("altup_num_inputs") - 1)
     ]
-    streams = [builder.linear(name, builder.hidden_size, [builder.hidden_size], "column") for name in names]
-    return Block(weights=(*gemma4_beside(builder).weights, *streams))
+    return [builder.linear(name, builder.hidden_size, [builder.hidden_size], "column") for name in names]

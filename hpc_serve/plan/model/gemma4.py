@@ -9,7 +9,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import missing
 from hpc_serve.plan.model.layers import HeadSizes, LayerBuilder, block
 from hpc_serve.plan.model.spec import DecoderLayer
-from hpc_serve.plan.model.weights import Block, Part, Vocabulary, Weight
+from hpc_serve.plan.model.weights import Part, Vocabulary, Weight
 
 _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 
@@ -51,20 +51,18 @@ def per_layer_input(builder: LayerBuilder, prefix: str) -> list[Weight]:
     ]
 
 
-def gemma4_beside(builder: LayerBuilder) -> Block:
+def gemma4_beside(builder: LayerBuilder) -> list[Weight]:
     """Return the weights beside the layers of Gemma 4's small models: an embedding of each token for each layer."""
     width = builder.get("hidden_size_per_layer_input", 0) * builder.num_layers
     rows = builder.get("vocab_size_per_layer_input", builder.vocab_size)
     if not width:
-        return Block()
+        return []
     plain = builder.quantization.plain
-    return Block(
-        weights=(
-            Vocabulary(name="embed_tokens_per_layer", rows=rows, width=width, scheme=plain),
-            builder.linear("model.per_layer_model_projection", builder.hidden_size, [width], "column"),
-            builder.vector("model.per_layer_projection_norm", width // builder.num_layers),
-        )
-    )
+    return [
+        Vocabulary(name="embed_tokens_per_layer", rows=rows, width=width, scheme=plain),
+        builder.linear("model.per_layer_model_projection", builder.hidden_size, [width], "column"),
+        builder.vector("model.per_layer_projection_norm", width // builder.num_layers),
+    ]
 
 
 def _gemma4_sizes(builder: LayerBuilder, index: int, *, attends_to_all: bool, equal: bool) -> HeadSizes:

@@ -13,7 +13,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import CheckedConfig
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.spec import DecoderLayer
-from hpc_serve.plan.model.weights import Block, Vocabulary
+from hpc_serve.plan.model.weights import Vocabulary, Weight
 
 _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 _SWA_HEADS_FACTOR = 2
@@ -152,6 +152,6 @@ def _write_sparse(config: CheckedConfig, is_sparse: Callable[[int], bool]) -> No
     config.setdefault("mlp_layer_types", ["sparse" if is_sparse(index) else "dense" for index in layers])
 
 
-def head_bias(builder: LayerBuilder) -> Block:
+def head_bias(builder: LayerBuilder) -> list[Weight]:
     """Return the bias of Phi-3.5-MoE's output head, which ranks divide with the head."""
-    return Block(weights=(Vocabulary(name="lm_head.bias", rows=builder.vocab_size, width=1),))
+    return [Vocabulary(name="lm_head.bias", rows=builder.vocab_size, width=1)]

@@ -407,8 +407,8 @@ def test_kimi_k3_keeps_states_in_three_of_four_layers() -> None:
 
 
 def test_every_function_that_a_table_names_is_there() -> None:
-    keys = ("layer", "beside", "fields")
-    named = {about[key] for about in architectures().values() for key in keys if key in about}
+    named = {about[key] for about in architectures().values() for key in ("layer", "fields") if key in about}
+    named |= {part for about in architectures().values() for part in about.get("beside", ())}
     assert len(named) >= 45
     assert all(callable(function_named(name)) for name in named)
     towers = load_data("towers.json")["towers"]
