@@ -161,9 +161,7 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
     return PlanResult(
         inputs=inputs,
         plan=replace(
-            chosen,
-            reasons=(*reasons, *chosen.reasons, *warnings),
-            notes=(*reasons, *chosen.notes, *warnings),
+            chosen, reasons=(*reasons, *chosen.reasons, *warnings), notes=(*reasons, *chosen.notes, *warnings)
         ),
         error=None,
         note=found.note,
@@ -192,10 +190,8 @@ def _inputs(asked: PlanRequest, found: FoundParts) -> tuple[PlanInputs, list[Lay
         workload=workload,
         max_model_len=workload.max_model_len or whole,
     )
-    if not is_auto:
-        return inputs, []
-    one = inputs.for_one_replica()
-    if not one.cluster.num_nodes:
+    one = inputs.for_one_replica() if is_auto else inputs
+    if not is_auto or not one.cluster.num_nodes:
         return inputs, []
     contexts = contexts_by_layout(one, one.cluster.num_nodes)
     longest = max((lengths.by_requests[0][1] for lengths in contexts), default=whole)
@@ -237,8 +233,7 @@ def _for_target(
     try:
         option, reasons = choose_deployment(inputs, traffic, target, measured)
     except DoesNotFitError as error:
-        minimum = minimum_gpus(inputs, at_most=0)
-        raise NoLayoutError(str(error), candidates=(), suggestions=(), minimum_gpus=minimum) from None
+        raise NoLayoutError(str(error), minimum_gpus(inputs, at_most=0)) from None
     layout = option.layout
     engine = replace(
         inputs.engine_for(layout),

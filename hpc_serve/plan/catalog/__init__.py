@@ -9,8 +9,8 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,13 @@ class CatalogModel:
     """
 
     name: str
-    aliases: tuple[str, ...]
     config: Mapping[str, Any]
-    published_parameters: int | None
-    note: str | None
-    source: tuple[str, ...]
-    min_vllm: str | None
-    engine: Mapping[str, Any]
+    source: Sequence[str]
+    aliases: Sequence[str] = ()
+    published_parameters: int | None = None
+    note: str | None = None
+    min_vllm: str | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
 def speed_accuracy() -> dict[str, Any]:
@@ -48,19 +48,7 @@ def speed_accuracy() -> dict[str, Any]:
 @lru_cache(maxsize=1)
 def models() -> dict[str, CatalogModel]:
     """Return every known model, by its repository name."""
-    return {
-        entry["name"]: CatalogModel(
-            name=entry["name"],
-            aliases=tuple(entry.get("aliases", ())),
-            config=entry["config"],
-            published_parameters=entry.get("published_parameters"),
-            note=entry.get("note"),
-            source=tuple(entry["source"]),
-            min_vllm=entry.get("min_vllm"),
-            engine=entry.get("engine", {}),
-        )
-        for entry in load_data("models.json")["models"]
-    }
+    return {entry["name"]: CatalogModel(**entry) for entry in load_data("models.json")["models"]}
 
 
 def find(name: str) -> CatalogModel | None:
@@ -107,11 +95,8 @@ def _index() -> dict[str, CatalogModel]:
 @lru_cache(maxsize=1)
 def accelerator_entries() -> dict[str, dict[str, Any]]:
     """Return every known accelerator's facts, by its name and its aliases."""
-    index: dict[str, dict[str, Any]] = {}
-    for entry in load_data("accelerators.json")["accelerators"]:
-        for name in (entry["name"], *entry["aliases"]):
-            index[name] = entry
-    return index
+    entries = load_data("accelerators.json")["accelerators"]
+    return {name: entry for entry in entries for name in (entry["name"], *entry["aliases"])}
 
 
 def is_accelerator(name: str) -> bool:

@@ -66,10 +66,10 @@ class NoLayoutError(DoesNotFitError):
     def __init__(
         self,
         text: str,
-        *,
-        candidates: tuple[Candidate, ...],
-        suggestions: tuple[Remedy, ...],
         minimum_gpus: MinimumGpus,
+        *,
+        candidates: tuple[Candidate, ...] = (),
+        suggestions: tuple[Remedy, ...] = (),
     ) -> None:
         super().__init__(text)
         self.candidates = candidates
@@ -122,8 +122,7 @@ def choose(asked: PlanInputs, *, served_model_names: tuple[str, ...] = ()) -> Se
             helps = tuple(suggestions(asked, [queues.layout]))
             return _plan(inputs, replace(queues, verdict="chosen"), others, served_model_names, helps)
     except DoesNotFitError as error:
-        minimum = minimum_gpus(inputs, at_most=0)
-        raise NoLayoutError(str(error), candidates=(), suggestions=(), minimum_gpus=minimum) from None
+        raise NoLayoutError(str(error), minimum_gpus(inputs, at_most=0)) from None
     raise _nothing_fits(asked, tried)
 
 
@@ -259,13 +258,6 @@ def _nothing_fits(asked: PlanInputs, tried: list[Candidate]) -> NoLayoutError:
     if all(candidate.memory is None for candidate in tried):
         where = "so" if inputs.engine.has_asked_layout else f"on {nodes} of {gpus}"
         headline = f"{inputs.model.name} cannot be served {where}:"
-    lines = [
-        headline,
-        *(f"  {candidate.layout}: {candidate.reason}" for candidate in shown),
-    ]
-    return NoLayoutError(
-        "\n".join(lines),
-        candidates=tuple(shown),
-        suggestions=tuple(helps),
-        minimum_gpus=minimum_gpus(inputs, at_most=0),
-    )
+    lines = [headline, *(f"  {candidate.layout}: {candidate.reason}" for candidate in shown)]
+    minimum = minimum_gpus(inputs, at_most=0)
+    return NoLayoutError("\n".join(lines), minimum, candidates=tuple(shown), suggestions=tuple(helps))
