@@ -112,19 +112,12 @@ def mimo_v2_fields(config: CheckedConfig) -> None:
 
 
 def step3p5_fields(config: CheckedConfig) -> None:
-    """Write Step 3.5's own names as those of others: of heads, of experts, and of the layers that have them."""
-    other, groups = config.get("attention_other_setting"), config.get("num_attention_groups")
-    heads = config.get("num_sliding_attention_heads")
-    renamed = {"num_key_value_heads": groups, "n_routed_experts": config.get("moe_num_experts")}
-    if other:
-        heads = other["num_attention_heads"]
-        renamed |= {"swa_num_key_value_heads": other["num_attention_groups"], "swa_head_dim": other["head_dim"]}
-    renamed["swa_num_attention_heads"] = heads
-    for name, value in renamed.items():
-        if value is not None:
-            config.setdefault(name, value)
-    named = config.get("moe_layers_enum")
-    if named is not None:
+    """Write Step 3.5's heads of layers with a window, and the layers that have experts, where others have them."""
+    if other := config.get("attention_other_setting"):
+        config["swa_num_attention_heads"] = other["num_attention_heads"]
+        config.setdefault("swa_num_key_value_heads", other["num_attention_groups"])
+        config.setdefault("swa_head_dim", other["head_dim"])
+    if named := config.get("moe_layers_enum"):
         sparse = {int(one) for one in named.split(",")}
         _write_sparse(config, sparse.__contains__)
     config["share_expert_dim"]  # without it the shared expert's size is unknown
