@@ -82,9 +82,10 @@ def quantization_from_config(
             )
     if not config:
         return Quantization(method="none", plain=plain, linear=plain, experts=plain, head=plain)
-    producer = config.get("producer")  # the program that quantised, which ModelOpt writes in place of a method
-    named = producer.get("name") if isinstance(producer, Mapping) else None
-    method = _normal(str(config.get("quant_method") or named or ""))
+    method = config.get("quant_method")
+    if not method and isinstance(producer := config.get("producer"), Mapping):  # ModelOpt's, in place of a method
+        method = producer.get("name")
+    method = _normal(str(method or ""))
     by_module = mixed_precision(config) if method.startswith("modelopt") else None
     if by_module is None:
         linear, experts, head = _schemes(method, config, plain)
