@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.asked import PlanRequest, asked_traffic, check_speech
-from hpc_serve.plan.choice.candidates import LayoutContexts, PlanInputs, contexts_by_layout, contexts_of, minimum_gpus
+from hpc_serve.plan.choice.candidates import LayoutContexts, PlanInputs, contexts_of, minimum_gpus
+from hpc_serve.plan.choice.layout import layouts_on
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan, choose
 from hpc_serve.plan.engine import LONGEST_THAT_FITS, EngineConfig
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
@@ -193,7 +194,7 @@ def _inputs(asked: PlanRequest, found: FoundParts) -> tuple[PlanInputs, list[Lay
     one = inputs.for_one_replica() if is_auto else inputs
     if not is_auto or not one.cluster.num_nodes:
         return inputs, []
-    contexts = contexts_by_layout(one, one.cluster.num_nodes)
+    contexts = contexts_of(one, layouts_on(one.cluster.num_nodes, one.cluster, one.engine))
     longest = max((lengths.by_requests[0][1] for lengths in contexts), default=whole)
     if longest < whole:
         workload = replace(workload, max_model_len=longest)
@@ -203,7 +204,7 @@ def _inputs(asked: PlanRequest, found: FoundParts) -> tuple[PlanInputs, list[Lay
 
 def _all_contexts(inputs: PlanInputs, found: list[LayoutContexts], chosen: ServePlan) -> list[LayoutContexts]:
     """Return the contexts of all layouts on the chosen number of nodes, and of the plan's other candidates."""
-    found = found or contexts_by_layout(inputs, chosen.layout.num_nodes)
+    found = found or contexts_of(inputs, layouts_on(chosen.layout.num_nodes, inputs.cluster, inputs.engine))
     known = {one.layout for one in found}
     return found + contexts_of(inputs, (one.layout for one in chosen.candidates if one.layout not in known))
 

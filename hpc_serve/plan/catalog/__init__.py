@@ -41,8 +41,7 @@ class CatalogModel:
 
 def speed_accuracy() -> dict[str, Any]:
     """Return published measurements, and how near the estimates are, by arrivals, kind of accelerator and class."""
-    found: dict[str, Any] = load_data(SPEED_ACCURACY.name)
-    return found
+    return load_data(SPEED_ACCURACY.name)
 
 
 @lru_cache(maxsize=1)
@@ -137,14 +136,12 @@ def ordinary_layers() -> Mapping[str, Mapping[str, Any]]:
 
 def config_fields() -> Mapping[str, Any]:
     """Return the fields of configs to check, and the fields that change no size of any model."""
-    found: Mapping[str, Any] = load_data("config_fields.json")
-    return found
+    return load_data("config_fields.json")
 
 
 def config_keys() -> Mapping[str, Any]:
     """Return the fields that change no weight in transformers, `generic` and by architecture: measured by the tests."""
-    found: Mapping[str, Any] = load_data("config_keys.json")
-    return found
+    return load_data("config_keys.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +193,6 @@ def reasoning_parsers() -> Mapping[str, tuple[str, ...]]:
 
 
 @cache
-def load_data(filename: str) -> Any:
+def load_data(filename: str) -> dict[str, Any]:
     """Return what a JSON file of this package holds."""
-    return json.loads(Path(__file__).with_name(filename).read_text(encoding="utf-8"))
+    return dict(json.loads(Path(__file__).with_name(filename).read_text(encoding="utf-8")))

@@ -285,14 +285,8 @@ def longest_context(inputs: PlanInputs, layout: Layout) -> int:
     return fitting * CONTEXT_STEP
 
 
-def contexts_by_layout(inputs: PlanInputs, num_nodes: int) -> list[LayoutContexts]:
-    """Return the longest contexts of every layout on so many nodes that holds any, for several numbers of requests at
-    once."""
-    return contexts_of(inputs, layouts_on(num_nodes, inputs.cluster, inputs.engine))
-
-
 def contexts_of(inputs: PlanInputs, layouts: Iterable[Layout]) -> list[LayoutContexts]:
-    """Return the longest contexts of those layouts that hold any."""
+    """Return the longest contexts of those layouts that hold any, for several numbers of requests at once."""
     found = []
     for layout in layouts:
         lengths: list[tuple[int, int]] = []
