@@ -216,15 +216,6 @@ def test_a_tower_without_input_is_not_loaded() -> None:
         assert loaded_model(model, EngineConfig(limit_mm_per_prompt=limit)) == model
 
 
-def test_without_prefix_caching_hybrids_hold_one_state_a_request() -> None:
-    name = "Qwen/Qwen3-Next-80B-A3B-Instruct"
-    plain, without = estimate(name, 4), estimate(name, 4, enable_prefix_caching=False)
-    assert without.blocks_per_request < plain.blocks_per_request
-    assert estimate("8b", enable_prefix_caching=False) == estimate("8b")
-    drafting = estimate(name, 4, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
-    assert drafting.blocks_per_request > plain.blocks_per_request
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [

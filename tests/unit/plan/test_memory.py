@@ -23,7 +23,7 @@ from hpc_serve.plan import (
 )
 from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.engine import batches_in_flight
-from hpc_serve.plan.memory.cuda_graphs import capture_sizes, graph_mode
+from hpc_serve.plan.memory.cuda_graphs import graph_mode
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
 from hpc_serve.plan.memory.stages import pipeline_stages
 from hpc_serve.sizes import GIB
@@ -132,20 +132,10 @@ def test_int8_cache_of_70b() -> None:
     assert full_context_bytes(spec("70b"), engine, 32_768) == 5_368_709_120
 
 
-@pytest.mark.parametrize(("tp", "decimal_gb"), [(8, 17.6), (4, 35.3), (2, 70.6)])
-def test_70b_on_eight_a100(tp: int, decimal_gb: float) -> None:
-    """The on-prem guide of llama-recipes prints 17.5, 35 and 70."""
-    assert round(estimate("70b", tp=tp, gpu="a100-80gb").weight_bytes / 1e9, 1) == decimal_gb
-
-
 def test_latent_cache_is_on_every_rank() -> None:
     """61 layers of 576 elements; vLLM printed for Kimi K2 on eight H200 46.80 GiB / 715,072 tokens = 70,275 bytes."""
     for tp in (1, 8):
         assert estimate("r1", tp=tp).kv_bytes_per_token == 61 * 576 * 2
-
-
-def test_kv_heads_are_held_twice_where_ranks_outnumber_them() -> None:
-    assert estimate("70b", tp=8).kv_bytes_per_token == estimate("70b", tp=16).kv_bytes_per_token
 
 
 def test_groups_of_a_hybrid_as_vllm_printed_them() -> None:
@@ -170,16 +160,6 @@ def test_windows_are_groups_of_their_own() -> None:
     assert kinds == [("sliding", 9)] * 4 + [("sliding", 8)] * 2 + [("full", 10)]
     whole = cache_layout(model, EngineConfig(vllm_version="0.8.5"), 1)
     assert [(group.kind, len(group.layers)) for group in whole.groups] == [("full", 62)]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "version", "printed"),
-    [(410_128, "0.9.1", 410_128), (774_864, "0.11.0", 774_864), (184_832, "0.11.0", 184_832)],
-)
-def test_tokens_of_a_given_cache(tokens: int, version: str, printed: int) -> None:
-    """A cache of so many tokens is printed as that many, in whole blocks."""
-    found = estimate("8b", vllm_version=version, kv_cache_memory_bytes=tokens * 131_072 + 4096)
-    assert found.kv_cache_tokens == printed
 
 
 def on_cpu(model: ModelSpec, **options: Any) -> MemoryEstimate:
@@ -223,14 +203,6 @@ def test_eager_has_no_graphs_and_older_versions_do_not_count_them() -> None:
     assert older.kv_cache_bytes + older.model_loading_bytes + older.activation_bytes + older.non_torch_bytes == (
         older.requested_bytes
     )
-
-
-@pytest.mark.parametrize(("limit", "count"), [(512, 51), (256, 35), (1, 1), (64, 11), (1024, 83)])
-def test_capture_sizes(limit: int, count: int) -> None:
-    sizes = capture_sizes(limit)
-    assert len(sizes) == count
-    assert sizes == sorted(set(sizes))
-    assert max(sizes) <= limit
 
 
 @pytest.mark.parametrize(

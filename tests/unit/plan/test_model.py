@@ -12,10 +12,10 @@ from benchmarks.accuracy import DATA
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import model_from_config, resolve
 from hpc_serve.plan.catalog import models
-from hpc_serve.plan.memory.stages import allocator_rounding, pipeline_layers, pipeline_stages
+from hpc_serve.plan.memory.stages import pipeline_stages
 from hpc_serve.plan.model.scheme import FP8_BLOCK, FP8_CHANNEL
 from hpc_serve.plan.model.weights import Linear
-from hpc_serve.sizes import GIB, MIB
+from hpc_serve.sizes import GIB
 from tests.support.plans import changed, spec
 
 VLLM_BYTES = json.loads((DATA / "vllm_weight_bytes.json").read_text())
@@ -221,31 +221,6 @@ def test_what_cannot_be_divided_is_named() -> None:
         pipeline_stages(spec("8b"), 1, 200)
     with pytest.raises(DoesNotFitError, match=r"experts.up_proj.*192 outputs.*blocks.*128"):
         pipeline_stages(spec("Qwen/Qwen3-235B-A22B-FP8"), 8, 1)
-
-
-def test_expert_parallelism_keeps_experts_whole() -> None:
-    model = spec("Qwen/Qwen3-235B-A22B-FP8")
-    whole = pipeline_stages(model, 8, 1, expert_parallel=True)[0].weight_bytes
-    assert whole == pytest.approx(model.weight_bytes / 8, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("layers", "stages_count", "dealt"),
-    [
-        (126, 2, [63, 63]),
-        (61, 4, [15, 15, 16, 15]),
-        (7, 2, [4, 3]),
-        (31, 8, [4, 4, 4, 4, 4, 4, 4, 3]),
-        (5, 4, [1, 1, 2, 1]),
-    ],
-)
-def test_layers_are_dealt_as_vllm_deals_them(layers: int, stages_count: int, dealt: list[int]) -> None:
-    assert pipeline_layers(layers, stages_count) == dealt
-
-
-@pytest.mark.parametrize(("mib", "rest"), [(9.5, 0), (30, 0), (95, 1), (47.5, 0.5), (24.5, 0), (131.5, 0.5)])
-def test_allocator_rounding(mib: float, rest: float) -> None:
-    assert allocator_rounding(int(mib * MIB)) == int(rest * MIB)
 
 
 @pytest.mark.parametrize(
