@@ -161,9 +161,7 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
     ]
     return PlanResult(
         inputs=inputs,
-        plan=replace(
-            chosen, reasons=(*reasons, *chosen.reasons, *warnings), notes=(*reasons, *chosen.notes, *warnings)
-        ),
+        plan=replace(chosen, reasons=(*reasons, *chosen.reasons, *warnings)),
         error=None,
         note=found.note,
         traffic=traffic,
