@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
@@ -47,11 +47,12 @@ def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: M
     ]
     if layout.data_parallel_size > 1:
         args += ["--data-parallel-size", str(layout.data_parallel_size)]
-    asked = replace(engine, **dict.fromkeys(_LAYOUT), quantization=_quantization_flag(engine, model))
+    of_plan = {**dict.fromkeys(_LAYOUT), "quantization": _quantization_flag(engine, model)}
     for types in _ORDER:
         for option in _OPTIONS:
             if ("quantization" if option.name == "quantization" else option.type) in types:
-                args += _words(option.name, getattr(asked, option.name), option.default)
+                value = of_plan[option.name] if option.name in of_plan else getattr(engine, option.name)
+                args += _words(option.name, value, option.default)
     return tuple(args)
 
 

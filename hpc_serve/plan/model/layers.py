@@ -69,7 +69,8 @@ class LayerBuilder:
             raise InvalidRequestError(
                 f"The config's {key} is {value} and its {alias} is {other}: they must be the same."
             )
-        return self.first(key, alias, default=default)
+        found: int = self.first(key, alias, default=default)
+        return found
 
     def require(self, key: str) -> Any:
         """Return the field. Raises InvalidRequestError where it is missing or null."""

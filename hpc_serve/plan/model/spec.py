@@ -220,8 +220,8 @@ class ModelSpec:
     @property
     def _parts(self) -> list[Block | Vocabulary]:
         """All weights, those of each layer as one."""
-        ends = [self.embedding, self.final, self.everywhere, *([self.head] if self.head else [])]
-        return [*ends, *(layer.block for layer in self.layers)]
+        parts: list[Block | Vocabulary] = [self.embedding, *(layer.block for layer in self.layers), self.final]
+        return [*parts, self.everywhere] if self.head is None else [*parts, self.everywhere, self.head]
 
     @cached_property
     def parameters(self) -> int:
