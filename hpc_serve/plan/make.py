@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.asked import PlanRequest, asked_traffic, check_speech
-from hpc_serve.plan.choice.candidates import LayoutContexts, PlanInputs, contexts_by_layout, contexts_of, minimum_gpus
+from hpc_serve.plan.choice.candidates import LayoutContexts, PlanInputs, contexts_of, minimum_gpus
+from hpc_serve.plan.choice.layout import layouts_on
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan, choose
 from hpc_serve.plan.engine import LONGEST_THAT_FITS, EngineConfig
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
@@ -160,11 +161,7 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
     ]
     return PlanResult(
         inputs=inputs,
-        plan=replace(
-            chosen,
-            reasons=(*reasons, *chosen.reasons, *warnings),
-            notes=(*reasons, *chosen.notes, *warnings),
-        ),
+        plan=replace(chosen, reasons=(*reasons, *chosen.reasons, *warnings)),
         error=None,
         note=found.note,
         traffic=traffic,
@@ -192,12 +189,10 @@ def _inputs(asked: PlanRequest, found: FoundParts) -> tuple[PlanInputs, list[Lay
         workload=workload,
         max_model_len=workload.max_model_len or whole,
     )
-    if not is_auto:
+    one = inputs.for_one_replica() if is_auto else inputs
+    if not is_auto or not one.cluster.num_nodes:
         return inputs, []
-    one = inputs.for_one_replica()
-    if not one.cluster.num_nodes:
-        return inputs, []
-    contexts = contexts_by_layout(one, one.cluster.num_nodes)
+    contexts = contexts_of(one, layouts_on(one.cluster.num_nodes, one.cluster, one.engine))
     longest = max((lengths.by_requests[0][1] for lengths in contexts), default=whole)
     if longest < whole:
         workload = replace(workload, max_model_len=longest)
@@ -207,7 +202,7 @@ def _inputs(asked: PlanRequest, found: FoundParts) -> tuple[PlanInputs, list[Lay
 
 def _all_contexts(inputs: PlanInputs, found: list[LayoutContexts], chosen: ServePlan) -> list[LayoutContexts]:
     """Return the contexts of all layouts on the chosen number of nodes, and of the plan's other candidates."""
-    found = found or contexts_by_layout(inputs, chosen.layout.num_nodes)
+    found = found or contexts_of(inputs, layouts_on(chosen.layout.num_nodes, inputs.cluster, inputs.engine))
     known = {one.layout for one in found}
     return found + contexts_of(inputs, (one.layout for one in chosen.candidates if one.layout not in known))
 
@@ -237,8 +232,7 @@ def _for_target(
     try:
         option, reasons = choose_deployment(inputs, traffic, target, measured)
     except DoesNotFitError as error:
-        minimum = minimum_gpus(inputs, at_most=0)
-        raise NoLayoutError(str(error), candidates=(), suggestions=(), minimum_gpus=minimum) from None
+        raise NoLayoutError(str(error), minimum_gpus(inputs, at_most=0)) from None
     layout = option.layout
     engine = replace(
         inputs.engine_for(layout),

@@ -9,8 +9,8 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,37 +30,24 @@ class CatalogModel:
     """
 
     name: str
-    aliases: tuple[str, ...]
     config: Mapping[str, Any]
-    published_parameters: int | None
-    note: str | None
-    source: tuple[str, ...]
-    min_vllm: str | None
-    engine: Mapping[str, Any]
+    source: Sequence[str]
+    aliases: Sequence[str] = ()
+    published_parameters: int | None = None
+    note: str | None = None
+    min_vllm: str | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
 def speed_accuracy() -> dict[str, Any]:
     """Return published measurements, and how near the estimates are, by arrivals, kind of accelerator and class."""
-    found: dict[str, Any] = load_data(SPEED_ACCURACY.name)
-    return found
+    return load_data(SPEED_ACCURACY.name)
 
 
 @lru_cache(maxsize=1)
 def models() -> dict[str, CatalogModel]:
     """Return every known model, by its repository name."""
-    return {
-        entry["name"]: CatalogModel(
-            name=entry["name"],
-            aliases=tuple(entry.get("aliases", ())),
-            config=entry["config"],
-            published_parameters=entry.get("published_parameters"),
-            note=entry.get("note"),
-            source=tuple(entry["source"]),
-            min_vllm=entry.get("min_vllm"),
-            engine=entry.get("engine", {}),
-        )
-        for entry in load_data("models.json")["models"]
-    }
+    return {entry["name"]: CatalogModel(**entry) for entry in load_data("models.json")["models"]}
 
 
 def find(name: str) -> CatalogModel | None:
@@ -107,11 +94,8 @@ def _index() -> dict[str, CatalogModel]:
 @lru_cache(maxsize=1)
 def accelerator_entries() -> dict[str, dict[str, Any]]:
     """Return every known accelerator's facts, by its name and its aliases."""
-    index: dict[str, dict[str, Any]] = {}
-    for entry in load_data("accelerators.json")["accelerators"]:
-        for name in (entry["name"], *entry["aliases"]):
-            index[name] = entry
-    return index
+    entries = load_data("accelerators.json")["accelerators"]
+    return {name: entry for entry in entries for name in (entry["name"], *entry["aliases"])}
 
 
 def is_accelerator(name: str) -> bool:
@@ -152,14 +136,12 @@ def ordinary_layers() -> Mapping[str, Mapping[str, Any]]:
 
 def config_fields() -> Mapping[str, Any]:
     """Return the fields of configs to check, and the fields that change no size of any model."""
-    found: Mapping[str, Any] = load_data("config_fields.json")
-    return found
+    return load_data("config_fields.json")
 
 
 def config_keys() -> Mapping[str, Any]:
     """Return the fields that change no weight in transformers, `generic` and by architecture: measured by the tests."""
-    found: Mapping[str, Any] = load_data("config_keys.json")
-    return found
+    return load_data("config_keys.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +193,6 @@ def reasoning_parsers() -> Mapping[str, tuple[str, ...]]:
 
 
 @cache
-def load_data(filename: str) -> Any:
+def load_data(filename: str) -> dict[str, Any]:
     """Return what a JSON file of this package holds."""
-    return json.loads(Path(__file__).with_name(filename).read_text(encoding="utf-8"))
+    return dict(json.loads(Path(__file__).with_name(filename).read_text(encoding="utf-8")))

@@ -6,6 +6,7 @@ starts.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -245,26 +246,16 @@ def _reason_against(layout: Layout, chosen: Layout, inputs: PlanInputs) -> str:
             "requests at once; --target throughput compares the speed"
         )
     if layout.splits_layers_across_nodes and accelerator.kind != "tpu":
-        speeds, copies = _link_speeds_text(inputs), _kv_head_copies_text(layout, inputs)
+        network, link = accelerator.network_bytes_per_s, accelerator.link_bytes_per_s
+        speeds = f" ({network / 1e9:.0f} GB/s a GPU against {link / 1e9:.0f} in the node)" if network and link else ""
+        heads, copies = inputs.model.num_key_value_heads, ""
+        if not inputs.model.is_mla and layout.tensor_parallel_size > heads:
+            copies = f", and each of {heads} KV heads would be held {layout.tensor_parallel_size // heads} times"
         return f"two all-reduces a layer would cross the network{speeds}{copies}"
     if layout.num_gpus > chosen.num_gpus:
         verb = "is" if chosen.num_gpus == 1 else "are"
         return f"{layout.num_gpus} {accelerator.unit}s, and {chosen.num_gpus} {verb} enough"
     return "more pipeline stages than needed, and each costs a transfer and waiting"
-
-
-def _link_speeds_text(inputs: PlanInputs) -> str:
-    gpu = inputs.cluster.accelerator
-    if not gpu.network_bytes_per_s or not gpu.link_bytes_per_s:
-        return ""
-    return f" ({gpu.network_bytes_per_s / 1e9:.0f} GB/s a GPU against {gpu.link_bytes_per_s / 1e9:.0f} in the node)"
-
-
-def _kv_head_copies_text(layout: Layout, inputs: PlanInputs) -> str:
-    heads = inputs.model.num_key_value_heads
-    if inputs.model.is_mla or layout.tensor_parallel_size <= heads:
-        return ""
-    return f", and each of {heads} KV heads would be held {layout.tensor_parallel_size // heads} times"
 
 
 CONTEXT_STEP = 1024
@@ -289,23 +280,13 @@ def longest_context(inputs: PlanInputs, layout: Layout) -> int:
     inputs = replace(inputs, workload=replace(inputs.workload, request_tokens=None))
     if inputs.fits(layout):
         return whole
-    low, high = 0, (whole - 1) // CONTEXT_STEP
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (
-            (middle, high) if replace(inputs, max_model_len=middle * CONTEXT_STEP).fits(layout) else (low, middle - 1)
-        )
-    return low * CONTEXT_STEP
-
-
-def contexts_by_layout(inputs: PlanInputs, num_nodes: int) -> list[LayoutContexts]:
-    """Return the longest contexts of every layout on so many nodes that holds any, for several numbers of requests at
-    once."""
-    return contexts_of(inputs, layouts_on(num_nodes, inputs.cluster, inputs.engine))
+    steps = range(CONTEXT_STEP, whole, CONTEXT_STEP)
+    fitting = bisect_left(steps, True, key=lambda tokens: not replace(inputs, max_model_len=tokens).fits(layout))
+    return fitting * CONTEXT_STEP
 
 
 def contexts_of(inputs: PlanInputs, layouts: Iterable[Layout]) -> list[LayoutContexts]:
-    """Return the longest contexts of those layouts that hold any."""
+    """Return the longest contexts of those layouts that hold any, for several numbers of requests at once."""
     found = []
     for layout in layouts:
         lengths: list[tuple[int, int]] = []

@@ -192,13 +192,11 @@ def _layout_asked_for(tensor: int, pipeline: int, data: int, cluster: ClusterSpe
     nodes = cluster.num_nodes or _fewest_nodes(ranks, cluster) or 1
     size = cluster.node_size_of(nodes)
     asked = f"{layout_text(tensor, pipeline, data, between=' x ')} is {ranks} ranks"
-    if ranks > nodes * size:
-        places = f"{nodes} x {size} {cluster.accelerator.unit}s are {nodes * size}"
-        raise DoesNotFitError(f"{asked}, but {places}; use {_larger_machines(ranks, cluster)}smaller sizes.")
-    if ranks % nodes:
-        raise DoesNotFitError(
-            f"{asked}, which {nodes} nodes cannot share evenly; use {_larger_machines(ranks, cluster)}other sizes."
-        )
+    if ranks > nodes * size or ranks % nodes:
+        why = f"which {nodes} nodes cannot share evenly"
+        if ranks > nodes * size:
+            why = f"but {nodes} x {size} {cluster.accelerator.unit}s are {nodes * size}"
+        raise DoesNotFitError(f"{asked}, {why}; use {_larger_machines(ranks, cluster)}other sizes.")
     layout = Layout(
         tensor_parallel_size=tensor,
         pipeline_parallel_size=pipeline,

@@ -40,8 +40,8 @@ class ServePlan:
 
     `layout` is the layout of one replica, on nodes with `accelerator`. `vllm_args` are the options after the model,
     without served names, host, port and backend. `memory` is the memory of the tightest rank. If the cache does not
-    hold all requests asked for at once, the options in `suggestions` make it hold them. `notes` are the `reasons` that
-    no candidate has. `quantizes_files`: vLLM makes 8 bits of 16-bit files as it loads them.
+    hold all requests asked for at once, the options in `suggestions` make it hold them. `of_candidates` are the
+    `reasons` that stand with the candidates. `quantizes_files`: vLLM makes 8 bits of 16-bit files as it loads them.
     """
 
     model: str
@@ -55,9 +55,14 @@ class ServePlan:
     reasons: tuple[str, ...]
     minimum_gpus: MinimumGpus
     quantizes_files: bool = False
-    notes: tuple[str, ...] = ()
+    of_candidates: frozenset[str] = frozenset()
     candidates: tuple[Candidate, ...] = ()
     suggestions: tuple[Remedy, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The reasons that no candidate has."""
+        return tuple(reason for reason in self.reasons if reason not in self.of_candidates)
 
 
 class NoLayoutError(DoesNotFitError):
@@ -66,10 +71,10 @@ class NoLayoutError(DoesNotFitError):
     def __init__(
         self,
         text: str,
-        *,
-        candidates: tuple[Candidate, ...],
-        suggestions: tuple[Remedy, ...],
         minimum_gpus: MinimumGpus,
+        *,
+        candidates: tuple[Candidate, ...] = (),
+        suggestions: tuple[Remedy, ...] = (),
     ) -> None:
         super().__init__(text)
         self.candidates = candidates
@@ -122,8 +127,7 @@ def choose(asked: PlanInputs, *, served_model_names: tuple[str, ...] = ()) -> Se
             helps = tuple(suggestions(asked, [queues.layout]))
             return _plan(inputs, replace(queues, verdict="chosen"), others, served_model_names, helps)
     except DoesNotFitError as error:
-        minimum = minimum_gpus(inputs, at_most=0)
-        raise NoLayoutError(str(error), candidates=(), suggestions=(), minimum_gpus=minimum) from None
+        raise NoLayoutError(str(error), minimum_gpus(inputs, at_most=0)) from None
     raise _nothing_fits(asked, tried)
 
 
@@ -143,8 +147,7 @@ def _plan(
         engine = replace(engine, kv_cache_memory_bytes=memory.kv_cache_bytes)
     others = alternatives(inputs, layout, {candidate.layout for candidate in tried})
     minimum = minimum_gpus(inputs, at_most=layout.num_gpus)
-    waiting = _waiting_reasons(inputs, chosen, suggestions)
-    reasons, notes = _reasons(inputs, chosen, tried, others, minimum)
+    reasons, of_candidates = _reasons(inputs, chosen, tried, others, minimum)
     return ServePlan(
         model=model.name,
         served_model_names=served_model_names or (model.name,),
@@ -154,8 +157,8 @@ def _plan(
         max_model_len=inputs.max_model_len,
         vllm_args=vllm_args(layout, inputs.max_model_len, engine, model),
         memory=memory,
-        reasons=(*waiting, *reasons),
-        notes=(*waiting, *notes),
+        reasons=(*_waiting_reasons(inputs, chosen, suggestions), *reasons),
+        of_candidates=of_candidates,
         suggestions=suggestions,
         minimum_gpus=minimum,
         quantizes_files=model.quantization.is_assumed and is_quantized_by_vllm(engine, model),
@@ -175,8 +178,8 @@ def _check_dtype(model: ModelSpec, cluster: ClusterSpec) -> None:
 
 def _reasons(
     inputs: PlanInputs, chosen: Candidate, tried: list[Candidate], others: list[Candidate], minimum: MinimumGpus
-) -> tuple[list[str], list[str]]:
-    """Return the reasons for the plan, and those of them that no candidate has."""
+) -> tuple[list[str], frozenset[str]]:
+    """Return the reasons for the plan, and those of them that stand with the candidates."""
     gpu, memory, layout = inputs.cluster.accelerator, chosen.memory, chosen.layout
     assert memory is not None
     usable = f"; vLLM can start on {minimum.usable}" if minimum.usable else ""
@@ -215,8 +218,7 @@ def _reasons(
         )
     if assumed := assumption(inputs.engine, inputs.model):
         reasons.append(assumed)
-    said = {*of_candidates, *crossing, leaves}
-    return reasons, [reason for reason in reasons if reason not in said]
+    return reasons, frozenset((*of_candidates, *crossing, leaves))
 
 
 def _data_parallel_reason(inputs: PlanInputs, layout: Layout) -> str:
@@ -259,13 +261,6 @@ def _nothing_fits(asked: PlanInputs, tried: list[Candidate]) -> NoLayoutError:
     if all(candidate.memory is None for candidate in tried):
         where = "so" if inputs.engine.has_asked_layout else f"on {nodes} of {gpus}"
         headline = f"{inputs.model.name} cannot be served {where}:"
-    lines = [
-        headline,
-        *(f"  {candidate.layout}: {candidate.reason}" for candidate in shown),
-    ]
-    return NoLayoutError(
-        "\n".join(lines),
-        candidates=tuple(shown),
-        suggestions=tuple(helps),
-        minimum_gpus=minimum_gpus(inputs, at_most=0),
-    )
+    lines = [headline, *(f"  {candidate.layout}: {candidate.reason}" for candidate in shown)]
+    minimum = minimum_gpus(inputs, at_most=0)
+    return NoLayoutError("\n".join(lines), minimum, candidates=tuple(shown), suggestions=tuple(helps))

@@ -53,19 +53,17 @@ def compare_sharing(options: list[Sharing], max_model_len: int) -> str | None:
     if len(options) < 2:
         return None
     large, many = options[0], options[-1]
-    width = "one" if large.replicas == 1 else str(large.replicas)
+    of_large, of_many = (f"{one.replicas} x TP={one.layout.tensor_parallel_size}" for one in (large, many))
     text = (
-        f"{many.replicas} engines of TP={many.layout.tensor_parallel_size} hold the weights {many.replicas} times and "
-        f"leave {many.total_tokens:,} tokens of cache in all; {width} of TP={large.layout.tensor_parallel_size} "
-        f"{'leaves' if large.replicas == 1 else 'leave'} {large.total_tokens:,}. "
+        f"On a node {of_many} hold the weights {many.replicas} times and leave {many.total_tokens:,} tokens of cache "
+        f"in all, against {large.total_tokens:,} of {of_large}. "
     )
     if many.typical_requests >= large.typical_requests:
         text += "The small engines hold no less and communicate less: they are the better choice."
     else:
         text += (
             f"The small engines communicate less and are the better choice up to {many.typical_requests:,} requests of "
-            f"{TYPICAL_REQUEST_TOKENS:,} tokens at once. Beyond that the large "
-            f"{'engine is' if large.replicas == 1 else 'engines are'}, with larger batches."
+            f"{TYPICAL_REQUEST_TOKENS:,} tokens at once. Beyond that {of_large} is, with larger batches."
         )
     if many.memory.kv_cache_tokens < max_model_len:
         text += f" In a small engine a request may have at most {many.memory.kv_cache_tokens:,} tokens."

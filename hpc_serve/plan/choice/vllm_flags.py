@@ -6,7 +6,7 @@ People and the pinned vLLM name some quantisation methods differently. This file
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -21,7 +21,11 @@ _NOT_VLLMS = ("vllm_version", "use_v1", "uncounted", "takes_whole_texts")
 _OPTIONS = [option for option in fields(EngineConfig) if option.name not in _NOT_VLLMS]
 _FIELDS = ("max_model_len", *(option.name for option in _OPTIONS))
 """The options that decide about memory and layout: the fields of EngineConfig, and the context."""
-_PLAIN = ("int | None", "float | None", "str | None")
+_ORDER = (
+    *(("int | None", "float | None", "str | None"), ("str",), ("quantization",), ("bool", "bool | None")),
+    *(("Mapping[str, Any] | None",), ("tuple[str, ...] | None",)),
+)
+"""Types of options in the order in which they are written. --quantization stands among them by its name."""
 _LAYOUT = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 ONLINE_METHODS = {
     "fp8": "fp8_per_tensor",
@@ -43,27 +47,24 @@ def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: M
     ]
     if layout.data_parallel_size > 1:
         args += ["--data-parallel-size", str(layout.data_parallel_size)]
-    given = {
-        option: getattr(engine, option.name) for option in _OPTIONS if option.name not in (*_LAYOUT, "quantization")
-    }
-    for option, value in given.items():
-        if option.type in _PLAIN and value is not None:
-            args += [_flag(option.name), str(value)]
-    for option, value in given.items():
-        if option.type == "str" and value != option.default:
-            args += [_flag(option.name), value]
-    method = _quantization_flag(engine, model)
-    if method:
-        args += [_flag("quantization"), method]
-    for option, value in given.items():
-        if option.type in ("bool", "bool | None") and value is not None and value != option.default:
-            args.append(_flag(option.name) if value else _flag(f"no_{option.name}"))
-    for option, value in given.items():
-        if option.type.startswith("Mapping") and value:
-            args += [_flag(option.name), json.dumps(value)]
-    if engine.lora_target_modules:
-        args += [_flag("lora_target_modules"), *engine.lora_target_modules]
+    of_plan = {**dict.fromkeys(_LAYOUT), "quantization": _quantization_flag(engine, model)}
+    for types in _ORDER:
+        for option in _OPTIONS:
+            if ("quantization" if option.name == "quantization" else option.type) in types:
+                value = of_plan[option.name] if option.name in of_plan else getattr(engine, option.name)
+                args += _words(option.name, value, option.default)
     return tuple(args)
+
+
+def _words(name: str, value: Any, default: Any) -> list[str]:
+    """Return an option of `vllm serve` with its value. Empty for vLLM's default, and for an empty list or object."""
+    if value is None or value == default or value in ({}, ()):
+        return []
+    if isinstance(value, bool):
+        return [_flag(name if value else f"no_{name}")]
+    if isinstance(value, tuple):
+        return [_flag(name), *value]
+    return [_flag(name), json.dumps(value) if isinstance(value, Mapping) else str(value)]
 
 
 def read_fields(words: Iterable[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.engine import EngineConfig
-from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
+from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec, distinct_layers
 from hpc_serve.plan.model.weights import Block, Linear, Vocabulary, Weight, round_up
 from hpc_serve.sizes import GIB, MIB
 
@@ -110,6 +110,7 @@ def pipeline_stages(
     """
     check_layout(model, tensor_parallel_size, pipeline_parallel_size)
     sizer = _Sizer(model, tensor_parallel_size, data_parallel_size, expert_parallel=expert_parallel)
+    known = {id(layer): sizer.layer_sizes(layer) for layer, _ in distinct_layers(model.layers)}
     found, start = [], 0
     counts = pipeline_layers(model.num_hidden_layers - model.draft_layers, pipeline_parallel_size)
     counts[-1] += model.draft_layers
@@ -117,8 +118,9 @@ def pipeline_stages(
         layers = model.layers[start : start + count]
         is_last = rank == pipeline_parallel_size - 1
         ends = _outside_layers(model, is_first=rank == 0, is_last=is_last)
-        parts = [*(sizer.size_of(layer.block) for layer in layers), *(sizer.size_of(end) for end in ends)]
-        derived = sum(sum(sizer.size_of(layer.derived)) for layer in layers)
+        of_layers = [known[id(layer)] for layer in layers]
+        of_ends = [sizer.size_of(end) for end in ends]
+        layer_bytes, layer_loading, pinned = (sum(size[part] for size in of_layers) for part in range(3))
         found.append(
             PipelineStage(
                 rank=rank,
@@ -126,10 +128,10 @@ def pipeline_stages(
                 end_layer=start + count,
                 layers=layers,
                 is_last=is_last,
-                weight_bytes=sum(size for size, _ in parts),
-                layer_bytes=sum(size for size, _ in parts[:count]),
-                pinned_layer_bytes=sum(sizer.pinned_size_of(layer.block) for layer in layers),
-                loading_bytes=sum(rounding for _, rounding in parts) + derived + model.rotary_bytes,
+                weight_bytes=layer_bytes + sum(size for size, _ in of_ends),
+                layer_bytes=layer_bytes,
+                pinned_layer_bytes=pinned,
+                loading_bytes=layer_loading + sum(rounding for _, rounding in of_ends) + model.rotary_bytes,
             )
         )
         start += count
@@ -168,7 +170,7 @@ def _outside_layers(model: ModelSpec, *, is_first: bool, is_last: bool) -> list[
 
 
 class _Sizer:
-    """Sizes of blocks on one rank. Equal layers are one object, so the size of each is computed once.
+    """Sizes of blocks on one rank.
 
     Data-parallel ranks each have all weights but the experts, which they and their tensor-parallel ranks divide: as
     whole experts with expert parallelism, else as parts of each expert (`FusedMoEParallelConfig.make` in vLLM's
@@ -182,23 +184,21 @@ class _Sizer:
         self.expert_ranks = self.all_ranks if expert_parallel else 1
         is_mixed = expert_parallel and ranks > 1 and data_ranks > 1
         self.has_whole_shared_experts = is_mixed and model.has_whole_shared_experts
-        self.known: dict[int, tuple[int, int]] = {}
-        self.pinned: dict[int, int] = {}
 
     def size_of(self, block: Block | Vocabulary) -> tuple[int, int]:
         """Return (bytes, bytes that the allocator adds by rounding up)."""
-        if id(block) not in self.known:
-            weights = block.weights if isinstance(block, Block) else (block,)
-            sizes = [self._bytes_of(weight) for weight in weights]
-            self.known[id(block)] = (sum(sizes), sum(allocator_rounding(size) for size in sizes))
-        return self.known[id(block)]
+        sizes = [self._bytes_of(weight) for weight in (block.weights if isinstance(block, Block) else (block,))]
+        return sum(sizes), sum(allocator_rounding(size) for size in sizes)
 
-    def pinned_size_of(self, block: Block) -> int:
-        """Return the bytes of a block with each tensor rounded up to a power of two."""
-        if id(block) not in self.pinned:
-            sizes = (self._bytes_of(weight) for weight in block.weights)
-            self.pinned[id(block)] = sum(1 << (size - 1).bit_length() for size in sizes if size)
-        return self.pinned[id(block)]
+    def layer_sizes(self, layer: DecoderLayer) -> tuple[int, int, int]:
+        """Return (bytes of a layer's weights, further bytes while loading, bytes of the weights in pinned memory).
+
+        In pinned memory each tensor is rounded up to a power of two.
+        """
+        weight_bytes, rounding = self.size_of(layer.block)
+        sizes = (self._bytes_of(weight) for weight in layer.block.weights)
+        pinned = sum(1 << (size - 1).bit_length() for size in sizes if size)
+        return weight_bytes, rounding + sum(self.size_of(layer.derived)), pinned
 
     def _bytes_of(self, weight: Weight) -> int:
         ranks = self.ranks

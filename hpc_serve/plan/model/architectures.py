@@ -50,13 +50,6 @@ _LENGTHS = (
 _UNSCALED = (None, "default", "mrope", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 """Kinds of rotary embedding whose factor is in max_position_embeddings already."""
 
-_DEFAULTS = {
-    "gemma3_text": {
-        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
-        **{"vocab_size": 262_208, "max_position_embeddings": 131_072},
-    }
-}
-
 _CLASSIFIER = "ForSequenceClassification"
 _POOLING = (_CLASSIFIER, "EmbeddingModel", "Model")
 """Endings of the names of embedders and rerankers that are decoders without an output head."""
@@ -109,6 +102,8 @@ def model_from_config(
     for own, name_read in about.get("renamed", {}).items():
         if text.get(own) is not None and text.get(name_read) is None:
             text[name_read] = text[own]
+    for field, default in about.get("defaults", {}).items():
+        text.setdefault(field, default)
     if "fields" in about:
         function_named(about["fields"])(text)
     chosen = _dtype(config, text, dtype)
@@ -120,7 +115,7 @@ def model_from_config(
     if tied is None:
         tied = about.get("is_tied", False)
     rows, width = builder.vocab_size, builder.hidden_size
-    tower, images, beside = Block(), None, Block()
+    tower, images = Block(), None
     where = about.get("tower_config", "vision_config")
     if "tower" in about and (of_tower := config.get(where) if where else config):
         from hpc_serve.plan.model.vision import vision_tower  # for models with images or sound alone
@@ -128,11 +123,9 @@ def model_from_config(
         for key, default in about.get("tower_fields", {}).items():
             of_tower.setdefault(key, config.get(key, default))
         tower, images = vision_tower(about["tower"], of_tower, builder.hidden_size)
-    if "beside" in about:
-        beside = function_named(about["beside"])(builder)
+    beside = list(about.get("beside", ()))
     if named != architecture and named.endswith(_CLASSIFIER):
-        beside = Block(weights=(*beside.weights, *function_named("encoders.classifier_of_decoder")(builder).weights))
-    final = builder.norms(*about.get("final_norms", ("norm",)))
+        beside.append("encoders.classifier_of_decoder")
     layers = _layers(builder, function_named(about["layer"]))
     experts, expert_size = _experts(layers)
     model = ModelSpec(
@@ -148,10 +141,10 @@ def model_from_config(
         quantization=scheme,
         embedding=Vocabulary(name="embed_tokens", rows=rows, width=width, scheme=plain),
         layers=layers,
-        final=block(final),
+        final=block(builder.norms(*about.get("final_norms", ("norm",)))),
         head=None if tied or is_pooling else Vocabulary(name="lm_head", rows=rows, width=width, scheme=scheme.head),
         tower=tower,
-        beside=beside,
+        beside=block(*(function_named(part)(builder) for part in beside)),
         is_one_stage=about.get("is_one_stage", False),
         on_every_stage=frozenset(about.get("on_every_stage", ())),
         has_whole_shared_experts=about.get("has_whole_shared_experts", False),
@@ -287,13 +280,8 @@ def _flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _text_config(config: CheckedConfig) -> CheckedConfig:
-    """Return the part of the config that describes the decoder.
-
-    Multimodal configs omit some defaults of transformers.
-    """
+    """Return the part of the config that describes the decoder."""
     text: CheckedConfig = config.get("text_config") or config.get("llm_config") or config
-    for key, value in _DEFAULTS.get(str(text.get("model_type")), {}).items():
-        text.setdefault(key, value)
     return text
 
 

@@ -6,6 +6,8 @@ Sources: vLLM's models/deepseek_v4 and models/minimax_m3.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
@@ -13,7 +15,7 @@ from hpc_serve.plan.model.config import CheckedConfig
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.moe import experts_or_dense, has_experts
 from hpc_serve.plan.model.spec import CacheTensor, DecoderLayer, LayerCache
-from hpc_serve.plan.model.weights import Block, Part, Weight
+from hpc_serve.plan.model.weights import Part, Weight
 
 _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 _ENTRY_SCALE_BYTES = 8
@@ -110,38 +112,24 @@ def _v4_cache(builder: LayerBuilder, ratio: int) -> LayerCache:
     width, rotary = builder.head_dim, builder.require("qk_rope_head_dim")
     entry = width + rotary + _ENTRY_SCALE_BYTES
     window = builder.require("sliding_window")
+    compressed = partial(CacheTensor, block_tokens=_KV_BLOCK, tokens_per_entry=ratio, align=_ALIGN)
     single = CacheTensor(
         name="window", block_tokens=_WINDOW_BLOCK, entry_bytes=entry, window=window, align=_ALIGN, is_attended=True
     )
-    if ratio == 1:
-        return LayerCache(kind="compressed", head_dim=width, tensors=(single,))
-    tensors = [
-        CacheTensor(
-            name="entries",
-            block_tokens=_KV_BLOCK,
-            entry_bytes=entry,
-            tokens_per_entry=ratio,
-            align=_ALIGN,
-            is_attended=True,
-        ),
-        single,
-        _waiting("waiting", ratio, width),
-    ]
+    entries = compressed(name="entries", entry_bytes=entry, is_attended=True)
+    tensors = [single] if ratio == 1 else [entries, single, _waiting("waiting", ratio, width)]
+    cache = LayerCache(kind="compressed", head_dim=width, tensors=tuple(tensors))
     if ratio != 4:
-        return LayerCache(kind="compressed", head_dim=width, tensors=tuple(tensors))
+        return cache
     heads, index_width = builder.require("index_n_heads"), builder.require("index_head_dim")
     key_bytes = index_width + index_width // _INDEX_BLOCK * 4
-    tensors += [
-        CacheTensor(name="index", block_tokens=_KV_BLOCK, entry_bytes=key_bytes, tokens_per_entry=ratio, align=_ALIGN),
-        _waiting("index_waiting", ratio, index_width),
-    ]
-    return LayerCache(
-        kind="compressed",
-        head_dim=width,
+    index = compressed(name="index", entry_bytes=key_bytes), _waiting("index_waiting", ratio, index_width)
+    return replace(
+        cache,
         index_bytes=key_bytes // ratio,
         index_flops=2 * heads * index_width // ratio,
         chosen_tokens=ratio * builder.require("index_topk"),
-        tensors=tuple(tensors),
+        tensors=(*tensors, *index),
     )
 
 
@@ -157,10 +145,10 @@ def _waiting(name: str, ratio: int, width: int) -> CacheTensor:
     )
 
 
-def deepseek_v4_beside(builder: LayerBuilder) -> Block:
+def deepseek_v4_beside(builder: LayerBuilder) -> list[Weight]:
     """Return the weights that join the copies of the hidden state before the output head, on every stage."""
     copies = builder.require("hc_mult")
-    return block([builder.vector("hc_head", copies * (copies * builder.hidden_size + 1) + 1, element_bytes=4)])
+    return [builder.vector("hc_head", copies * (copies * builder.hidden_size + 1) + 1, element_bytes=4)]
 
 
 def deepseek_v4_fields(config: CheckedConfig) -> None:
@@ -189,21 +177,13 @@ def minimax_m3(builder: LayerBuilder, index: int) -> DecoderLayer:
                 f"The config's sparse_disable_index_value is 0 for layer {index}: vLLM has no values in its indexer."
             )
         heads, width = sparse["sparse_num_index_heads"], sparse["sparse_index_dim"]
-        key = Part(1, width, replicate=True)
+        parts = [Part(heads, width, replicate=True), Part(1, width, replicate=True)]
         attention += [
-            builder.linear(
-                f"{prefix}.self_attn.index_q_proj",
-                builder.hidden_size,
-                [Part(heads, width, replicate=True), key],
-                "column",
-            ),
+            builder.linear(f"{prefix}.self_attn.index_q_proj", builder.hidden_size, parts, "column"),
             builder.vector(f"{prefix}.self_attn.index_norms", 2 * width),
         ]
-        cache = LayerCache(
-            kind="full",
-            kv_heads=builder.kv_heads,
-            head_dim=builder.head_dim,
-            value_dim=builder.head_dim,
+        cache = replace(
+            cache,
             index_bytes=width * builder.dtype_bytes,
             index_flops=2 * heads * width,
             chosen_tokens=sparse["sparse_topk_blocks"] * sparse["sparse_block_size"],

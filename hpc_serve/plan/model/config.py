@@ -135,6 +135,7 @@ _RULES: dict[str, tuple[_Predicate, str]] = {
     "sizes": (_any(_whole(0), _list_of(_whole(0))), "a whole number, not negative, or a list of such"),
     "group_size": (_whole(-1), "a whole number, or -1"),
     "number": (_is_number, "a number above 0"),
+    "number_or_zero": (_any(_is_number, lambda value: value == 0), "a number, not negative"),
     "list": (_of(list, tuple), "a list"),
     "pair": (lambda value: _list_of(_whole(1))(value) and len(value) == 2, "two whole numbers of at least 1"),
     "list_of_numbers": (_list_of(_whole(0)), f"a list of whole numbers, at most {_MOST_FIELDS:,}"),

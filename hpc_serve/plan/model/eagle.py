@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.spec import DecoderLayer
-from hpc_serve.plan.model.weights import Part, Weight
 
 _AUXILIARY_STATES = 3
 """Hidden states of inner layers that an EAGLE-3 head reads, where its config does not say how many."""
@@ -15,37 +14,27 @@ _AUXILIARY_STATES = 3
 
 def eagle(builder: LayerBuilder, index: int) -> DecoderLayer:
     """Build a layer of the first EAGLE: Llama's layers. The first has no input norm and a matrix before it."""
-    prefix, hidden = f"model.layers.{index}", builder.hidden_size
-    names = ("post_attention_layernorm",) if index == 0 else ("input_layernorm", "post_attention_layernorm")
-    joined: list[Weight] = [builder.linear("model.fc", 2 * hidden, [hidden])] if index == 0 else []
-    weights = block(
-        builder.attention(f"{prefix}.self_attn", bias=bool(builder.get("attention_bias", False))),
-        builder.mlp(f"{prefix}.mlp", builder.intermediate_size, bias=bool(builder.get("mlp_bias", False))),
-        builder.norms(*names),
-        joined,
-    )
-    return DecoderLayer(block=weights, cache=builder.cache())
+    norms = ("post_attention_layernorm",) if index == 0 else ("input_layernorm", "post_attention_layernorm")
+    return _layer(builder, index, norms, joined=2 * builder.hidden_size)
 
 
 def eagle3(builder: LayerBuilder, index: int) -> DecoderLayer:
     """Build a layer of EAGLE-3: the first layer's attention reads embedding and hidden state side by side."""
+    hidden = builder.hidden_size
+    joined = builder.get("num_aux_hidden_states", _AUXILIARY_STATES) * builder.get("target_hidden_size", hidden)
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    return _layer(builder, index, norms, joined=joined, inputs=hidden if index else 2 * hidden)
+
+
+def _layer(
+    builder: LayerBuilder, index: int, norms: tuple[str, ...], *, joined: int, inputs: int | None = None
+) -> DecoderLayer:
+    """Return Llama's layer with these norms. Before the first is a matrix of so many `joined` features."""
     prefix, hidden = f"model.layers.{index}", builder.hidden_size
-    key = Part(builder.kv_heads, builder.head_dim, replicate=True)
-    query = Part(builder.heads, builder.head_dim)
-    bias = bool(builder.get("attention_bias", False))
-    joined: list[Weight] = []
-    if index == 0:
-        states = builder.get("num_aux_hidden_states", _AUXILIARY_STATES)
-        joined = [builder.linear("model.fc", states * builder.get("target_hidden_size", hidden), [hidden])]
     weights = block(
-        [
-            builder.linear(
-                f"{prefix}.self_attn.q_proj", hidden * (1 if index else 2), [query, key, key], "column", bias=bias
-            ),
-            builder.linear(f"{prefix}.self_attn.o_proj", query, [hidden], "row"),
-        ],
+        builder.attention(f"{prefix}.self_attn", bias=bool(builder.get("attention_bias", False)), inputs=inputs),
         builder.mlp(f"{prefix}.mlp", builder.intermediate_size, bias=bool(builder.get("mlp_bias", False))),
-        builder.norms("input_layernorm", "hidden_norm", "post_attention_layernorm"),
-        joined,
+        builder.norms(*norms),
+        [] if index else [builder.linear("model.fc", joined, [hidden])],
     )
     return DecoderLayer(block=weights, cache=builder.cache())

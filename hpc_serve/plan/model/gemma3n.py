@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import CheckedConfig
-from hpc_serve.plan.model.gemma4 import gemma4_beside, per_layer_input
+from hpc_serve.plan.model.gemma4 import per_layer_input
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.spec import DecoderLayer
-from hpc_serve.plan.model.weights import Block, Part, Weight
+from hpc_serve.plan.model.weights import Weight
 
 _SIZES = "intermediate_size_by_layer"
 
@@ -26,10 +26,11 @@ def gemma3n_fields(config: CheckedConfig) -> None:
 
 
 def gemma3n(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Build a layer of Gemma 3n."""
+    """Build a layer of Gemma 3n. A layer that takes keys and values from another has queries alone."""
     prefix, hidden = f"model.language_model.layers.{index}", builder.hidden_size
     streams, rank = builder.require("altup_num_inputs"), builder.require("laurel_rank")
     is_shared = index >= builder.num_layers - builder.get("num_kv_shared_layers", 0)
+    bias = bool(builder.get("attention_bias", False))
     altup: list[Weight] = [
         builder.linear(f"{prefix}.altup.correction_coefs", streams, [streams]),
         builder.linear(f"{prefix}.altup.prediction_coefs", streams, [streams**2]),
@@ -43,7 +44,8 @@ def gemma3n(builder: LayerBuilder, index: int) -> DecoderLayer:
         *builder.norms("laurel.post_laurel_norm"),
     ]
     weights = block(
-        _attention(builder, f"{prefix}.self_attn", is_shared=is_shared),
+        builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias, has_keys=not is_shared),
+        builder.query_key_norms(f"{prefix}.self_attn")[: 1 if is_shared else 2],
         builder.mlp(f"{prefix}.mlp", builder.require(_SIZES)[index]),
         altup,
         laurel,
@@ -57,25 +59,11 @@ def gemma3n(builder: LayerBuilder, index: int) -> DecoderLayer:
     return DecoderLayer(block=weights, cache=cache)
 
 
-def gemma3n_beside(builder: LayerBuilder) -> Block:
-    """Return the weights beside the layers: the layers' own embeddings, and projections into and out of the streams."""
+def gemma3n_beside(builder: LayerBuilder) -> list[Weight]:
+    """Return the projections into and out of the streams."""
     names = [
         f"model.language_model.{name}.{stream}"
         for name in ("altup_projections", "altup_unembed_projections")
         for stream in range(builder.require("altup_num_inputs") - 1)
     ]
-    streams = [builder.linear(name, builder.hidden_size, [builder.hidden_size], "column") for name in names]
-    return Block(weights=(*gemma4_beside(builder).weights, *streams))
-
-
-def _attention(builder: LayerBuilder, prefix: str, *, is_shared: bool) -> list[Weight]:
-    """Return the attention of a layer. A layer that takes keys and values from another has queries alone."""
-    bias = bool(builder.get("attention_bias", False))
-    if not is_shared:
-        return builder.attention(prefix, bias=bias, output_bias=bias) + builder.query_key_norms(prefix)
-    query = Part(builder.heads, builder.head_dim)
-    return [
-        builder.linear(f"{prefix}.q_proj", builder.hidden_size, [query], "column", bias=bias),
-        builder.linear(f"{prefix}.o_proj", query, [builder.hidden_size], "row", bias=bias),
-        builder.vector(f"{prefix}.q_norm", builder.head_dim),
-    ]
+    return [builder.linear(name, builder.hidden_size, [builder.hidden_size], "column") for name in names]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import missing
 from hpc_serve.plan.model.layers import HeadSizes, LayerBuilder, block
 from hpc_serve.plan.model.spec import DecoderLayer
-from hpc_serve.plan.model.weights import Block, Part, Vocabulary, Weight
+from hpc_serve.plan.model.weights import Part, Vocabulary, Weight
 
 _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 
@@ -23,8 +24,7 @@ def gemma4(builder: LayerBuilder, index: int) -> DecoderLayer:
     attends_to_all, is_shared = kinds[index] == "full_attention", index >= builder.num_layers - shared
     equal = bool(builder.get("attention_k_eq_v", False))
     sizes = _gemma4_sizes(builder, index, attends_to_all=attends_to_all, equal=equal)
-    bias = bool(builder.get("attention_bias", False))
-    attention, copied = _gemma4_attention(builder, f"{prefix}.self_attn", sizes, is_shared=is_shared, bias=bias)
+    attention, copied = _gemma4_attention(builder, f"{prefix}.self_attn", sizes, is_shared=is_shared)
     has_one = attends_to_all and equal and not is_shared
     wide = is_shared and bool(builder.get("use_double_wide_mlp", False))
     weights = block(
@@ -51,20 +51,18 @@ def per_layer_input(builder: LayerBuilder, prefix: str) -> list[Weight]:
     ]
 
 
-def gemma4_beside(builder: LayerBuilder) -> Block:
+def gemma4_beside(builder: LayerBuilder) -> list[Weight]:
     """Return the weights beside the layers of Gemma 4's small models: an embedding of each token for each layer."""
     width = builder.get("hidden_size_per_layer_input", 0) * builder.num_layers
     rows = builder.get("vocab_size_per_layer_input", builder.vocab_size)
     if not width:
-        return Block()
+        return []
     plain = builder.quantization.plain
-    return Block(
-        weights=(
-            Vocabulary(name="embed_tokens_per_layer", rows=rows, width=width, scheme=plain),
-            builder.linear("model.per_layer_model_projection", builder.hidden_size, [width], "column"),
-            builder.vector("model.per_layer_projection_norm", width // builder.num_layers),
-        )
-    )
+    return [
+        Vocabulary(name="embed_tokens_per_layer", rows=rows, width=width, scheme=plain),
+        builder.linear("model.per_layer_model_projection", builder.hidden_size, [width], "column"),
+        builder.vector("model.per_layer_projection_norm", width // builder.num_layers),
+    ]
 
 
 def _gemma4_sizes(builder: LayerBuilder, index: int, *, attends_to_all: bool, equal: bool) -> HeadSizes:
@@ -85,7 +83,7 @@ def _gemma4_sizes(builder: LayerBuilder, index: int, *, attends_to_all: bool, eq
     unknown = sorted(set(of) - {"head_dim", "num_key_value_heads"})
     if unknown or not all(type(value) is int and value > 0 for value in of.values()):
         raise InvalidRequestError(f"The config's per_layer_config has sizes of layer {index} that are not known.")
-    return builder.head_sizes(head_dim=width, kv_heads=kv_heads)
+    return replace(builder.sizes, head_dim=width, value_dim=width, kv_heads=kv_heads)
 
 
 _GLOBAL_HEAD_DIM = 512
@@ -93,27 +91,21 @@ _GLOBAL_HEAD_DIM = 512
 
 
 def _gemma4_attention(
-    builder: LayerBuilder, prefix: str, sizes: HeadSizes, *, is_shared: bool, bias: bool
+    builder: LayerBuilder, prefix: str, sizes: HeadSizes, *, is_shared: bool
 ) -> tuple[list[Weight], list[Weight]]:
     """Return (weights of a layer's attention, the values' projection).
 
-    vLLM holds the values' projection even if it is the keys' projection.
-
-    vLLM holds the projection even if the values are the keys.
+    vLLM holds the values' projection even if the values are the keys.
     """
-    query = Part(sizes.heads, sizes.head_dim)
-    kv = Part(sizes.kv_heads, sizes.head_dim, replicate=True)
-    weights: list[Weight] = [
-        builder.linear(
-            f"{prefix}.q_proj", builder.hidden_size, [query] if is_shared else [query, kv], "column", bias=bias
-        ),
-        builder.linear(f"{prefix}.o_proj", query, [builder.hidden_size], "row", bias=bias),
-        builder.vector(f"{prefix}.q_norm", sizes.head_dim),
-    ]
+    bias, hidden = bool(builder.get("attention_bias", False)), builder.hidden_size
+    query, norm = Part(sizes.heads, sizes.head_dim), builder.vector(f"{prefix}.q_norm", sizes.head_dim)
+    output = builder.linear(f"{prefix}.o_proj", query, [hidden], "row", bias=bias)
     if is_shared:
-        return weights, []
-    values = builder.linear(f"{prefix}.v_proj", builder.hidden_size, [kv], "column", bias=bias)
-    return [*weights, builder.vector(f"{prefix}.k_norm", sizes.head_dim)], [values]
+        return [builder.linear(f"{prefix}.q_proj", hidden, [query], "column", bias=bias), output, norm], []
+    kv = Part(sizes.kv_heads, sizes.head_dim, replicate=True)
+    fused = builder.linear(f"{prefix}.q_proj", hidden, [query, kv], "column", bias=bias)
+    values = builder.linear(f"{prefix}.v_proj", hidden, [kv], "column", bias=bias)
+    return [fused, output, norm, builder.vector(f"{prefix}.k_norm", sizes.head_dim)], [values]
 
 
 def _gemma4_experts(builder: LayerBuilder, prefix: str) -> list[Weight]:

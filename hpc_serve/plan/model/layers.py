@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.model.config import CheckedConfig, missing
+from hpc_serve.plan.model.config import CheckedConfig
 from hpc_serve.plan.model.quantization import Quantization
 from hpc_serve.plan.model.scheme import Scheme
 from hpc_serve.plan.model.spec import LayerCache
@@ -22,7 +22,7 @@ _LAYER = re.compile(r"^.*?\.\d+\.")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadSizes:
-    """The heads of one layer's attention. `value_dim` is the width of a value, where it is not a key's."""
+    """The heads of one layer's attention. `head_dim` is the width of a query and a key, `value_dim` that of a value."""
 
     heads: int
     kv_heads: int
@@ -44,14 +44,16 @@ class LayerBuilder:
         self.heads: int = self.require("num_attention_heads")
         self.kv_heads: int = self.either("num_key_value_heads", "num_kv_heads", self.heads)
         self.head_dim: int = self.either("head_dim", "attention_head_dim", self.hidden_size // self.heads)
+        self.sizes = HeadSizes(
+            heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.head_dim
+        )
         self.intermediate_size: int = self.either("intermediate_size", "ffn_hidden_size", 0)
         if not isinstance(self.intermediate_size, int):
             raise InvalidRequestError("The config's intermediate_size is a list: this family has one for all layers.")
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the field, or `default` where it is missing or null."""
-        value = self.config.get(key)
-        return default if value is None else value
+        return self.config.get(key, default)
 
     def first(self, *keys: str, default: Any = None) -> Any:
         """Return the first of these fields that there is. Later fields are not read."""
@@ -67,14 +69,12 @@ class LayerBuilder:
             raise InvalidRequestError(
                 f"The config's {key} is {value} and its {alias} is {other}: they must be the same."
             )
-        return next((one for one in (value, other) if one is not None), default)
+        found: int = self.first(key, alias, default=default)
+        return found
 
     def require(self, key: str) -> Any:
         """Return the field. Raises InvalidRequestError where it is missing or null."""
-        value = self.config.get(key)
-        if value is None:
-            raise missing(key)
-        return value
+        return self.config[key]
 
     def linear(
         self,
@@ -124,40 +124,23 @@ class LayerBuilder:
         bias: bool = False,
         output_bias: bool = False,
         gated: bool = False,
+        has_keys: bool = True,
+        inputs: int | None = None,
         sizes: HeadSizes | None = None,
     ) -> list[Weight]:
         """Return grouped-query attention: q, k and v fused, and the output projection. `gated`: q has a gate of its
         size.
 
-        `sizes`: those of this layer, where layers differ.
+        Without `has_keys`, the layer takes keys and values from another one. `inputs` and `sizes` are this layer's own,
+        where layers differ.
         """
-        of = sizes or self.head_sizes()
-        key, value = (Part(of.kv_heads, width, replicate=True) for width in (of.head_dim, of.value_dim))
+        of = sizes or self.sizes
         query = Part(of.heads, 2 * of.head_dim if gated else of.head_dim)
+        keys = [Part(of.kv_heads, width, replicate=True) for width in (of.head_dim, of.value_dim) if has_keys]
         return [
-            self.linear(f"{prefix}.q_proj", self.hidden_size, [query, key, value], "column", bias=bias),
+            self.linear(f"{prefix}.q_proj", inputs or self.hidden_size, [query, *keys], "column", bias=bias),
             self.linear(f"{prefix}.o_proj", Part(of.heads, of.value_dim), [self.hidden_size], "row", bias=output_bias),
         ]
-
-    def head_sizes(
-        self,
-        *,
-        heads: int | None = None,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
-    ) -> HeadSizes:
-        """Return the sizes of a layer's attention.
-
-        The config gives all other sizes; values are as wide as keys by default.
-        """
-        width = head_dim or self.head_dim
-        return HeadSizes(
-            heads=heads or self.heads,
-            kv_heads=kv_heads or self.kv_heads,
-            head_dim=width,
-            value_dim=value_dim or width,
-        )
 
     def query_key_norms(self, prefix: str) -> list[Weight]:
         """Return norms over the queries and the keys of each head."""
@@ -212,7 +195,7 @@ class LayerBuilder:
         sizes: HeadSizes | None = None,
     ) -> LayerCache:
         """Return the cache of a layer with attention."""
-        of = sizes or self.head_sizes()
+        of = sizes or self.sizes
         return LayerCache(kind=kind, kv_heads=of.kv_heads, head_dim=of.head_dim, value_dim=of.value_dim, window=window)
 
 

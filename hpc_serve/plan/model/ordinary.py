@@ -44,12 +44,12 @@ def ordinary_layer(builder: LayerBuilder, index: int, *, name: str) -> DecoderLa
 def _head_sizes(builder: LayerBuilder, index: int, about: Mapping[str, Any], *, has_window: bool) -> HeadSizes:
     """Return the heads of a layer: the config's, those that it names for the layer, or for layers with a window."""
     each = builder.get(about["heads_by_layer"]) if "heads_by_layer" in about else None
-    value_dim = builder.get(about["value_dim"]) if "value_dim" in about else None
-    sizes = builder.head_sizes(heads=each[index] if each else None, value_dim=value_dim)
-    own = {size: builder.get(field) for size, field in about.get("sizes_in_window", {}).items()}
+    own = {"heads": each[index] if each else None}
+    own["value_dim"] = builder.get(about["value_dim"]) if "value_dim" in about else None
+    in_window = {size: builder.get(field) for size, field in about.get("sizes_in_window", {}).items()}
     if has_window:
-        sizes = replace(sizes, **{size: value for size, value in own.items() if value is not None})
-    return sizes
+        own |= {size: value for size, value in in_window.items() if value}
+    return replace(builder.sizes, **{size: value for size, value in own.items() if value})
 
 
 def _beside_attention(

@@ -6,7 +6,7 @@ scheme.py knows how many bytes a scheme takes. The type of the KV cache is read 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,20 +75,22 @@ def quantization_from_config(
     declared = str((config or {}).get("quant_method", ""))
     is_assumed = override is not None and not _same_method(declared, override)
     if override is not None and is_assumed:
-        config = _DEFAULT_CONFIGS.get(override.lower().replace("-", "_"))
+        config = _DEFAULT_CONFIGS.get(_normal(override))
         if config is None:
             raise InvalidRequestError(
                 f"quantization is {override!r}: this planner knows {', '.join(sorted(_DEFAULT_CONFIGS))}."
             )
     if not config:
         return Quantization(method="none", plain=plain, linear=plain, experts=plain, head=plain)
-    method = str(config.get("quant_method") or _producer(config)).lower().replace("-", "_")
+    method = config.get("quant_method")
+    if not method and isinstance(producer := config.get("producer"), Mapping):  # ModelOpt's, in place of a method
+        method = producer.get("name")
+    method = _normal(str(method or ""))
     by_module = mixed_precision(config) if method.startswith("modelopt") else None
-    if by_module is not None:
-        linear = experts = plain
-        head = by_module.get("lm_head", plain)
-    else:
+    if by_module is None:
         linear, experts, head = _schemes(method, config, plain)
+    else:
+        linear, experts, head = plain, plain, by_module.get("lm_head", plain)
     dynamic = dynamic_rules(config, plain)
     if dynamic and head is not plain:
         head = dynamic_scheme(dynamic, head, plain, "lm_head", is_fused=False)
@@ -136,20 +138,12 @@ def _skipped(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(name) for key in _SKIP_KEYS for name in config.get(key) or inner.get(key) or ())
 
 
-_FOR_ALL: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
-    "bitsandbytes": lambda config: BNB_INT8 if config.get("load_in_8bit") else BNB_INT4,
-    "compressed_tensors": lambda config: _compressed_tensors(config),
-    "fbgemm_fp8": lambda config: FP8_CHANNEL,
-    "int8": lambda config: INT8_CHANNEL,
-    "modelopt": lambda config: modelopt_scheme(config.get("quantization") or config),
-    "quark": lambda config: _quark(config),
-}
-"""Methods with one scheme for linear layers and experts."""
-
-
 def _same_method(declared: str, override: str) -> bool:
-    base = re.sub(r"(_marlin|_machete)$", "", override.lower().replace("-", "_"))
-    return declared.lower().replace("-", "_") == base
+    return _normal(declared) == re.sub(r"(_marlin|_machete)$", "", _normal(override))
+
+
+def _normal(method: str) -> str:
+    return method.lower().replace("-", "_")
 
 
 def with_quantization_file(config: Mapping[str, Any], beside: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -157,18 +151,14 @@ def with_quantization_file(config: Mapping[str, Any], beside: Mapping[str, Any])
     return {**config, "quantization_config": {"quant_method": "modelopt", **beside}} if beside else config
 
 
-def _producer(config: Mapping[str, Any]) -> str:
-    """Return the program that quantised a checkpoint, which ModelOpt writes in place of a method."""
-    producer = config.get("producer")
-    return str(producer.get("name", "")) if isinstance(producer, Mapping) else ""
-
-
 def _schemes(method: str, config: Mapping[str, Any], plain: Scheme) -> tuple[Scheme, Scheme, Scheme]:
     """Return the schemes of (linear layers, experts, output head) for a method."""
     if method == "fp8":
         block = config.get("weight_block_size")
         scheme = fp8_blocks(block) if block else FP8_TENSOR
-        return scheme, _deepseek_v4_experts(config, scheme), plain
+        has_fp4_experts = config.get("expert_dtype") == "fp4"  # as DeepSeek V4's configs say
+        four_bits = NVFP4 if str(config.get("moe_quant_algo")).upper() == "NVFP4" else MXFP4
+        return scheme, four_bits if has_fp4_experts else scheme, plain
     if method in ("experts_int8", "mxfp4"):
         return plain, INT8_CHANNEL if method == "experts_int8" else MXFP4, plain
     if method in ("awq", "gptq", "awq_marlin", "gptq_marlin"):
@@ -176,22 +166,26 @@ def _schemes(method: str, config: Mapping[str, Any], plain: Scheme) -> tuple[Sch
         bits, group = int(config.get("bits", config.get("w_bit", 4))), int(config.get("group_size", 128))
         scheme = int_groups(bits, group, asymmetric)
         return scheme, scheme, scheme if config.get("lm_head") else plain
-    if (scheme_for_all := _FOR_ALL.get("modelopt" if method.startswith("modelopt") else method)) is not None:
-        scheme = scheme_for_all(config)
-        return scheme, scheme, plain
+    scheme = _scheme_for_all(method, config)
+    return scheme, scheme, plain
+
+
+def _scheme_for_all(method: str, config: Mapping[str, Any]) -> Scheme:
+    """Return the scheme of a method that has one for linear layers and experts."""
+    if method.startswith("modelopt"):
+        return modelopt_scheme(config.get("quantization") or config)
+    if method == "compressed_tensors":
+        return _compressed_tensors(config)
+    if method == "quark":
+        return _quark(config)
+    if method == "bitsandbytes":
+        return BNB_INT8 if config.get("load_in_8bit") else BNB_INT4
+    if method in ("fbgemm_fp8", "int8"):
+        return INT8_CHANNEL if method == "int8" else FP8_CHANNEL
     raise InvalidRequestError(
         f"quantization_config has quant_method {config.get('quant_method')!r}, which this planner does not know; "
-        "it knows fp8, fbgemm_fp8, int8, awq, gptq, bitsandbytes, mxfp4, modelopt, compressed-tensors "
-        "and quark."
+        "it knows fp8, fbgemm_fp8, int8, awq, gptq, bitsandbytes, mxfp4, modelopt, compressed-tensors and quark."
     )
-
-
-def _deepseek_v4_experts(config: Mapping[str, Any], scheme: Scheme) -> Scheme:
-    """Return the scheme of experts in fp8: another one where `expert_dtype` says so, which DeepSeek V4's configs
-    have."""
-    if config.get("expert_dtype") != "fp4":
-        return scheme
-    return NVFP4 if str(config.get("moe_quant_algo")).upper() == "NVFP4" else MXFP4
 
 
 def _kv_cache_dtype(config: Mapping[str, Any]) -> str | None:
@@ -206,16 +200,16 @@ def _kv_cache_dtype(config: Mapping[str, Any]) -> str | None:
 def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     """Return the scheme of compressed-tensors, which all its groups must share."""
     groups = config.get("config_groups") or {}
-    schemes = [_weights_scheme(groups[name]["weights"]) for name in groups if groups[name].get("weights")]
+    schemes = {_weights_scheme(groups[name]["weights"]) for name in groups if groups[name].get("weights")}
     if not schemes:
         raise InvalidRequestError("quantization_config of compressed-tensors has no config_groups with weights.")
-    if any(scheme != schemes[0] for scheme in schemes):
-        names = " and ".join(sorted({scheme.name for scheme in schemes}))
+    if len(schemes) > 1:
+        names = " and ".join(sorted(scheme.name for scheme in schemes))
         raise InvalidRequestError(
             f"quantization_config of compressed-tensors has groups of different kinds, {names}: this planner knows one "
             "kind for all."
         )
-    return schemes[0]
+    return schemes.pop()
 
 
 def _weights_scheme(weights: Mapping[str, Any]) -> Scheme:
@@ -235,10 +229,6 @@ def _weights_scheme(weights: Mapping[str, Any]) -> Scheme:
     return INT8_CHANNEL if bits == 8 else int_groups(bits, -1, False)
 
 
-def _other_weights(layer: Any, weights: Mapping[str, Any]) -> bool:
-    return not isinstance(layer, Mapping) or layer.get("weight") not in (None, weights)
-
-
 def _quark(config: Mapping[str, Any]) -> Scheme:
     """Return the scheme of AMD's Quark, by the specification for all weights."""
     weights = (config.get("global_quant_config") or {}).get("weight") or {}
@@ -251,7 +241,8 @@ def _quark(config: Mapping[str, Any]) -> Scheme:
         ("fp4", "per_group"): MXFP4,
     }
     group, layers = weights.get("group_size"), config.get("layer_quant_config") or {}
-    if not isinstance(layers, Mapping) or any(_other_weights(layer, weights) for layer in layers.values()):
+    others = layers.values() if isinstance(layers, Mapping) else [layers]
+    if not all(isinstance(layer, Mapping) and layer.get("weight") in (None, weights) for layer in others):
         raise InvalidRequestError(
             "quantization_config of quark has weights of different kinds (layer_quant_config): this planner knows one "
             "kind for all."

@@ -217,12 +217,16 @@ class ModelSpec:
         """Bytes of an activation element."""
         return 4 if self.dtype == "float32" else 2
 
+    @property
+    def _parts(self) -> list[Block | Vocabulary]:
+        """All weights, those of each layer as one."""
+        parts: list[Block | Vocabulary] = [self.embedding, *(layer.block for layer in self.layers), self.final]
+        return [*parts, self.everywhere] if self.head is None else [*parts, self.everywhere, self.head]
+
     @cached_property
     def parameters(self) -> int:
         """Elements of all weights. Tied weights count once, scales do not count."""
-        head = self.head.parameters if self.head else 0
-        layers = sum(layer.block.parameters for layer in self.layers)
-        return self.embedding.parameters + layers + self.final.parameters + head + self.everywhere.parameters
+        return sum(part.parameters for part in self._parts)
 
     @cached_property
     def prediction_layer_parameters(self) -> int:
@@ -246,27 +250,24 @@ class ModelSpec:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of all weights with their scales, on one rank that holds everything."""
-        head = self.head.bytes_per_rank(1) if self.head else 0
-        layers = sum(layer.block.bytes_per_rank(1) for layer in self.layers)
-        ends = self.embedding.bytes_per_rank(1) + self.final.bytes_per_rank(1)
-        return ends + layers + head + self.everywhere.bytes_per_rank(1)
+        return sum(part.bytes_per_rank(1) for part in self._parts)
 
     @cached_property
     def has_states(self) -> bool:
         """Whether some layers keep a state of fixed size, as hybrid models do."""
-        return any(layer.cache is not None and layer.cache.state for layer in self.layers)
+        return any(layer.cache and layer.cache.state for layer in self.layers)
 
     @cached_property
     def is_encoder(self) -> bool:
         """Whether the model reads whole texts at once, in both directions, and caches nothing."""
-        return all(layer.cache is not None and layer.cache.kind == "encoder" for layer in self.layers)
+        return all(layer.cache and layer.cache.kind == "encoder" for layer in self.layers)
 
     @cached_property
     def encoder_positions(self) -> int:
         """Positions of an encoder's output to which the decoder attends, of each request. 0: it has no encoder."""
-        return max((layer.cache.encoder_positions for layer in self.layers if layer.cache is not None), default=0)
+        return max((layer.cache.encoder_positions for layer in self.layers if layer.cache), default=0)
 
     @cached_property
     def is_mla(self) -> bool:
         """Whether the cache is a latent that every rank holds as a whole."""
-        return any(layer.cache is not None and layer.cache.kind in ("mla", "compressed") for layer in self.layers)
+        return any(layer.cache and layer.cache.kind in ("mla", "compressed") for layer in self.layers)

@@ -7,12 +7,13 @@ have an ordinary layer and say so in fields of their own, it has the functions t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import CheckedConfig
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.spec import DecoderLayer
-from hpc_serve.plan.model.weights import Block, Vocabulary
+from hpc_serve.plan.model.weights import Vocabulary, Weight
 
 _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 _SWA_HEADS_FACTOR = 2
@@ -60,7 +61,7 @@ def nemotron_nas(builder: LayerBuilder, index: int) -> DecoderLayer:
     feed_forward = config.get("ffn", CheckedConfig({}, path=f"{config.path}ffn."))
     weights, cache = [], None
     if not attention.get("no_op") and not attention.get("replace_with_linear"):
-        sizes = builder.head_sizes(kv_heads=builder.heads // attention["n_heads_in_group"])
+        sizes = replace(builder.sizes, kv_heads=builder.heads // attention["n_heads_in_group"])
         bias = bool(builder.get("attention_bias", False))
         weights += builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias, sizes=sizes)
         weights += builder.norms("input_layernorm")
@@ -111,19 +112,12 @@ def mimo_v2_fields(config: CheckedConfig) -> None:
 
 
 def step3p5_fields(config: CheckedConfig) -> None:
-    """Write Step 3.5's own names as those of others: of heads, of experts, and of the layers that have them."""
-    other, groups = config.get("attention_other_setting"), config.get("num_attention_groups")
-    heads = config.get("num_sliding_attention_heads")
-    renamed = {"num_key_value_heads": groups, "n_routed_experts": config.get("moe_num_experts")}
-    if other:
-        heads = other["num_attention_heads"]
-        renamed |= {"swa_num_key_value_heads": other["num_attention_groups"], "swa_head_dim": other["head_dim"]}
-    renamed["swa_num_attention_heads"] = heads
-    for name, value in renamed.items():
-        if value is not None:
-            config.setdefault(name, value)
-    named = config.get("moe_layers_enum")
-    if named is not None:
+    """Write Step 3.5's heads of layers with a window, and the layers that have experts, where others have them."""
+    if other := config.get("attention_other_setting"):
+        config["swa_num_attention_heads"] = other["num_attention_heads"]
+        config.setdefault("swa_num_key_value_heads", other["num_attention_groups"])
+        config.setdefault("swa_head_dim", other["head_dim"])
+    if named := config.get("moe_layers_enum"):
         sparse = {int(one) for one in named.split(",")}
         _write_sparse(config, sparse.__contains__)
     config["share_expert_dim"]  # without it the shared expert's size is unknown
@@ -151,6 +145,6 @@ def _write_sparse(config: CheckedConfig, is_sparse: Callable[[int], bool]) -> No
     config.setdefault("mlp_layer_types", ["sparse" if is_sparse(index) else "dense" for index in layers])
 
 
-def head_bias(builder: LayerBuilder) -> Block:
+def head_bias(builder: LayerBuilder) -> list[Weight]:
     """Return the bias of Phi-3.5-MoE's output head, which ranks divide with the head."""
-    return Block(weights=(Vocabulary(name="lm_head.bias", rows=builder.vocab_size, width=1),))
+    return [Vocabulary(name="lm_head.bias", rows=builder.vocab_size, width=1)]

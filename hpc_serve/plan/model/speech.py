@@ -11,7 +11,7 @@ from dataclasses import replace
 from hpc_serve.plan.model.config import CheckedConfig
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.spec import DecoderLayer
-from hpc_serve.plan.model.weights import Block, Part, Weight
+from hpc_serve.plan.model.weights import Part, Weight
 
 _NAMES = {
     "hidden_size": "d_model",
@@ -52,7 +52,7 @@ def whisper(builder: LayerBuilder, index: int) -> DecoderLayer:
     return DecoderLayer(block=weights, cache=cache, derived=zeros)
 
 
-def whisper_beside(builder: LayerBuilder) -> Block:
+def whisper_beside(builder: LayerBuilder) -> list[Weight]:
     """Return the table of the decoder's positions."""
-    positions: int = builder.require("max_target_positions")
-    return Block(weights=(builder.vector("model.decoder.embed_positions", positions * builder.hidden_size),))
+    positions = builder.require("max_target_positions")
+    return [builder.vector("model.decoder.embed_positions", positions * builder.hidden_size)]

@@ -13,30 +13,23 @@ from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan import (
     ClusterSpec,
     EngineConfig,
-    ModelSpec,
     ServePlan,
     Workload,
     accelerator,
-    model_from_config,
     plan,
-    resolve,
 )
-from hpc_serve.plan.choice.layout import Layout, layouts_on
+from hpc_serve.plan.choice.layout import layouts_on
 from hpc_serve.plan.choice.planner import NoLayoutError
-from hpc_serve.plan.memory.estimate import MemoryEstimate, estimate_memory
+from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.memory.stages import pipeline_stages
 from hpc_serve.plan.speed.estimate import estimate_speed, requests_held, speed_column
 from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Roofline
 from hpc_serve.plan.speed.traffic import Traffic
+from tests.support.plans import estimate, layout, spec
 
 H200 = accelerator("h200")
 R1, QWEN = "r1", "Qwen/Qwen3-30B-A3B"
-
-
-def spec(name: str) -> ModelSpec:
-    entry = resolve(name)
-    return model_from_config(entry.config, name=entry.name)
 
 
 def weights(name: str, tp: int, dp: int, *, expert_parallel: bool = True) -> int:
@@ -45,15 +38,7 @@ def weights(name: str, tp: int, dp: int, *, expert_parallel: bool = True) -> int
 
 
 def memory(name: str, tp: int = 1, dp: int = 1, **options: Any) -> MemoryEstimate:
-    return estimate_memory(
-        spec(name),
-        H200,
-        EngineConfig(**{"enable_expert_parallel": dp > 1, **options}),
-        tensor_parallel_size=tp,
-        pipeline_parallel_size=1,
-        data_parallel_size=dp,
-        max_model_len=8192,
-    )
+    return estimate(name, H200, tp=tp, dp=dp, **{"enable_expert_parallel": dp > 1, **options})
 
 
 def planned(name: str, nodes: int, **options: Any) -> ServePlan:
@@ -186,15 +171,8 @@ def test_words_after_the_dashes_are_checked_like_options(capsys: pytest.CaptureF
 
 
 def roofline(dp: int, nodes: int = 1, tp: int = 1) -> tuple[Roofline, MemoryEstimate]:
-    layout = Layout(
-        tensor_parallel_size=tp,
-        pipeline_parallel_size=1,
-        data_parallel_size=dp,
-        num_nodes=nodes,
-        gpus_per_node=dp * tp // nodes,
-    )
     engine = EngineConfig(enable_expert_parallel=dp > 1)
-    return Roofline(spec(QWEN), H200, engine, layout), memory(QWEN, tp=tp, dp=dp)
+    return Roofline(spec(QWEN), H200, engine, layout(tp, dp=dp, nodes=nodes)), memory(QWEN, tp=tp, dp=dp)
 
 
 def test_a_data_parallel_rank_computes_as_much_a_token_and_holds_its_share_of_the_experts() -> None:
@@ -254,10 +232,7 @@ def test_data_parallelism_of_a_dense_model_is_replicas(capsys: pytest.CaptureFix
 
 def test_ranks_wait_where_another_one_reads_a_prompt() -> None:
     """Of 16 prompts in a round of 256 steps a rank reads two, and nearly all 16 are in different steps."""
-    layout = Layout(
-        tensor_parallel_size=1, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=8, data_parallel_size=8
-    )
-    roofline = Roofline(spec(QWEN), H200, EngineConfig(enable_expert_parallel=True), layout)
+    roofline = Roofline(spec(QWEN), H200, EngineConfig(enable_expert_parallel=True), layout(dp=8))
     context, asked = 4096 + 128, (4096 + 2, 2, 4096 + 128, EXPECTED, 4096)
     alone, together = roofline.step(*asked, 1 / 8).total_s, roofline.step(*asked).total_s
     without = roofline.decode(2, context).total_s
@@ -274,40 +249,26 @@ def test_tensor_parallelism_is_faster_up_to_the_requests_that_were_measured(in_f
     gpu, found = accelerator("mi300x"), {}
     for name, tensor, data in (("TP", 8, 1), ("DP", 1, 8)):
         engine = EngineConfig(vllm_version="0.11.1", enable_expert_parallel=True)
-        layout = Layout(
-            tensor_parallel_size=tensor, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=8, data_parallel_size=data
-        )
-        held = estimate_memory(
-            spec(R1),
-            gpu,
-            engine,
-            tensor_parallel_size=tensor,
-            pipeline_parallel_size=1,
-            data_parallel_size=data,
-            max_model_len=32768,
-        )
+        held = estimate(R1, gpu, tp=tensor, dp=data, length=32768, vllm_version="0.11.1", enable_expert_parallel=True)
         traffic = Traffic(input_tokens=8192, output_tokens=1024, concurrency=in_flight)
-        found[name] = estimate_speed(Roofline(spec(R1), gpu, engine, layout), traffic, held).expected.requests_per_s
+        found[name] = estimate_speed(
+            Roofline(spec(R1), gpu, engine, layout(tensor, dp=data)), traffic, held
+        ).expected.requests_per_s
     assert max(found, key=lambda name: found[name]) == faster
 
 
 def test_a_backend_that_sends_tokens_to_their_experts_alone_sends_less() -> None:
-    layout = Layout(
-        tensor_parallel_size=1, pipeline_parallel_size=1, num_nodes=4, gpus_per_node=8, data_parallel_size=32
-    )
-
     def sent(backend: str, *, experts: bool) -> float:
         engine = EngineConfig(enable_expert_parallel=experts, all2all_backend=backend)
-        return Roofline(spec(QWEN), H200, engine, layout).decode(128, 1000).communication_s
+        return Roofline(spec(QWEN), H200, engine, layout(dp=32, nodes=4)).decode(128, 1000).communication_s
 
     assert sent("deepep_low_latency", experts=True) < sent("allgather_reducescatter", experts=True)
     assert sent("deepep_low_latency", experts=False) == sent("allgather_reducescatter", experts=False)
 
 
 def test_ranks_of_context_parallelism_read_parts_of_the_cache() -> None:
-    layout = Layout(tensor_parallel_size=8, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=8)
     whole, parts = (
-        Roofline(spec(R1), H200, EngineConfig(decode_context_parallel_size=ranks), layout)
+        Roofline(spec(R1), H200, EngineConfig(decode_context_parallel_size=ranks), layout(8))
         .decode(1, 100_000, IDEAL)
         .cache_s
         for ranks in (1, 8)

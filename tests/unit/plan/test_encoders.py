@@ -9,10 +9,9 @@ import pytest
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan import EngineConfig, catalog, model_from_config
-from hpc_serve.plan.asked import PlanRequest
 from hpc_serve.plan.engine import Workload, max_num_batched_tokens
 from hpc_serve.plan.hardware.cluster import cluster_named
-from hpc_serve.plan.make import FoundParts, make_plan
+from tests.support.plans import made_plan
 
 XLM_ROBERTA = dict(catalog.resolve("bge-m3").config)
 NOMIC = {
@@ -33,8 +32,7 @@ GTE = {
 
 
 def plan_of(name: str, gpu: str = "l40s", **asked):
-    _, model, _ = find_spec(name, environ={})
-    return make_plan(PlanRequest(model=name, gpu=gpu, **asked), FoundParts(model=model, cluster=cluster_named(gpu)))
+    return made_plan(name, gpu, **asked)
 
 
 @pytest.mark.parametrize(

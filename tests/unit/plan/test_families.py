@@ -14,12 +14,12 @@ from benchmarks.accuracy import DATA, published_configs
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import EngineConfig, ModelSpec, accelerator, model_from_config
 from hpc_serve.plan.catalog import architectures, load_data
-from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
 from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.memory.stages import check_decode_context, pipeline_stages
 from hpc_serve.plan.model.architectures import function_named
 from hpc_serve.plan.speed.work import model_work
+from tests.support.plans import layout
 
 HERE = Path(__file__).parent
 MEASURED = json.loads((HERE / "config_key_effects.json").read_text())["architectures"]
@@ -53,8 +53,7 @@ def test_layers_that_take_the_tokens_of_the_one_before_have_no_indexer() -> None
 
 def test_sparse_attention_reads_the_chosen_tokens_and_every_key_of_the_indexer() -> None:
     model = of("DeepseekV32ForCausalLM")
-    layout = Layout(tensor_parallel_size=1, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=1)
-    (stage,) = model_work(model, accelerator("h200"), EngineConfig(), layout).stages
+    (stage,) = model_work(model, accelerator("h200"), EngineConfig(), layout()).stages
     short, long = 1_000, 100_000
     assert stage.cache_bytes(short) == 4 * short * (1152 + 132)
     assert stage.cache_bytes(long) == 4 * (2048 * 1152 + long * 132)
@@ -144,8 +143,7 @@ def test_a_layer_of_falcon_h1_keeps_keys_and_a_state(name: str, ranks: int, elem
 
 def test_falcon_h1_is_read_as_a_whole_at_each_token() -> None:
     model = published_shape("falcon-h1-7b")
-    layout = Layout(tensor_parallel_size=1, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=1)
-    (stage,) = model_work(model, accelerator("h100"), EngineConfig(), layout).stages
+    (stage,) = model_work(model, accelerator("h100"), EngineConfig(), layout()).stages
     state = 2 * (3 * 3584 + 24 * 128 * 256)
     assert stage.cache_bytes(1000) == 44 * (1000 * 1024 + 2 * state)
     assert full_context_bytes(model, EngineConfig(), 1000) == 44 * (1000 * 1024 + state)
@@ -362,8 +360,7 @@ def test_tensors_of_a_compressed_cache_share_blocks_as_in_vllm(
 
 def test_a_compressed_entry_is_read_once_for_all_its_tokens() -> None:
     model = model_from_config(PUBLISHED["DeepSeek-V4-Flash"], name="v4")
-    layout = Layout(tensor_parallel_size=1, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=1)
-    (stage,) = model_work(model, accelerator("b200"), EngineConfig(), layout).stages
+    (stage,) = model_work(model, accelerator("b200"), EngineConfig(), layout()).stages
     length = 100_000
     window, fours, hundreds = 43 * 128 * 584, 21 * (4 * 512 * 584 / 4 + length * 33), 20 * length * 584 / 128
     assert stage.cache_bytes(length) == window + fours + hundreds
@@ -407,8 +404,8 @@ def test_kimi_k3_keeps_states_in_three_of_four_layers() -> None:
 
 
 def test_every_function_that_a_table_names_is_there() -> None:
-    keys = ("layer", "beside", "fields")
-    named = {about[key] for about in architectures().values() for key in keys if key in about}
+    named = {about[key] for about in architectures().values() for key in ("layer", "fields") if key in about}
+    named |= {part for about in architectures().values() for part in about.get("beside", ())}
     assert len(named) >= 45
     assert all(callable(function_named(name)) for name in named)
     towers = load_data("towers.json")["towers"]

@@ -11,35 +11,18 @@ import pytest
 
 from hpc_serve.cli.main import run
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.plan import (
-    EngineConfig,
-    MemoryEstimate,
-    ModelSpec,
-    accelerator,
-    estimate_memory,
-    model_from_config,
-    resolve,
-)
+from hpc_serve.plan import EngineConfig, MemoryEstimate, ModelSpec, model_from_config, resolve
 from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.model.architectures import draft_from_config
 from hpc_serve.plan.report.notes import plan_notes
 from hpc_serve.sizes import GIB
+from tests.support.plans import estimate as estimate_on
+from tests.support.plans import printed_plan as planned
+from tests.support.plans import spec
 
 
-def spec(name: str) -> ModelSpec:
-    return model_from_config(resolve(name).config, name=name)
-
-
-def estimate(name: str, tensor: int = 1, pipeline: int = 1, **options: Any) -> MemoryEstimate:
-    engine = EngineConfig(**options)
-    return estimate_memory(
-        loaded_model(spec(name), engine),
-        accelerator("h200-141gb"),
-        engine,
-        tensor_parallel_size=tensor,
-        pipeline_parallel_size=pipeline,
-        max_model_len=8192,
-    )
+def estimate(name: str, tp: int = 1, pp: int = 1, **options: Any) -> MemoryEstimate:
+    return estimate_on(name, "h200-141gb", tp=tp, pp=pp, **options)
 
 
 def slots_bytes(tensor: int, **options: Any) -> int:
@@ -176,26 +159,14 @@ EAGLE_HEAD: dict[str, Any] = {
 }
 
 
-def drafted(draft: ModelSpec, tensor: int = 1, pipeline: int = 1) -> MemoryEstimate:
-    model, engine = loaded_model(spec("8b"), EngineConfig(), draft), EngineConfig()
-    return estimate_memory(
-        model,
-        accelerator("h200-141gb"),
-        engine,
-        tensor_parallel_size=tensor,
-        pipeline_parallel_size=pipeline,
-        max_model_len=8192,
-    )
-
-
 def test_a_draft_model_is_weights_and_cache_on_the_last_stage() -> None:
     draft = spec("meta-llama/Llama-3.2-1B-Instruct")
-    plain, both = estimate("8b"), drafted(draft)
+    plain, both = estimate("8b"), estimate("8b", draft=draft)
     assert both.weight_bytes - plain.weight_bytes == draft.weight_bytes
     assert both.kv_bytes_per_token - plain.kv_bytes_per_token == 16 * 2 * 8 * 64 * 2
-    assert drafted(draft, 4).weight_bytes < both.weight_bytes / 3
-    assert drafted(draft, 1, 2).weight_bytes > estimate("8b", 1, 2).weight_bytes + 0.9 * draft.weight_bytes
-    with pytest.raises(InvalidRequestError, match=r"has a vocabulary of 151,936, and 8b one of 128,256\. vLLM refuses"):
+    assert estimate("8b", 4, draft=draft).weight_bytes < both.weight_bytes / 3
+    assert estimate("8b", 1, 2, draft=draft).weight_bytes > estimate("8b", 1, 2).weight_bytes + 0.9 * draft.weight_bytes
+    with pytest.raises(InvalidRequestError, match=r"vocabulary of 151,936, and \S+ one of 128,256\. vLLM refuses"):
         loaded_model(spec("8b"), EngineConfig(), spec("Qwen/Qwen3-0.6B"))
 
 
@@ -209,11 +180,11 @@ def test_a_head_of_eagle_shares_the_embedding() -> None:
     for method, words, parameters in (("eagle", {}, first), ("eagle3", {"draft_vocab_size": 32_000}, third)):
         head = draft_from_config({**EAGLE_HEAD, **words}, name="head", method=method)
         parameters += 32_000 * hidden if words else 0
-        with_head = drafted(head)
+        with_head = estimate("8b", draft=head)
         assert with_head.weight_bytes - plain.weight_bytes == 2 * parameters
         assert with_head.kv_bytes_per_token - plain.kv_bytes_per_token == 2 * kv * 2
     other = draft_from_config({**EAGLE_HEAD, "hidden_size": 2048}, name="head", method="eagle3")
-    with pytest.raises(InvalidRequestError, match="head is for hidden states of 2,048, and 8b has 4,096"):
+    with pytest.raises(InvalidRequestError, match=r"head is for hidden states of 2,048, and \S+ has 4,096"):
         loaded_model(spec("8b"), EngineConfig(), other)
     with pytest.raises(InvalidRequestError, match="architecture Eagle3GemmaForCausalLM, and this planner does not"):
         draft_from_config({**EAGLE_HEAD, "architectures": ["GemmaForCausalLM"]}, name="head", method="eagle3")
@@ -245,15 +216,6 @@ def test_a_tower_without_input_is_not_loaded() -> None:
         assert loaded_model(model, EngineConfig(limit_mm_per_prompt=limit)) == model
 
 
-def test_without_prefix_caching_hybrids_hold_one_state_a_request() -> None:
-    name = "Qwen/Qwen3-Next-80B-A3B-Instruct"
-    plain, without = estimate(name, 4), estimate(name, 4, enable_prefix_caching=False)
-    assert without.blocks_per_request < plain.blocks_per_request
-    assert estimate("8b", enable_prefix_caching=False) == estimate("8b")
-    drafting = estimate(name, 4, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
-    assert drafting.blocks_per_request > plain.blocks_per_request
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -270,12 +232,6 @@ def test_without_prefix_caching_hybrids_hold_one_state_a_request() -> None:
 def test_what_is_counted_in_part_or_not_at_all_is_said(options: dict[str, Any], says: str) -> None:
     (note,) = plan_notes(spec("8b"), EngineConfig(**options), on_cpus=False)
     assert re.search(says, note)
-
-
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert run(["plan", "--json", *words]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
 
 
 def test_what_stands_after_the_dashes_is_in_the_plan_and_in_the_command(capsys: pytest.CaptureFixture[str]) -> None:

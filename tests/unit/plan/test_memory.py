@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -20,40 +18,20 @@ from hpc_serve.plan import (
     ModelSpec,
     Workload,
     accelerator,
-    estimate_memory,
     model_from_config,
     plan,
-    resolve,
 )
 from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.engine import batches_in_flight
-from hpc_serve.plan.memory.cuda_graphs import capture_sizes, graph_mode
+from hpc_serve.plan.memory.cuda_graphs import graph_mode
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
-from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.memory.stages import pipeline_stages
 from hpc_serve.sizes import GIB
+from tests.support.plans import changed, estimate, spec
 
 ENGINES = json.loads((DATA / "vllm_engine_runs.json").read_text())
-H100 = accelerator("h100-80gb")
 MODELS = ("8b", "70b", "405b", "qwen3-235b", "r1", "gemma-3-27b", "gpt-oss-120b", "Qwen/Qwen3-Next-80B-A3B-Instruct")
 quick = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-
-
-@lru_cache
-def spec(name: str) -> ModelSpec:
-    entry = resolve(name)
-    return model_from_config(entry.config, name=entry.name)
-
-
-def estimate(name: str, *, tp: int = 1, pp: int = 1, length: int = 8192, **options: Any) -> MemoryEstimate:
-    return estimate_memory(
-        spec(name),
-        options.pop("gpu", H100),
-        EngineConfig(**options),
-        tensor_parallel_size=tp,
-        pipeline_parallel_size=pp,
-        max_model_len=length,
-    )
 
 
 models = st.sampled_from(MODELS)
@@ -122,24 +100,14 @@ def test_a_plan_passes_its_own_check(
         found = plan(spec(name), cluster, EngineConfig(), workload)
     except NoLayoutError:
         return
-    ranks = found.layout.tensor_parallel_size * found.layout.pipeline_parallel_size
-    assert ranks == found.layout.num_nodes * found.layout.gpus_per_node
+    assert found.layout.num_gpus == found.layout.num_nodes * found.layout.gpus_per_node
     assert found.layout.gpus_per_node <= size
     assert nodes in (None, found.layout.num_nodes)
-    again = estimate_memory(
-        spec(name),
-        cluster.accelerator,
-        EngineConfig(max_num_seqs=found.memory.max_num_seqs),
-        tensor_parallel_size=found.layout.tensor_parallel_size,
-        pipeline_parallel_size=found.layout.pipeline_parallel_size,
-        max_model_len=length,
-    )
+    tp, pp = found.layout.tensor_parallel_size, found.layout.pipeline_parallel_size
+    again = estimate(name, gpu, tp=tp, pp=pp, length=length, max_num_seqs=found.memory.max_num_seqs)
     assert again == found.memory
     assert again.holds(concurrency)
-    asked = EngineConfig(
-        tensor_parallel_size=found.layout.tensor_parallel_size,
-        pipeline_parallel_size=found.layout.pipeline_parallel_size,
-    )
+    asked = EngineConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
     assert plan(spec(name), cluster, asked, workload).memory == found.memory
 
 
@@ -164,20 +132,10 @@ def test_int8_cache_of_70b() -> None:
     assert full_context_bytes(spec("70b"), engine, 32_768) == 5_368_709_120
 
 
-@pytest.mark.parametrize(("tp", "decimal_gb"), [(8, 17.6), (4, 35.3), (2, 70.6)])
-def test_70b_on_eight_a100(tp: int, decimal_gb: float) -> None:
-    """The on-prem guide of llama-recipes prints 17.5, 35 and 70."""
-    assert round(estimate("70b", tp=tp, gpu=accelerator("a100-80gb")).weight_bytes / 1e9, 1) == decimal_gb
-
-
 def test_latent_cache_is_on_every_rank() -> None:
     """61 layers of 576 elements; vLLM printed for Kimi K2 on eight H200 46.80 GiB / 715,072 tokens = 70,275 bytes."""
     for tp in (1, 8):
         assert estimate("r1", tp=tp).kv_bytes_per_token == 61 * 576 * 2
-
-
-def test_kv_heads_are_held_twice_where_ranks_outnumber_them() -> None:
-    assert estimate("70b", tp=8).kv_bytes_per_token == estimate("70b", tp=16).kv_bytes_per_token
 
 
 def test_groups_of_a_hybrid_as_vllm_printed_them() -> None:
@@ -187,7 +145,7 @@ def test_groups_of_a_hybrid_as_vllm_printed_them() -> None:
         tp=2,
         length=262144,
         vllm_version="0.10.2",
-        gpu=accelerator("h200"),
+        gpu="h200",
         kv_cache_memory_bytes=int(44.59 * GIB),
     )
     assert found.block_size == 544
@@ -204,14 +162,9 @@ def test_windows_are_groups_of_their_own() -> None:
     assert [(group.kind, len(group.layers)) for group in whole.groups] == [("full", 62)]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "version", "printed"),
-    [(410_128, "0.9.1", 410_128), (774_864, "0.11.0", 774_864), (184_832, "0.11.0", 184_832)],
-)
-def test_tokens_of_a_given_cache(tokens: int, version: str, printed: int) -> None:
-    """A cache of so many tokens is printed as that many, in whole blocks."""
-    found = estimate("8b", vllm_version=version, kv_cache_memory_bytes=tokens * 131_072 + 4096)
-    assert found.kv_cache_tokens == printed
+def on_cpu(model: ModelSpec, **options: Any) -> MemoryEstimate:
+    sizes = {"length": ENGINES["max_model_len"], "kv_cache_memory_bytes": ENGINES["kv_cache_memory_bytes"]}
+    return estimate(model, accelerator("cpu-spr", total_bytes=24 * GIB), **sizes, **options)
 
 
 def run_name(run: dict[str, Any]) -> str:
@@ -222,17 +175,8 @@ def run_name(run: dict[str, Any]) -> str:
 def test_what_real_engines_on_cpu_held_and_printed(run: dict[str, Any]) -> None:
     """Windows, states, latent caches, experts; tests/e2e/test_plan_measured.py starts such engines."""
     model = model_from_config(ENGINES["configs"][run["model"]], name=run["model"])
-    found = estimate_memory(
-        model,
-        accelerator("cpu-spr", total_bytes=24 * GIB),
-        EngineConfig(
-            kv_cache_memory_bytes=ENGINES["kv_cache_memory_bytes"],
-            max_num_batched_tokens=4096 * run["tp"] * run["pp"],  # the default of vLLM's LLM class on CPUs
-        ),
-        tensor_parallel_size=run["tp"],
-        pipeline_parallel_size=run["pp"],
-        max_model_len=ENGINES["max_model_len"],
-    )
+    tokens = 4096 * run["tp"] * run["pp"]  # the default of vLLM's LLM class on CPUs
+    found = on_cpu(model, tp=run["tp"], pp=run["pp"], max_num_batched_tokens=tokens)
     ranks = [stage.weight_bytes for stage in pipeline_stages(model, run["tp"], run["pp"]) for _ in range(run["tp"])]
     assert ranks == run["weight_bytes"]
     assert found.kv_cache_tokens == run["kv_cache_tokens"]
@@ -261,20 +205,6 @@ def test_eager_has_no_graphs_and_older_versions_do_not_count_them() -> None:
     )
 
 
-def test_utilisation_is_vllms_own_by_version() -> None:
-    for version, share in (("0.32.0", 0.92), ("0.11.0", 0.9)):
-        found = estimate("8b", vllm_version=version)
-        assert found.requested_bytes / found.total_bytes == pytest.approx(share)
-
-
-@pytest.mark.parametrize(("limit", "count"), [(512, 51), (256, 35), (1, 1), (64, 11), (1024, 83)])
-def test_capture_sizes(limit: int, count: int) -> None:
-    sizes = capture_sizes(limit)
-    assert len(sizes) == count
-    assert sizes == sorted(set(sizes))
-    assert max(sizes) <= limit
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -297,9 +227,9 @@ def test_unknown_cache_types_are_named() -> None:
 
 def test_cache_type_of_the_checkpoint_is_taken() -> None:
     scheme = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
-    model = model_from_config({**resolve("8b").config, "quantization_config": scheme}, name="x")
+    model = changed("8b", quantization_config=scheme)
     assert full_context_bytes(model, EngineConfig(), 1) == 65_536
-    assert full_context_bytes(replace(model), EngineConfig(kv_cache_dtype="bfloat16"), 1) == 131_072
+    assert full_context_bytes(model, EngineConfig(kv_cache_dtype="bfloat16"), 1) == 131_072
 
 
 def test_images_count_in_the_activation_peak() -> None:
@@ -326,7 +256,7 @@ def test_images_count_in_the_activation_peak() -> None:
     ],
 )
 def test_memory_torch_does_not_see(gpu: str, tp: int, version: str, gib: float) -> None:
-    found = estimate("8b", tp=tp, gpu=accelerator(gpu), vllm_version=version)
+    found = estimate("8b", tp=tp, gpu=gpu, vllm_version=version)
     assert found.non_torch_bytes / GIB == pytest.approx(gib, abs=0.01)
 
 
@@ -367,14 +297,7 @@ def test_batches_in_flight(batches: int, kind: Any, stages: int, options: dict[s
 def test_an_engine_on_cpus_keeps_one_batch_beside_a_window() -> None:
     """A real engine of 0.32 with steps of 2,048 tokens printed 40,800 tokens, and 10.20 requests of 4,000."""
     model = model_from_config(ENGINES["configs"]["mistral"], name="mistral")
-    found = estimate_memory(
-        model,
-        accelerator("cpu-spr", total_bytes=24 * GIB),
-        EngineConfig(kv_cache_memory_bytes=ENGINES["kv_cache_memory_bytes"], max_num_batched_tokens=2048),
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        max_model_len=ENGINES["max_model_len"],
-    )
+    found = on_cpu(model, max_num_batched_tokens=2048)
     assert (found.kv_cache_tokens, round(found.max_concurrency, 2)) == (40_800, 10.20)
 
 
@@ -425,15 +348,7 @@ QWEN3_VL_30B: dict[str, Any] = {
 
 
 def profiled(config: dict[str, Any], gpu: str, tp: int, length: int, **options: Any) -> MemoryEstimate:
-    engine = EngineConfig(**options)
-    return estimate_memory(
-        loaded_model(model_from_config(config, name="vl"), engine),
-        accelerator(gpu),
-        engine,
-        tensor_parallel_size=tp,
-        pipeline_parallel_size=1,
-        max_model_len=length,
-    )
+    return estimate(model_from_config(config, name="vl"), gpu, tp=tp, length=length, **options)
 
 
 def test_the_largest_video_is_profiled() -> None:

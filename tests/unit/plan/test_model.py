@@ -12,10 +12,11 @@ from benchmarks.accuracy import DATA
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import model_from_config, resolve
 from hpc_serve.plan.catalog import models
-from hpc_serve.plan.memory.stages import allocator_rounding, pipeline_layers, pipeline_stages
+from hpc_serve.plan.memory.stages import pipeline_stages
 from hpc_serve.plan.model.scheme import FP8_BLOCK, FP8_CHANNEL
 from hpc_serve.plan.model.weights import Linear
-from hpc_serve.sizes import GIB, MIB
+from hpc_serve.sizes import GIB
+from tests.support.plans import changed, spec
 
 VLLM_BYTES = json.loads((DATA / "vllm_weight_bytes.json").read_text())
 
@@ -36,11 +37,6 @@ KNOWN_DIFFERENCES = {
     "zai-org/GLM-4.5": 5_539_962_272,  # the MTP layer with its own embedding and head
     "zai-org/GLM-4.6": 3_988_069_792,
 }
-
-
-def spec(name: str, **changes: Any):
-    entry = resolve(name)
-    return model_from_config({**entry.config, **changes}, name=entry.name)
 
 
 def test_parameters_are_the_published_ones() -> None:
@@ -156,27 +152,39 @@ def test_a_config_without_a_size_is_refused(missing: str) -> None:
         model_from_config(config, name="x")
 
 
-def test_unknown_quantisation_is_named() -> None:
+def quark(**weight: Any) -> dict[str, Any]:
+    return {"quant_method": "quark", "global_quant_config": {"weight": weight}}
+
+
+FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "ch_axis": -1}
+GROUPS = {"a": {"weights": {"num_bits": 8, "type": "float"}}, "b": {"weights": {"num_bits": 4, "type": "float"}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"quant_method": "magic"}, "'magic'"),
+        (quark(dtype="fp6"), "quark has weights in fp6"),
+        (quark(**{**FP4, "group_size": 16}), "group_size 16: mxfp4 has groups of 32"),
+        ({**quark(**FP4), "layer_quant_config": {"*.k": {"weight": {"dtype": "int8"}}}}, "weights of different kinds"),
+        ({"quant_method": "modelopt", "quant_algo": "FP4_SPARSE"}, "quant_algo 'FP4_SPARSE'.*knows FP8, .*NVFP4"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
+            "32: NVFP4 has groups of 16",
+        ),
+        ({"quant_method": "compressed-tensors", "config_groups": GROUPS}, "groups of different kinds, fp8 and mxfp4"),
+    ],
+)
+def test_unknown_quantisation_is_named(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        changed("8b", quantization_config=config)
+
+
+def test_quantisation_asked_for_must_be_known_too() -> None:
+    alike = {**quark(**FP4), "layer_quant_config": {"*.k": {"weight": FP4}}}
+    assert changed("8b", quantization_config=alike).quantization.linear.name == "mxfp4"
     with pytest.raises(InvalidRequestError, match="'magic'"):
-        spec("8b", quantization_config={"quant_method": "magic"})
-    with pytest.raises(InvalidRequestError, match="quark has weights in fp6"):
-        spec("8b", quantization_config={"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp6"}}})
-    with pytest.raises(InvalidRequestError, match=r"modelopt has quant_algo 'FP4_SPARSE'.*knows FP8, .*NVFP4"):
-        spec("8b", quantization_config={"quant_method": "modelopt", "quant_algo": "FP4_SPARSE"})
-    with pytest.raises(InvalidRequestError, match="group_size 32: NVFP4 has groups of 16"):
-        spec("8b", quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32})
-    fp4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "ch_axis": -1}
-    quark = {"quant_method": "quark", "global_quant_config": {"weight": fp4}}
-    with pytest.raises(InvalidRequestError, match="group_size 16: mxfp4 has groups of 32"):
-        spec("8b", quantization_config={**quark, "global_quant_config": {"weight": {**fp4, "group_size": 16}}})
-    with pytest.raises(InvalidRequestError, match="weights of different kinds"):
-        spec("8b", quantization_config={**quark, "layer_quant_config": {"*.k_proj": {"weight": {"dtype": "int8"}}}})
-    assert spec("8b", quantization_config={**quark, "layer_quant_config": {"*.k_proj": {"weight": fp4}}}).parameters
-    groups = {"a": {"weights": {"num_bits": 8, "type": "float"}}, "b": {"weights": {"num_bits": 4, "type": "float"}}}
-    with pytest.raises(InvalidRequestError, match="groups of different kinds, fp8 and mxfp4"):
-        spec("8b", quantization_config={"quant_method": "compressed-tensors", "config_groups": groups})
-    with pytest.raises(InvalidRequestError, match="'magic'"):
-        model_from_config(resolve("8b").config, name="x", quantization="magic")
+        spec("8b", quantization="magic")
 
 
 @pytest.mark.parametrize(
@@ -195,7 +203,7 @@ def test_unknown_quantisation_is_named() -> None:
     ],
 )
 def test_sizes_of_quantised_8b(config: dict[str, Any], gib: float) -> None:
-    assert spec("8b", quantization_config=config).weight_bytes / GIB == pytest.approx(gib, abs=0.01)
+    assert changed("8b", quantization_config=config).weight_bytes / GIB == pytest.approx(gib, abs=0.01)
 
 
 def test_float32_checkpoints_are_loaded_in_16_bit() -> None:
@@ -213,31 +221,6 @@ def test_what_cannot_be_divided_is_named() -> None:
         pipeline_stages(spec("8b"), 1, 200)
     with pytest.raises(DoesNotFitError, match=r"experts.up_proj.*192 outputs.*blocks.*128"):
         pipeline_stages(spec("Qwen/Qwen3-235B-A22B-FP8"), 8, 1)
-
-
-def test_expert_parallelism_keeps_experts_whole() -> None:
-    model = spec("Qwen/Qwen3-235B-A22B-FP8")
-    whole = pipeline_stages(model, 8, 1, expert_parallel=True)[0].weight_bytes
-    assert whole == pytest.approx(model.weight_bytes / 8, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("layers", "stages_count", "dealt"),
-    [
-        (126, 2, [63, 63]),
-        (61, 4, [15, 15, 16, 15]),
-        (7, 2, [4, 3]),
-        (31, 8, [4, 4, 4, 4, 4, 4, 4, 3]),
-        (5, 4, [1, 1, 2, 1]),
-    ],
-)
-def test_layers_are_dealt_as_vllm_deals_them(layers: int, stages_count: int, dealt: list[int]) -> None:
-    assert pipeline_layers(layers, stages_count) == dealt
-
-
-@pytest.mark.parametrize(("mib", "rest"), [(9.5, 0), (30, 0), (95, 1), (47.5, 0.5), (24.5, 0), (131.5, 0.5)])
-def test_allocator_rounding(mib: float, rest: float) -> None:
-    assert allocator_rounding(int(mib * MIB)) == int(rest * MIB)
 
 
 @pytest.mark.parametrize(

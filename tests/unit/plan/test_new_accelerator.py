@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan import EngineConfig, ServePlan, accelerator, model_from_config, plan, resolve
+from hpc_serve.plan import EngineConfig, ServePlan, accelerator, plan
 from hpc_serve.plan.catalog import accelerator_entries
-from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.engine import max_num_batched_tokens
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import cluster_named
@@ -21,8 +20,9 @@ from hpc_serve.sizes import GIB
 from hpc_serve.submit.request.environment import Environment
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.script.render import render_script
+from tests.support.plans import layout, spec
 
-MODEL = model_from_config(resolve("8b").config, name="8b")
+MODEL = spec("8b")
 GPU: dict[str, Any] = {
     "name": "x900",
     "aliases": [],
@@ -67,14 +67,8 @@ def test_an_entry_without_optional_fields_is_enough(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_slice_and_its_hosts_are_fields(monkeypatch: pytest.MonkeyPatch) -> None:
-    tpu = {
-        "name": "t9",
-        "kind": "tpu",
-        "slices": ["1x1", "2x4", "4x4"],
-        "gpus_per_node_of_many": 4,
-        "default_max_num_batched_tokens": 768,
-    }
-    name = add(monkeypatch, **tpu)
+    slices = {"slices": ["1x1", "2x4", "4x4"], "gpus_per_node_of_many": 4}
+    name = add(monkeypatch, name="t9", kind="tpu", **slices, default_max_num_batched_tokens=768)
     assert (cluster_named(f"{name}:2x4").num_nodes, cluster_named(f"{name}:4x4").num_nodes) == (1, 4)
     assert plan_on(f"{name}:4x4").layout.num_gpus == 16
     assert max_num_batched_tokens(EngineConfig(), accelerator(name), 8192) == 768
@@ -104,8 +98,7 @@ def test_what_vllm_chooses_by_the_device_is_a_field(monkeypatch: pytest.MonkeyPa
 
 def test_what_links_join_is_a_field(monkeypatch: pytest.MonkeyPatch) -> None:
     def rate(name: str, ranks: int) -> float:
-        layout = Layout(tensor_parallel_size=ranks, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=ranks)
-        return link_rate(accelerator(name), layout)
+        return link_rate(accelerator(name), layout(ranks))
 
     switch, mesh = add(monkeypatch), add(monkeypatch, name="x901", link_topology="mesh")
     pairs = add(monkeypatch, name="x902", link_topology="pairs")

@@ -8,29 +8,15 @@ from typing import Any
 import pytest
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.plan import (
-    ClusterSpec,
-    EngineConfig,
-    ModelSpec,
-    ServePlan,
-    Workload,
-    accelerator,
-    model_from_config,
-    plan,
-    resolve,
-)
+from hpc_serve.plan import ClusterSpec, EngineConfig, ServePlan, Workload, accelerator, plan, resolve
 from hpc_serve.plan.choice.candidates import PlanInputs
-from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.choice.replicas import compare_sharing, replica_options
 from hpc_serve.plan.report.explain import explain
+from tests.support.plans import layout as layout_with
+from tests.support.plans import spec
 
 WORKLOAD = ("max_model_len", "concurrency", "replicas", "request_tokens")
-
-
-def spec(name: str, quantization: str | None = None, dtype: str = "auto") -> ModelSpec:
-    entry = resolve(name)
-    return model_from_config(entry.config, name=entry.name, quantization=quantization, dtype=dtype)
 
 
 def inputs_for(name: str, gpu: str, max_model_len: int) -> PlanInputs:
@@ -55,7 +41,7 @@ def planned(
     cluster = ClusterSpec(accelerator=accelerator(gpu), num_nodes=nodes, gpus_per_node=size)
     workload = Workload(**{key: options.pop(key) for key in WORKLOAD if key in options})
     engine = EngineConfig(quantization=quantization, **options)
-    return plan(spec(name, quantization), cluster, engine, workload)
+    return plan(spec(name, quantization=quantization), cluster, engine, workload)
 
 
 def layout_of(found: ServePlan) -> tuple[int, int, int, int]:
@@ -310,24 +296,12 @@ def test_the_context_proposed_fits_and_the_next_does_not() -> None:
 
 
 def test_flags_say_what_was_asked_for() -> None:
-    found = planned(
-        "70b",
-        quantization="fp8",
-        kv_cache_dtype="fp8",
-        gpu_memory_utilization=0.8,
-        max_num_seqs=64,
-        enforce_eager=True,
-        max_model_len=8192,
+    asked: dict[str, Any] = {"gpu_memory_utilization": 0.8, "max_num_seqs": 64, "enforce_eager": True}
+    found = planned("70b", quantization="fp8", kv_cache_dtype="fp8", max_model_len=8192, **asked)
+    assert " ".join(found.vllm_args[6:]) == (  # fp8_per_tensor: vLLM 0.32's name for fp8 made while loading
+        "--gpu-memory-utilization 0.8 --max-num-seqs 64 --kv-cache-dtype fp8 --quantization fp8_per_tensor "
+        "--enforce-eager"
     )
-    words = " ".join(found.vllm_args)
-    for expected in (
-        "--gpu-memory-utilization 0.8",
-        "--max-num-seqs 64",
-        "--kv-cache-dtype fp8",
-        "--quantization fp8_per_tensor",  # vLLM 0.32's name for fp8 made while loading
-        "--enforce-eager",
-    ):
-        assert expected in words
     assert any("quantises the 16-bit checkpoint to fp8" in reason for reason in found.reasons)
 
 
@@ -349,8 +323,7 @@ def test_a_gpu_without_bfloat16_refuses_it_by_name_only() -> None:
 def test_explanation_adds_up() -> None:
     found = planned("405b")
     inputs = inputs_for("405b", "h100-80gb", 131072)
-    layout = Layout(tensor_parallel_size=8, pipeline_parallel_size=2, num_nodes=2, gpus_per_node=8)
-    lines = explain(inputs, layout, found.memory, found.minimum_gpus, note=resolve("405b").note)
+    lines = explain(inputs, layout_with(8, 2, nodes=2), found.memory, found.minimum_gpus, note=resolve("405b").note)
     text = "\n".join(lines)
     for expected in ("405,853,388,800", "811.7 / 80 = 10.15 -> 11", "61.52 GiB", "63.00 GiB", "16 KV heads", "123.05"):
         assert expected in text

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.plan import EngineConfig, MemoryEstimate, accelerator, estimate_memory, model_from_config, resolve
+from hpc_serve.plan import accelerator, model_from_config, resolve
 from hpc_serve.plan.memory.rocm import RCCL_BYTES, ROCM_CONTEXT_BYTES, ROW_PADDING_BYTES, row_padding_bytes
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.sizes import GIB
+from tests.support.plans import estimate
 
 DENSE, EXPERTS = "meta-llama/Llama-3.1-405B-Instruct", "Qwen/Qwen3-30B-A3B"
 
@@ -26,17 +27,6 @@ def padding(spec: ModelSpec, gpu: str = "mi300x", ranks: int = 8, expert_ranks: 
     return row_padding_bytes(spec, spec.layers, accelerator(gpu), ranks, expert_ranks)
 
 
-def estimate(spec: ModelSpec, gpu: str, ranks: int) -> MemoryEstimate:
-    return estimate_memory(
-        spec,
-        accelerator(gpu),
-        EngineConfig(),
-        tensor_parallel_size=ranks,
-        pipeline_parallel_size=1,
-        max_model_len=8192,
-    )
-
-
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_each_row_of_fp8_per_tensor_is_padded(ranks: int) -> None:
     """The rows of 126 layers: q, k and v and gate and up are divided, the outputs of attention and MLP are not."""
@@ -50,13 +40,7 @@ def test_each_row_of_fp8_per_tensor_is_padded(ranks: int) -> None:
     [
         (None, None),
         ({"quant_method": "fbgemm_fp8"}, None),
-        (
-            {
-                "quant_method": "quark",
-                "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}},
-            },
-            None,
-        ),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, None),
         (None, "fp8"),
     ],
 )
@@ -81,19 +65,18 @@ def test_experts_in_16_bit_are_padded_where_their_rows_are_multiples_of_512_byte
 
 def test_the_cache_is_smaller_by_it() -> None:
     spec = model(EXPERTS)
-    amd, other = estimate(spec, "mi300x", 2), estimate(spec, "b200-180gb", 2)
+    amd, other = estimate(spec, "mi300x", tp=2), estimate(spec, "b200-180gb", tp=2)
     assert amd.weight_bytes == other.weight_bytes
     assert amd.model_loading_bytes - other.model_loading_bytes == padding(spec, ranks=2)
 
 
 @pytest.mark.parametrize(("ranks", "nccl"), [(1, 0), (2, RCCL_BYTES), (4, RCCL_BYTES)])
 def test_memory_outside_of_torch(ranks: int, nccl: int) -> None:
-    assert estimate(model("8b"), "mi300x", ranks).non_torch_bytes == ROCM_CONTEXT_BYTES + nccl
+    assert estimate("8b", "mi300x", tp=ranks).non_torch_bytes == ROCM_CONTEXT_BYTES + nccl
 
 
 def test_more_ranks_take_no_less() -> None:
-    spec = model("8b")
-    assert estimate(spec, "mi300x", 8).non_torch_bytes >= estimate(spec, "mi300x", 2).non_torch_bytes
+    assert estimate("8b", "mi300x", tp=8).non_torch_bytes >= estimate("8b", "mi300x", tp=2).non_torch_bytes
 
 
 def test_only_gpus_of_amd_run_on_rocm() -> None:

@@ -14,14 +14,14 @@ from hpc_serve.plan.make import FoundParts, make_plan
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
 from hpc_serve.plan.model.checkpoint import StoredTensor, loaded_bytes
 from hpc_serve.sizes import GIB
+from tests.support.plans import made_plan
 
 PAGE = 2 * 20 * 64 * 2 * 16
 """Bytes of a block of 16 tokens in a layer of whisper-large-v3: keys and values of 20 heads."""
 
 
 def plan_of(name: str, gpu: str = "l40s", **asked):
-    _, model, _ = find_spec(name, environ={})
-    return make_plan(PlanRequest(model=name, gpu=gpu, **asked), FoundParts(model=model, cluster=cluster_named(gpu)))
+    return made_plan(name, gpu, **asked)
 
 
 def test_qwen3_asr_has_as_many_parameters_as_transformers_makes():

@@ -1,0 +1,83 @@
+"""Models, estimates, layouts and plans, in the few words in which tests of the planner ask for them."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+
+from hpc_serve.cli.main import run
+from hpc_serve.hub.hub import find_spec
+from hpc_serve.plan import (
+    EngineConfig,
+    MemoryEstimate,
+    ModelSpec,
+    accelerator,
+    estimate_memory,
+    model_from_config,
+    resolve,
+)
+from hpc_serve.plan.asked import PlanRequest
+from hpc_serve.plan.choice.layout import Layout
+from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
+from hpc_serve.plan.hardware.cluster import cluster_named
+from hpc_serve.plan.make import FoundParts, PlanResult, make_plan
+from hpc_serve.plan.memory.loaded import loaded_model
+
+
+@cache
+def spec(name: str, **options: Any) -> ModelSpec:
+    """A model of the catalogue. `options` are those of `model_from_config`."""
+    entry = resolve(name)
+    return model_from_config(entry.config, name=entry.name, **options)
+
+
+def changed(name: str, **changes: Any) -> ModelSpec:
+    """A model of the catalogue whose config has these fields."""
+    return model_from_config({**resolve(name).config, **changes}, name=name)
+
+
+def layout(tp: int = 1, pp: int = 1, dp: int = 1, nodes: int = 1) -> Layout:
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": dp}
+    return Layout(**sizes, num_nodes=nodes, gpus_per_node=tp * pp * dp // nodes)
+
+
+def estimate(
+    model: str | ModelSpec,
+    gpu: str | AcceleratorSpec = "h100-80gb",
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    length: int = 8192,
+    draft: ModelSpec | None = None,
+    **options: Any,
+) -> MemoryEstimate:
+    """The memory of a layout for a model with all that the engine's `options` load."""
+    engine = EngineConfig(**options)
+    return estimate_memory(
+        loaded_model(spec(model) if isinstance(model, str) else model, engine, draft),
+        accelerator(gpu) if isinstance(gpu, str) else gpu,
+        engine,
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        data_parallel_size=dp,
+        max_model_len=length,
+    )
+
+
+def made_plan(model: str | ModelSpec, gpu: str = "h100-80gb", **asked: Any) -> PlanResult:
+    """The plan that `make_plan` makes. `asked` are fields of PlanRequest."""
+    found = find_spec(model, environ={})[1] if isinstance(model, str) else model
+    return make_plan(
+        PlanRequest(model=found.name, gpu=gpu, **asked), FoundParts(model=found, cluster=cluster_named(gpu))
+    )
+
+
+def printed_plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """What `hpc-serve plan --json` prints."""
+    assert run(["plan", "--json", *words]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
