@@ -103,7 +103,7 @@ def test_the_range_of_the_time_to_the_first_token_holds_for_sources_that_it_is_n
     figures = accuracy(scored_rows(folds))[arrivals]["gpu"]
     low, high = figures["measured_by_printed_ttft_quartiles"]
     assert figures["ttft_rows"] >= 35
-    assert 0.8 <= low <= high <= 2.2
+    assert 0.8 <= low <= high <= 2.4
     assert figures["ttft_rows_in_quartiles_of_other_sources"] / figures["ttft_rows"] >= 0.4
 
 

@@ -182,7 +182,7 @@ def test_a_target_counts_them_too(teach, ran):
     words += ["--concurrency", "64", "--max-model-len", "4096"]
     teach(0.7, 64)
     out = " ".join(ran(words).out.split())
-    assert "This speed is corrected by 2 runs that were measured here (× 0.72)" in out
+    assert "This speed is corrected by 2 runs that were measured here (× 0.74)" in out
 
 
 def test_an_option_that_changes_the_engine_makes_a_case_another_one():
