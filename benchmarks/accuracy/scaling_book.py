@@ -112,8 +112,9 @@ def mlp_flops(tokens: int) -> float:
 
 def prefill_s(*, with_attention: bool, count: int = 16, share: float = 0.4) -> float:
     """Seconds for one prompt of 8,192 tokens at that share of the peak, with logits for its last token only."""
-    factors = replace(IDEAL, flops=share, attention_flops=share)
     roofline = pooled(count, quantization=None)
+    reached = share / roofline.accelerator.matmul_share
+    factors = replace(IDEAL, flops=reached, attention_flops=reached)
     return roofline.step(CONTEXT, 0, CONTEXT, factors, CONTEXT if with_attention else 0).flops_s
 
 

@@ -158,7 +158,7 @@ def answers() -> Iterator[str]:
             f"15 and must hide entirely: 64 chips are all that they can feed at this batch. With the factors of the "
             f"expected column, fitted to GPUs, that step takes {1000 * three.expected_s:.0f} ms, and "
             f"{1000 * three.expected_alone_s:.0f} ms with one sequence, of which {1000 * three.starts_s:.0f} ms are "
-            f"starts of kernels: 15 ms on 8x8 is a bound, not a promise, not met unless a compiled graph saves those."
+            f"starts of kernels: 15 ms on 8x8 is a bound, not a promise."
         ),
     }
     for title, text in told.items():

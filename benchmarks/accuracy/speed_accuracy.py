@@ -1,7 +1,7 @@
 """How near printed speeds are to published measurements, by the way in which requests arrive and kind of accelerator.
 
 `python -m benchmarks.accuracy.speed_accuracy` writes what `plan` says of itself (plan/catalog/speed_accuracy.json). A
-source that the factors are fitted on counts with the factors fitted on all others.
+source counts with the factors fitted on all others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.accuracy.speed_scores import error, leave_one_out
 from hpc_serve.plan.catalog import SPEED_ACCURACY
 from hpc_serve.plan.engine import Arrivals
 from hpc_serve.plan.speed.classes import own_classes, range_class, wide_classes
-from hpc_serve.plan.speed.step import EXPECTED, Factors
+from hpc_serve.plan.speed.step import Factors
 
 WITHIN_PER_CENT = 25
 LEAST_TTFT_ROWS = 20
@@ -32,13 +32,17 @@ LEAST_CLASS_ROWS = 3
 """Of a class with fewer rows nothing is said."""
 
 
-def scored_rows(folds: dict[str, tuple[Factors, list[Case]]], later: Sequence[Case]) -> list[tuple[Case, Factors]]:
+def every_case() -> list[Case]:
+    """All rows of both files."""
+    return [*load(), *load_later()]
+
+
+def scored_rows(folds: dict[str, tuple[Factors, list[Case]]]) -> list[tuple[Case, Factors]]:
     """All rows of vLLM that are compared, and of other engines those on CPUs, each with the factors it is scored by.
 
     `folds` are those of speed_scores.leave_one_out.
     """
     rows = [(one, factors) for factors, fold in folds.values() for one in fold]
-    rows += [(one, EXPECTED) for one in later if not one.left_out]
     return [row for row in rows if row[0].engine.startswith(ENGINE) or kind_of(row[0]) == "cpu"]
 
 
@@ -191,6 +195,6 @@ def document(rows: Sequence[tuple[Case, Factors]]) -> str:
 
 
 if __name__ == "__main__":
-    text = document(scored_rows(leave_one_out(load()), load_later()))
+    text = document(scored_rows(leave_one_out(every_case())))
     SPEED_ACCURACY.write_text(text, encoding="utf-8")
     print(text)

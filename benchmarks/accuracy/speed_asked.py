@@ -102,10 +102,13 @@ def summary(found: Sequence[Answer]) -> list[str]:
 
 
 def differing(found: Sequence[Answer]) -> list[str]:
-    """Rows of which another figure is printed than is scored (to a thousandth), and both."""
+    """Rows of which another figure is printed than is scored (to a thousandth), and both.
+
+    A run of few rounds is scored as a burst, of which so many run at once.
+    """
     lines = []
     for one in found:
-        if one.estimate is None:
+        if one.estimate is None or one.case.has_few_rounds:
             continue
         printed, scored = one.case.replicas * one.estimate.expected.output_tokens_per_s, one.case.tokens_per_s(EXPECTED)
         if abs(printed / scored - 1) > 1e-3:

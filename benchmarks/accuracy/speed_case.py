@@ -16,6 +16,8 @@ from hpc_serve.plan.speed.step import Factors, Roofline
 from hpc_serve.plan.speed.traffic import Traffic
 
 SHORTEST_OUTPUT = 10
+MANY_ROUNDS = 8
+"""Of requests: from so many on the first and the last round hardly count."""
 LONGEST_CONTEXT = 36_000
 """The longest context that is planned for where a row does not say it."""
 _QWEN3_14B = {
@@ -113,11 +115,25 @@ class Case:
         assert self.memory
         return estimate_speed(self.roofline, self.traffic, self.memory, factors=factors)
 
+    @property
+    def has_few_rounds(self) -> bool:
+        """Whether a run kept so many requests in flight for a few rounds only, of which the last is not full."""
+        traffic = self.traffic
+        assert traffic
+        return traffic.arrivals == "steady" and (self.requests or math.inf) < MANY_ROUNDS * traffic.concurrency
+
     def tokens_per_s(self, factors: Factors) -> float:
-        """Predicted output tokens per second of all replicas, as `plan` prints them for requests that arrive so."""
+        """Predicted output tokens per second of all replicas, as `plan` prints them for requests that arrive so.
+
+        A run of few rounds is a burst of all its requests, of which so many run at once.
+        """
         assert self.roofline
         assert self.traffic
-        return self.replicas * speed_column(self.roofline, self.traffic, self.batch, factors).output_tokens_per_s
+        traffic = self.traffic
+        if self.has_few_rounds:
+            assert self.requests
+            traffic = replace(traffic, arrivals="burst", concurrency=self.requests)
+        return self.replicas * speed_column(self.roofline, traffic, self.batch, factors).output_tokens_per_s
 
     def ttft_s(self, factors: Factors) -> float | None:
         """Predicted mean time to the first token of all requests of the run.

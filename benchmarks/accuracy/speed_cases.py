@@ -1,8 +1,8 @@
 """Published measurements that the speed estimate is fitted on: `python -m benchmarks.accuracy.speed_cases`.
 
 data/speed_cases.jsonl has the figures, each with its source. This module decides what a row describes (catalogue entry,
-replicas, lengths) and which rows are left out. speed_scores.py scores and fits. speed_cases_later.py reads the rows
-that nothing was fitted on.
+replicas, lengths) and which rows are left out. speed_scores.py scores and fits. speed_cases_later.py reads rows that
+say this themselves.
 """
 
 from __future__ import annotations
@@ -232,14 +232,13 @@ def _prepared(
 
 
 def main() -> None:
-    """Print both tables: this file's, and that of rows which no factor was fitted on."""
-    from benchmarks.accuracy.speed_cases_later import later_table, load_later
-    from benchmarks.accuracy.speed_scores import by_source, fit, leave_one_out, table
+    """Print the table of both files."""
+    from benchmarks.accuracy.speed_accuracy import every_case
+    from benchmarks.accuracy.speed_scores import fit, leave_one_out, saturating_losses, table
 
-    cases = load()
+    cases = every_case()
     print(table(cases, leave_one_out(cases)))
-    print("fitted on all sources:", fit(by_source(cases)))
-    print(later_table(load_later()))
+    print("fitted on all sources:", fit(saturating_losses(cases)))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
-"""Published measurements that no factor was fitted on: reads data/speed_cases_later.jsonl and scores it.
+"""Published measurements that name their model, layout and engine options: reads data/speed_cases_later.jsonl.
 
-Each row names its model, layout and engine options. Rows of engines other than vLLM test the ideal roofline only,
-because the factors are vLLM's: the table has medians with and without them.
+Rows of engines other than vLLM test the ideal roofline only, because the factors are vLLM's.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -22,13 +19,12 @@ from benchmarks.accuracy.speed_case import (
     measured_ttft_s,
     model_spec,
 )
-from benchmarks.accuracy.speed_scores import by_source, report, source_errors
 from hpc_serve.errors import HpcServeError
 from hpc_serve.plan import EngineConfig, MemoryEstimate, accelerator, estimate_memory
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.engine import max_num_batched_tokens
 from hpc_serve.plan.speed.estimate import requests_held, running_requests
-from hpc_serve.plan.speed.step import EXPECTED, Factors, Roofline
+from hpc_serve.plan.speed.step import Roofline
 from hpc_serve.plan.speed.traffic import Traffic
 
 ENGINE = "vLLM"
@@ -124,20 +120,3 @@ def _prepared(text: str) -> tuple[Roofline, MemoryEstimate]:
         max_model_len=length,
     )
     return Roofline(model, device, engine, layout), memory
-
-
-def later_medians(cases: Sequence[Case], factors: Factors = EXPECTED) -> dict[str, float]:
-    """By source of vLLM, the median absolute error of output tokens per second, in per cent."""
-    return source_errors([one for one in cases if one.engine.startswith(ENGINE)], factors)
-
-
-def later_table(cases: Sequence[Case], factors: Factors = EXPECTED) -> str:
-    """The table for people."""
-    ours, every = later_medians(cases, factors), source_errors(cases, factors)
-    lines = ["not used in any fit:", *report({name: (factors, rows) for name, rows in by_source(cases).items()})]
-    lines.append(f"median over {len(ours)} sources of vLLM: {statistics.median(ours.values()):.1f} %")
-    lines.append(f"median over {len(every)} sources of all engines: {statistics.median(every.values()):.1f} %")
-    left = [one for one in cases if one.left_out]
-    lines.append(f"compared {len(cases) - len(left)} of {len(cases)}; left out:")
-    lines += [f"  {one.id}: {one.left_out}" for one in left]
-    return "\n".join(lines)

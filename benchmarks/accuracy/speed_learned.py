@@ -14,10 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.accuracy.speed_accuracy import scored_rows
+from benchmarks.accuracy.speed_accuracy import every_case, scored_rows
 from benchmarks.accuracy.speed_case import Case
-from benchmarks.accuracy.speed_cases import load
-from benchmarks.accuracy.speed_cases_later import load_later
 from benchmarks.accuracy.speed_scores import leave_one_out
 from hpc_serve.plan.speed.classes import case_of, speed_range
 from hpc_serve.plan.speed.measured import MeasuredHere, MeasuredRun, deviation
@@ -78,7 +76,7 @@ class Learned:
 def rows_of() -> list[Row]:
     """All rows of vLLM that are compared."""
     found = []
-    for case, factors in scored_rows(leave_one_out(load()), load_later()):
+    for case, factors in scored_rows(leave_one_out(every_case())):
         assert case.roofline
         assert case.traffic
         of = case_of(case.roofline, case.traffic, case.batch)

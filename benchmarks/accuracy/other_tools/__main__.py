@@ -14,9 +14,7 @@ from typing import Any
 from benchmarks.accuracy import DATA
 from benchmarks.accuracy.other_tools.questions import memory_rows, speed_questions, speed_rows
 from benchmarks.accuracy.other_tools.table import Tool, table
-from benchmarks.accuracy.speed_accuracy import scored_rows
-from benchmarks.accuracy.speed_cases import load
-from benchmarks.accuracy.speed_cases_later import load_later
+from benchmarks.accuracy.speed_accuracy import every_case, scored_rows
 from benchmarks.accuracy.speed_scores import leave_one_out
 
 ANSWERS = DATA / "other_tools.json"
@@ -72,7 +70,7 @@ def main(words: Sequence[str] | None = None) -> None:
             parser.error(f"--ask {asked}: write TOOL=PYTHON, with a tool of {', '.join(PROGRAMS)}")
         found = json.loads(ANSWERS.read_text(encoding="utf-8")) if ANSWERS.exists() else {}
         ANSWERS.write_text(document({**found, name: ask(name, python)}), encoding="utf-8")
-    scored = scored_rows(leave_one_out(load()), load_later())
+    scored = scored_rows(leave_one_out(every_case()))
     print(table([*memory_rows(), *speed_rows(scored)], tools()))
 
 

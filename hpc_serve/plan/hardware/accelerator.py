@@ -15,11 +15,13 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.catalog import accelerator_entry
 from hpc_serve.sizes import GIB
 
+USUAL_MATMUL_SHARE = 0.78
+"""Share of its FLOP/s that a large matrix product reaches, where nobody measured it: the median of those measured."""
 AcceleratorKind = Literal["gpu", "tpu", "cpu"]
 LinkTopology = Literal["mesh", "pairs"]
 _RATES = (
     *("label_bytes", "total_bytes", "bandwidth_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s"),
-    *("gpus_per_node", "max_cuda_graph_batch"),
+    *("gpus_per_node", "max_cuda_graph_batch", "matmul_share"),
 )
 _UNITS = {"gpu": "GPU", "tpu": "chip", "cpu": "socket"}
 
@@ -51,6 +53,7 @@ class AcceleratorSpec:
     total_bytes: int
     bandwidth_bytes_per_s: float | None
     dense_flops: Mapping[str, float] = field(hash=False)
+    matmul_share: float = USUAL_MATMUL_SHARE
     link: str | None
     link_bytes_per_s: float | None
     network_bytes_per_s: float | None

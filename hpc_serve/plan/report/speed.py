@@ -20,14 +20,15 @@ from hpc_serve.plan.speed.traffic import Speed, Traffic
 _WORTH_WHILE = 0.5
 _SPEED_KEYS = ("ttft_s", "queue_s", "tpot_s", "requests_per_s", "output_tokens_per_s")
 _MEANING = {
-    "flops": "of the FLOP/s, in dense matrices",
-    "expert_flops": "of the FLOP/s, in routed experts",
-    "attention_flops": "of the FLOP/s, in attention",
+    "flops": "of a large product's FLOP/s, in dense matrices",
+    "expert_flops": "of a large product's FLOP/s, in routed experts",
+    "attention_flops": "of a large product's FLOP/s, in attention",
     "bandwidth": "of the memory bandwidth",
     "link": "of the links between GPUs",
     "collective_s": "for each all-reduce or hop, whatever its size",
-    "kernel_s": "for each kernel, whatever its size",
+    "kernel_s": "for each kernel, whatever its size; half of it with async scheduling",
     "sequence_s": "of the engine's own for each sequence of a step",
+    "request_s": "of the server's own for each request of a burst",
 }
 
 
@@ -105,14 +106,13 @@ def accuracy_text(traffic: Traffic, kind: AcceleratorKind) -> str:
     found = speed_accuracy()[traffic.arrivals].get(kind)
     arrivals = "steady arrivals" if traffic.arrivals == "steady" else "bursts"
     if kind == "cpu":
-        low = f": {found['rows']} measurements, of another engine, are a fifth to two fifths lower" if found else ""
+        low = f": {found['rows']} measurements, of another engine, are a fifth to a half lower" if found else ""
         return f"fitted on GPUs and TPUs, on no CPU{low}"
     if found is None:
         return f"no published measurement is of {arrivals} on such accelerators"
-    where = " on TPUs" if kind == "tpu" else ""
     text = (
-        f"tokens/s of {found['sources']} published sources of {arrivals}{where}, each left out of the fit, are off by "
-        f"{found['median_error_per_cent']:.0f} % in the median"
+        f"tokens/s of {found['sources']} published sources of {arrivals}{' on TPUs' * (kind == 'tpu')}, each left out "
+        f"of the fit, are off by {found['median_error_per_cent']:.0f} % in the median"
     )
     if "ttft_rows" in found:
         low, high = found["measured_by_printed_ttft_quartiles"]
@@ -219,16 +219,17 @@ def explain_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
     """Yield the step of one estimate, ideal beside expected, and the factors between the two."""
     traffic, ideal, expected = estimate.traffic, estimate.ideal, estimate.expected
     work = roofline.work.stages
+    word = "decoding alone" if traffic.decode_only else f"{traffic.arrivals} arrivals"
     yield (
         f"Speed of one replica, {traffic.concurrency} requests in flight {_lengths(traffic)} ("
-        f"{_formula_word(traffic)}, {estimate.batch:.0f} run, the cache holds "
+        f"{word}, {estimate.batch:.0f} run, the cache holds "
         f"{estimate.capacity:.0f}):"
     )
     yield f"  {'':34}{'ideal':>12}{'expected':>12}"
     read = sum(stage.weight_bytes(estimate.batch / len(work)) for stage in work)
     causes = [
         ("weights_s", f"weights, {read / 1e9:.1f} GB a {roofline.accelerator.unit}"),
-        ("flops_s", "FLOP/s (the larger of both counts)"),
+        ("flops_s", "FLOP/s"),
         ("cache_s", f"KV cache, {traffic.mean_context:,.0f} tokens each"),
         ("communication_s", "communication"),
         ("engine_s", f"engine, {sum(stage.kernels for stage in work):,} kernels"),
@@ -250,7 +251,8 @@ def explain_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
     time = "the ideal time" if estimate.is_ideal else "the time"
     prompts = "" if traffic.decode_only else ", prompts included"
     yield f"  Of all {time}{prompts}: {parts}. The bound is {estimate.bound}."
-    yield "  Ideal: every rate at its peak, communication hidden. Expected:"
+    reached = f"a large product has {100 * roofline.accelerator.matmul_share:.0f} % of the FLOP/s"
+    yield f"  Ideal: every rate at its peak, communication hidden. Expected, where {reached}:"
     for name, meaning in _MEANING.items():
         value = getattr(estimate.factors, name)
         shown = f"{1e6 * value:.0f} µs" if name.endswith("_s") else f"{100 * value:.0f} %"
@@ -261,10 +263,6 @@ def explain_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
         yield f"  All of these factors count what was {whence}."
     for line in limit_lines(roofline):
         yield f"  {line}"
-
-
-def _formula_word(traffic: Traffic) -> str:
-    return "decoding alone" if traffic.decode_only else f"{traffic.arrivals} arrivals"
 
 
 def _cost_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:

@@ -34,8 +34,9 @@ class _Stretch:
 def burst_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
     """Return one column of an estimate: all requests arrive at once, `batch` of them can run, the others wait.
 
-    While the batch fills, steps contain prompts only. Answers of different lengths are geometric, cut off at the
-    longest. They end at a constant rate, so the last ones run in small batches.
+    While the batch fills, steps contain prompts only, and the server reads one request after the other. Answers of
+    different lengths are geometric, cut off at the longest. They end at a constant rate, so the last ones run in small
+    batches. Answers of one length run in rounds, and the last round has the rest of the requests.
     Times are means over the requests: `queue_s` until a request may run, `ttft_s` until its first token. The rates
     count from the arrival to the last token of all. The ideal rate is that of a batch that stays full.
     """
@@ -44,25 +45,25 @@ def burst_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Fac
     waiting = requests - first
     accepted = traffic.acceptance_length
     ends = 0.0 if longest is None else share_ending_per_step(traffic.output_steps, longest / accepted)
-    stages = roofline.layout.pipeline_parallel_size
-    chunks = math.ceil(first * traffic.read_tokens / roofline.max_num_batched_tokens)
-    fill = _fill(roofline, traffic, first, factors, chunks)
-    drain = _drain(roofline, traffic, first, factors, ends, stages if roofline.engine.is_v0 else min(stages, chunks))
+    fill, *drain = _round(roofline, traffic, first, factors, ends)
+    full = steady_speed(roofline, traffic, batch, factors) if waiting or factors is IDEAL else None
+    rounds, rest = divmod(waiting, batch) if longest is None else (waiting / batch, 0.0)
+    last = _round(roofline, traffic, rest, factors, ends) if rest and factors is not IDEAL else []
     time: Counter[str] = Counter()
-    for stretch in (fill, *drain):
+    for stretch in (fill, *drain, *last):
         for cause, seconds in stretch.step.causes.items():
             time[cause] += stretch.steps * seconds  # type: ignore[assignment]
-    total_s = fill.seconds + sum(stretch.seconds for stretch in drain)
+    arriving_s = max(0.0, first * factors.request_s - fill.seconds) if traffic.generates else 0.0
+    time["engine"] += arriving_s  # type: ignore[assignment]
+    total_s = arriving_s + sum(stretch.seconds for stretch in (fill, *drain, *last))
     # The prompts of the first batch end one step after the other.
-    ttft_s = fill.seconds - (chunks - 1) / 2 * fill.step.total_s / stages
+    ttft_s = fill.seconds - (fill.steps - 1) / 2 * fill.step.total_s + arriving_s / 2
     served = sum(stretch.steps * stretch.requests for stretch in drain)
     tpot_s = sum(stretch.seconds * stretch.requests for stretch in drain) / served / accepted
     tpot_s += (fill.seconds - ttft_s) / max(1, outputs - 1)
     queue_s = 0.0
-    full = steady_speed(roofline, traffic, batch, factors) if waiting or factors is IDEAL else None
     if full and waiting:
-        # One of them starts with each request that ends.
-        turnover_s = waiting / full.requests_per_s
+        turnover_s = (rounds * batch if last else waiting) / full.requests_per_s
         total_s += turnover_s
         for cause, share in full.causes.items():
             time[cause] += turnover_s * share  # type: ignore[assignment]
@@ -101,12 +102,18 @@ def share_ending_per_step(mean: float, longest: float | None) -> float:
     return high
 
 
-def _fill(roofline: Roofline, traffic: Traffic, first: float, factors: Factors, chunks: int) -> _Stretch:
-    """Return the steps that read the prompts of the first batch: they pass the pipeline stages one after the other."""
+def _round(roofline: Roofline, traffic: Traffic, first: float, factors: Factors, ends: float) -> list[_Stretch]:
+    """Return the steps of requests that begin together: those that read their prompts, then those that answer.
+
+    The prompts pass the pipeline stages one after the other.
+    """
     inputs, stages = traffic.read_tokens, roofline.layout.pipeline_parallel_size
+    chunks = math.ceil(first * inputs / roofline.max_num_batched_tokens)
+    in_flight = stages if roofline.engine.is_v0 else min(stages, chunks)
     tokens, cached = stages * first * inputs / chunks, traffic.cached_tokens
     step = roofline.step(tokens, 0, traffic.mean_context, factors, inputs, cached_tokens=cached)
-    return _Stretch(steps=(chunks + stages - 1) / stages, requests=first, step=step)
+    fill = _Stretch(steps=(chunks + stages - 1) / stages, requests=first, step=step)
+    return [fill, *_drain(roofline, traffic, first, factors, ends, in_flight)]
 
 
 def _drain(

@@ -1,9 +1,10 @@
 """How long one step of a layout takes, and what the time goes to: ideally, and as expected of a real engine.
 
-    step = max(operations ÷ FLOP/s, weights ÷ bandwidth) + cache ÷ bandwidth + communication + the engine's own time
+    step = operations ÷ FLOP/s + weights ÷ bandwidth + cache ÷ bandwidth + communication + the engine's own time
 
-work.py counts what is computed and moved. estimate.py decides what follows for requests. The formula is that of "How To
-Scale Your Model", part 7 (jax-ml.github.io/scaling-book/inference).
+Ideally only the larger of the first two counts, as in "How To Scale Your Model", part 7
+(jax-ml.github.io/scaling-book/inference). Published runs took the sum: a kernel loads before it multiplies, and a step
+has kernels of both kinds. work.py counts what is computed and moved. estimate.py decides what follows for requests.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.engine import EngineConfig, is_async, max_num_batched_tokens, max_num_seqs
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
+from hpc_serve.plan.memory.rocm import is_rocm
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.plan.speed.measured import MeasuredHere
 from hpc_serve.plan.speed.work import ALL_REDUCES_PER_LAYER, ModelWork, StageWork, model_work
@@ -23,9 +25,18 @@ ASSUMED_LINK_BYTES_PER_S = 32e9
 """PCIe 4.0 x16: assumed where no source confirms a rate between the GPUs of a node."""
 ASSUMED_NETWORK_BYTES_PER_S = 12.5e9
 """100 Gb/s for each GPU: assumed where no source confirms a network."""
-DRAFT_S = 0.5e-3
+DRAFT_S = 0.4e-3
 """For each token that a draft model drafts, beside the roofline of its pass: starting it, choosing its token, and
 preparing the next pass. Fitted on the gains in benchmarks/accuracy/data/gains.jsonl."""
+EXPERT_ROWS = 16
+"""Least rows of an expert's product, however few tokens go to it: the smallest block of vLLM's kernels
+(`get_default_config` in fused_moe.py, `block_size_m` in marlin_moe.py)."""
+UNTUNED_EXPERTS = 4.4
+"""How many times as long experts take by the Triton kernel for int4 without a configuration for the GPU. On MI300X they
+were 89 % of a step of Kimi-K2.5, and another kernel made the step 69 % shorter (rocm.blogs.amd.com, kimi-k2.5-optimize,
+2026-03-24): 0.89 / (0.31 - 0.11)."""
+ASYNC_KERNELS = 0.5
+"""Share of `kernel_s` that is left where the host prepares a step while the device computes the last one."""
 _GATHERING = ("allgather_reducescatter", "naive")
 
 
@@ -33,10 +44,12 @@ _GATHERING = ("allgather_reducescatter", "naive")
 class Factors:
     """How much of the hardware's figures a real engine reaches. Shares are of the peak, times in seconds.
 
-    `flops`, `expert_flops` and `attention_flops` are shares of the FLOP/s in dense matrices, in routed experts and in
-    attention. `bandwidth` is a share of the memory's. `link` is a share of the links' in all-reduces and hops between
-    stages, and each of these takes at least `collective_s`. Each kernel takes `kernel_s` to start and to end. For each
-    sequence of a step the engine takes `sequence_s` to schedule it, to sample its token and to send the token on.
+    `flops`, `expert_flops` and `attention_flops` are shares of the FLOP/s that a large product reaches
+    (`matmul_share`): in dense matrices, in routed experts and in attention. `bandwidth` is a share of the memory's.
+    `link` is a share of the links' in all-reduces and hops between stages, and each of these takes at least
+    `collective_s`. Each kernel takes `kernel_s` to start and to end. For each sequence of a step the engine takes
+    `sequence_s` to schedule it, to sample its token and to send the token on. For each request of a burst the API
+    server takes `request_s` before the engine gets it.
     """
 
     flops: float
@@ -47,6 +60,7 @@ class Factors:
     collective_s: float
     kernel_s: float
     sequence_s: float
+    request_s: float
 
     def times(self, ratio: float) -> Factors:
         """Return the factors of an engine that is so many times as fast: every time of a step is divided by it."""
@@ -55,26 +69,19 @@ class Factors:
 
 
 _NAMES = tuple(one.name for one in fields(Factors))
-IDEAL = Factors(
-    flops=1, expert_flops=1, attention_flops=1, bandwidth=1, link=1, collective_s=0, kernel_s=0, sequence_s=0
-)
-EXPECTED = Factors(
-    flops=0.38,
-    expert_flops=0.17,
-    attention_flops=0.60,
-    bandwidth=0.80,
-    link=0.40,
-    collective_s=25e-6,
-    kernel_s=8e-6,
-    sequence_s=45e-6,
-)
-"""Those in `FITTED` are fitted on published measurements of vLLM 0.6 to 0.12 (benchmarks/accuracy/speed_cases.py). The
-form was revised once, after a look at the rows of benchmarks/accuracy/speed_cases_later.py, which no factor is fitted
-on. The others are assumed, because such measurements cannot tell them apart: 60 % for attention (FlashAttention-2 has
-50 to 73 % on A100, arXiv:2307.08691; FlashAttention-3 has up to 75 % on H100, arXiv:2407.08608), 40 % of the links
-for the few MiB of a step, 25 µs for a launch.
+IDEAL = Factors(**{name: 0.0 if name.endswith("_s") else 1.0 for name in _NAMES})
+_SHARES = {"flops": 0.77, "expert_flops": 0.30, "attention_flops": 0.60, "bandwidth": 0.80, "link": 0.40}
+EXPECTED = Factors(**_SHARES, collective_s=25e-6, kernel_s=5.5e-6, sequence_s=40e-6, request_s=5.5e-3)
+"""Those in `FITTED` are fitted on published measurements of vLLM 0.6 to 0.29 (`is_fitted` in
+benchmarks/accuracy/speed_scores.py), and their form was revised with these in view. The others are assumed, because
+such measurements cannot tell them apart: 60 % for attention (FlashAttention-2 has 50 to 73 % on A100,
+arXiv:2307.08691; FlashAttention-3 has up to 75 % on H100, arXiv:2407.08608), 40 % of the links for the few MiB of a
+step, 25 µs for a launch.
 """
-FITTED = ("flops", "expert_flops", "bandwidth", "kernel_s", "sequence_s")
+FITTED = ("flops", "expert_flops", "bandwidth", "kernel_s", "sequence_s", "request_s")
+
+
+_PARTS = ("flops_s", "weights_s", "cache_s", "communication_s", "engine_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +103,9 @@ class StepTime:
     @property
     def pass_s(self) -> float:
         """The time of a batch in all pipeline stages, if it waits for no other one."""
-        work = max(self.flops_s, self.weights_s) + self.cache_s
         if self.overlapped:
-            return max(work, self.communication_s) + self.engine_s
-        return work + self.communication_s + self.engine_s
+            return max(max(self.flops_s, self.weights_s) + self.cache_s, self.communication_s) + self.engine_s
+        return self.flops_s + self.weights_s + self.cache_s + self.communication_s + self.engine_s
 
     @property
     def total_s(self) -> float:
@@ -111,22 +117,15 @@ class StepTime:
 
         None of its work happens beside the model's.
         """
-        work = passes * max(draft.flops_s, draft.weights_s)
-        return replace(
-            self,
-            flops_s=self.flops_s + work,
-            weights_s=self.weights_s + work,
-            cache_s=self.cache_s + passes * draft.cache_s,
-            communication_s=self.communication_s + passes * draft.communication_s,
-            engine_s=self.engine_s + passes * draft.engine_s + own_s,
-        )
+        sums = {name: getattr(self, name) + passes * getattr(draft, name) for name in _PARTS}
+        return replace(self, **{**sums, "engine_s": sums["engine_s"] + own_s})
 
     @property
     def causes(self) -> dict[str, float]:
-        """Return seconds by cause. Only the larger of weights and FLOP/s counts."""
+        """Return seconds by cause. Ideally only the larger of weights and FLOP/s counts."""
         return {
-            "weights": self.weights_s if self.weights_s >= self.flops_s else 0.0,
-            "FLOP/s": self.flops_s if self.flops_s > self.weights_s else 0.0,
+            "weights": 0.0 if self.overlapped and self.weights_s < self.flops_s else self.weights_s,
+            "FLOP/s": 0.0 if self.overlapped and self.weights_s >= self.flops_s else self.flops_s,
             "KV cache": self.cache_s,
             "communication": self.communication_s,
             "engine": self.engine_s,
@@ -210,27 +209,17 @@ class Roofline:
             one = self._stage_time(draft, (share, share, share, share), (context, 0, 0, 0), factors)
             own_s = 0.0 if factors is IDEAL else DRAFT_S * self.engine.speculative_tokens
             times[-1] = times[-1].after(one, self.work.draft_passes, own_s)
-        flops, weights = sum(time.flops_s for time in times), sum(time.weights_s for time in times)
-        cache, communication = sum(time.cache_s for time in times), sum(time.communication_s for time in times)
-        kernels = sum(time.engine_s for time in times)
+        sums = {name: sum(getattr(time, name) for time in times) for name in _PARTS}
         in_flight = stages if prompts else min(stages, max(1.0, sequences))
         bubble = in_flight * max(time.pass_s for time in times) - sum(time.pass_s for time in times)
         if stages > 1:
             # A rank sends its share of the activations and of the residual.
             sent = 2 * tokens * self.work.hidden_bytes / self.layout.tensor_parallel_size
-            communication += (stages - 1) * (sent / (self.hop_bytes_per_s * factors.link) + factors.collective_s)
-        host = factors.sequence_s * share
-        if self.async_scheduling:
-            host = max(0.0, host - max(flops, weights) - cache - communication - kernels)
-        return StepTime(
-            flops_s=flops,
-            weights_s=weights,
-            cache_s=cache,
-            communication_s=communication,
-            engine_s=kernels + host,
-            bubble_s=max(0.0, bubble),
-            overlapped=factors is IDEAL,
-        )
+            hop_s = sent / (self.hop_bytes_per_s * factors.link) + factors.collective_s
+            sums["communication_s"] += (stages - 1) * hop_s
+        host_s = factors.sequence_s * share
+        sums["engine_s"] += max(0.0, host_s - sum(sums.values())) if self.async_scheduling else host_s
+        return StepTime(**sums, bubble_s=max(0.0, bubble), overlapped=factors is IDEAL)
 
     def _stage_time(
         self,
@@ -259,7 +248,7 @@ class Roofline:
             weights_s=weights + away / (ASSUMED_LINK_BYTES_PER_S * factors.bandwidth),
             cache_s=max(read, attended),
             communication_s=self._all_reduce_s(stage, tokens, factors) + self._gather_s(stage, mean, factors),
-            engine_s=factors.kernel_s * stage.kernels,
+            engine_s=factors.kernel_s * stage.kernels * (ASYNC_KERNELS if self.async_scheduling else 1.0),
             overlapped=factors is IDEAL,
         )
 
@@ -268,17 +257,28 @@ class Roofline:
         rates = self.accelerator.dense_flops
         return rates.get("bf16") or rates["fp16"]
 
+    @cached_property
+    def _has_untuned_experts(self) -> bool:
+        """Whether experts in int4 have no kernel that was tuned for the GPU: CDNA 4 has, since 0.17 (vLLM's #35093)."""
+        tuned = "fp4" in self.accelerator.dense_flops and self.engine.version >= (0, 17)
+        return is_rocm(self.accelerator) and self.model.quantization.experts.name.startswith("int4") and not tuned
+
     def _flops_s(
         self, stage: StageWork, batch: tuple[float, float, float, float], attention: float, factors: Factors
     ) -> float:
         """Return the time to compute `batch`: (tokens of the rank, of the mean rank, sequences, their tokens)."""
-        tokens, mean, _, sampled = batch
-        rates = self.accelerator.dense_flops
+        tokens, rows, _, sampled = batch
+        rates, reached = self.accelerator.dense_flops, 1.0
+        if factors is not IDEAL:
+            reached = self.accelerator.matmul_share
+            rows = max(rows, EXPERT_ROWS * stage.experts_read(rows, self.layout.data_parallel_size))
+            rows *= UNTUNED_EXPERTS if self._has_untuned_experts else 1.0
         dense = sum(tokens * count / rates[type_] for type_, count in stage.dense_flops.items())
-        experts = sum(mean * count / rates[type_] for type_, count in stage.expert_flops.items())
+        experts = sum(rows * count / rates[type_] for type_, count in stage.expert_flops.items())
         head = max(1.0, sampled) * stage.head_flops / self._plain_rate
         attending = attention / self._plain_rate
-        return (dense + head) / factors.flops + experts / factors.expert_flops + attending / factors.attention_flops
+        of_matrices = (dense + head) / factors.flops + experts / factors.expert_flops
+        return (of_matrices + attending / factors.attention_flops) / reached
 
     def _all_reduce_s(self, stage: StageWork, tokens: float, factors: Factors) -> float:
         """Return the time of a stage's all-reduces. In a ring each rank sends 2·(n - 1)/n of their bytes."""

@@ -48,9 +48,9 @@ class Attention:
     count: int
     window: int
     bytes_per_token: float
-    state_bytes: int
     decode_flops: int
     prefill_flops: int
+    state_bytes: int = 0
     index_bytes: int = 0
     index_flops: int = 0
 
@@ -97,6 +97,12 @@ class StageWork:
         if not self.experts:
             return 0.0
         return 1.0 - float((1.0 - self.experts_per_token / self.experts) ** tokens)
+
+    def experts_read(self, tokens: float, data_ranks: int) -> float:
+        """Return how many experts a rank reads for each that one token goes to, where every rank has so many tokens."""
+        if not self.experts:
+            return 0.0
+        return self.experts * self.share_of_experts(tokens * data_ranks) / self.experts_per_token / data_ranks
 
     def cache_bytes(self, context: float) -> float:
         """Return the bytes of cache for one token that attends to `context` tokens. A state is read and written."""
@@ -256,7 +262,7 @@ def compute_type(scheme: Scheme, model: ModelSpec, accelerator: AcceleratorSpec)
 
     Integer groups (AWQ, GPTQ), bitsandbytes, and int8 that vLLM makes itself while loading are unpacked before the
     multiplication. MXFP4 is unpacked on hardware without 4-bit arithmetic, and multiplied with 8-bit activations on
-    hardware with it.
+    hardware with it. Quark's has 4-bit activations too (`QuarkOCP_MX` in vLLM's quark_ocp_mx.py).
     """
     rates = accelerator.dense_flops
     plain = "fp16" if model.dtype == "float16" and "fp16" in rates else "bf16" if "bf16" in rates else "fp16"
@@ -267,7 +273,7 @@ def compute_type(scheme: Scheme, model: ModelSpec, accelerator: AcceleratorSpec)
     if scheme.name == "nvfp4" and "fp4" in rates:
         return "fp4"
     if scheme.name == "mxfp4" and "fp4" in rates and "fp8" in rates:
-        return "fp8"
+        return "fp4" if model.quantization.method == "quark" else "fp8"
     return plain
 
 
@@ -351,7 +357,6 @@ def _compressed_attention(cache: LayerCache, count: int, heads: float) -> Iterat
                 count=count,
                 window=tensor.window or cache.chosen_tokens,
                 bytes_per_token=tensor.entry_bytes / tensor.tokens_per_entry,
-                state_bytes=0,
                 decode_flops=flops,
                 prefill_flops=flops,
                 index_bytes=0 if tensor.window else cache.index_bytes,

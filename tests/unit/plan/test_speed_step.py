@@ -9,7 +9,7 @@ import pytest
 from hpc_serve.plan import EngineConfig, ModelSpec, accelerator, model_from_config, resolve
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.speed.burst import share_ending_per_step
-from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Roofline
+from hpc_serve.plan.speed.step import ASYNC_KERNELS, EXPECTED, Roofline
 from hpc_serve.plan.speed.work import EXPERT_KERNELS, LATENT_KERNELS, LAYER_KERNELS
 
 H100 = accelerator("h100-80gb")
@@ -48,7 +48,7 @@ def test_work_on_the_host_hides_behind_the_device_where_scheduling_is_asynchrono
     before, since = roofline("8b", version="0.12.0"), roofline("8b", version="0.14.0")
     kernels = 32 * LAYER_KERNELS * EXPECTED.kernel_s
     assert before.decode(64, 1024).engine_s == pytest.approx(kernels + 64 * EXPECTED.sequence_s)
-    assert since.decode(64, 1024).engine_s == pytest.approx(kernels)
+    assert since.decode(64, 1024).engine_s == pytest.approx(kernels * ASYNC_KERNELS)
     slow = replace(EXPECTED, sequence_s=1e-3)
     assert since.decode(64, 1024, slow).total_s == pytest.approx(64 * 1e-3)
 
@@ -64,9 +64,9 @@ def test_scheduling_is_asynchronous_by_default_since_014_and_over_stages_since_0
 
 def test_attention_has_a_share_of_the_peak_of_its_own() -> None:
     one = roofline("8b")
-    at_all = one.step(8192, 0, 8192, IDEAL, 8192).flops_s
-    at_half = one.step(8192, 0, 8192, replace(IDEAL, attention_flops=0.5), 8192).flops_s
-    attention = one.work.stages[0].prompt_attention_flops(8192) / H100.dense_flops["bf16"]
+    at_all = one.step(8192, 0, 8192, replace(EXPECTED, attention_flops=1), 8192).flops_s
+    at_half = one.step(8192, 0, 8192, replace(EXPECTED, attention_flops=0.5), 8192).flops_s
+    attention = one.work.stages[0].prompt_attention_flops(8192) / H100.dense_flops["bf16"] / H100.matmul_share
     assert at_half - at_all == pytest.approx(attention)
 
 
