@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Awaitable
 from typing import Any, Protocol
 
 import httptools
@@ -45,7 +46,7 @@ class Application(Protocol):
     def release(self, request: Request) -> None:
         """Count the bytes of a body no more."""
 
-    async def answer(self, request: Request) -> None:
+    def answer(self, request: Request) -> Awaitable[None]:
         """Answer a request whose body has come."""
 
 
@@ -74,6 +75,7 @@ class ClientConnection(asyncio.Protocol):
         self._url = b""
         self._headers: list[Header] = []
         self._length = b""
+        self._size = 0
         self._head_bytes = self._discarded_bytes = self._out_bytes = 0
         self._begun_at_s: float | None = None
         self._reading: Request | None = None
@@ -146,13 +148,15 @@ class ClientConnection(asyncio.Protocol):
     # -- what the parser tells
 
     def on_message_begin(self) -> None:
-        self._url, self._headers, self._length = b"", [], b""
+        self._url, self._headers, self._length, self._size = b"", [], b"", 0
 
     def on_url(self, url: bytes) -> None:
         self._url += url
+        self._size += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
+        self._size += len(name) + len(value)
         if name == b"content-length":
             self._length = value
         else:
@@ -160,14 +164,14 @@ class ClientConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._head_bytes, self._begun_at_s = 0, None
-        headers, parser = self._headers, self._parser
-        request = Request(self, parser.get_method().decode("latin-1"), self._url, headers)
+        parser = self._parser
+        request = Request(self, parser.get_method().decode("latin-1"), self._url, self._headers)
         request.length = int(self._length[:19]) if self._length.isdigit() else 0
         request.is_old = parser.get_http_version() != "1.1"
         request.is_last = not parser.should_keep_alive()
         self._reading = request
         try:
-            if len(self._url) + sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+            if self._size > MAX_HEADER_BYTES:
                 raise Refusal(status=431, code="headers_too_large", message="The headers are too large.")
             self.server.app.let_in(request)
         except Refusal as refusal:
