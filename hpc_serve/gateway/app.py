@@ -17,7 +17,7 @@ from urllib.parse import unquote_to_bytes
 
 from hpc_serve.client.connections.message import Message
 from hpc_serve.gateway.answers import JSON, Refusal, refusal_of
-from hpc_serve.gateway.bodies import asked_model, fields_of
+from hpc_serve.gateway.bodies import read_body
 from hpc_serve.gateway.chat_page import PAGE_HEADERS, chat_page
 from hpc_serve.gateway.directory import Directory
 from hpc_serve.gateway.forwarding import BrokenAnswerError, forward
@@ -251,8 +251,7 @@ class Gateway:
                 message=f"{request.method} {path} is no route that this gateway passes on.{cure}",
             )
         request.route, content_type = route, request.content_type
-        request.fields = fields_of(content_type, request.body)
-        request.model = asked_model(content_type, request.body, request.fields)
+        request.fields, request.model = read_body(content_type, request.body)
         headers = for_engine(request.headers)
         return Message(
             method=request.method,

@@ -18,20 +18,25 @@ _IS_MODEL = re.compile(
     rb'^content-disposition:[^\r\n]*;[ \t]*name="?model"?[ \t]*(;|\r|$)', re.IGNORECASE | re.MULTILINE
 )
 _LONGEST_NAME = 1_000
+_DECODER = json.JSONDecoder()  # json.loads first finds out in which encoding bytes are
 
 
-def fields_of(content_type: str, body: bytes) -> dict[str, Any]:
-    """Return the fields of a JSON body; none of another body, or if the engine has to say what is wrong with it."""
-    return _read(body) if body and not _is_form(content_type) else {}
+def read_body(content_type: str, body: bytes) -> tuple[Mapping[str, Any], str | None]:
+    """Return the fields of a JSON body, and the model that a request is for; None if it names none.
 
-
-def asked_model(content_type: str, body: bytes, fields: Mapping[str, Any]) -> str | None:
-    """Return the model that a request is for; None if it names none. `fields` are those of its body."""
+    Another body has no fields. The engine has to say what is wrong with a body.
+    """
     if _is_form(content_type):
         found = _model_part(content_type, body)
-        return found[1].decode(errors="replace") if found is not None else None
+        return {}, found[1].decode(errors="replace") if found is not None else None
+    try:
+        fields = _DECODER.raw_decode(body.decode().lstrip())[0]
+    except (ValueError, RecursionError):
+        return {}, None
+    if not isinstance(fields, dict):
+        return {}, None
     model = fields.get("model")
-    return model if isinstance(model, str) and model else None
+    return fields, model if isinstance(model, str) and model else None
 
 
 def with_model(message: Message, model: str) -> Message:
@@ -48,14 +53,6 @@ def with_model(message: Message, model: str) -> Message:
 
 def _is_form(content_type: str) -> bool:
     return content_type.partition(";")[0].strip().lower() == "multipart/form-data"
-
-
-def _read(body: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _model_part(content_type: str, body: bytes) -> tuple[int, bytes] | None:

@@ -8,6 +8,7 @@ connection is bounded in bytes, time and places until it has shown the key, by t
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import deque
 from collections.abc import Awaitable
@@ -75,7 +76,6 @@ class ClientConnection(asyncio.Protocol):
         self._url = b""
         self._headers: list[Header] = []
         self._length = b""
-        self._size = 0
         self._head_bytes = self._discarded_bytes = self._out_bytes = 0
         self._begun_at_s: float | None = None
         self._reading: Request | None = None
@@ -148,22 +148,20 @@ class ClientConnection(asyncio.Protocol):
     # -- what the parser tells
 
     def on_message_begin(self) -> None:
-        self._url, self._headers, self._length, self._size = b"", [], b"", 0
+        self._url, self._headers, self._length = b"", [], b""
 
     def on_url(self, url: bytes) -> None:
         self._url += url
-        self._size += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
-        self._size += len(name) + len(value)
         if name == b"content-length":
             self._length = value
         else:
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        self._head_bytes, self._begun_at_s = 0, None
+        may_be_large, self._head_bytes, self._begun_at_s = self._head_bytes > MAX_HEADER_BYTES, 0, None
         parser = self._parser
         request = Request(self, parser.get_method().decode("latin-1"), self._url, self._headers)
         request.length = int(self._length[:19]) if self._length.isdigit() else 0
@@ -171,7 +169,7 @@ class ClientConnection(asyncio.Protocol):
         request.is_last = not parser.should_keep_alive()
         self._reading = request
         try:
-            if self._size > MAX_HEADER_BYTES:
+            if may_be_large and len(self._url) + sum(map(len, itertools.chain(*self._headers))) > MAX_HEADER_BYTES:
                 raise Refusal(status=431, code="headers_too_large", message="The headers are too large.")
             self.server.app.let_in(request)
         except Refusal as refusal:

@@ -26,7 +26,7 @@ _NOT_FOR_THE_ENGINE = _OF_A_CONNECTION | {
 _LEFT_OUT_BEGINNINGS = (b"x-forwarded-", b"x-hpc-serve", b"sec-", b"access-control-")
 _NOT_FOR_THE_CLIENT = _OF_A_CONNECTION | {b"server", b"proxy-authenticate", b"set-cookie"}
 _OF_ENGINE_BEGINNINGS = (b"x-hpc-serve", b"access-control-")
-_LENGTH = frozenset((b"content-length",))
+_NOT_FOR_THE_CLIENT_OF_A_STREAM = _NOT_FOR_THE_CLIENT | {b"content-length"}
 
 
 def for_engine(given: Sequence[Header]) -> list[Header]:
@@ -34,7 +34,7 @@ def for_engine(given: Sequence[Header]) -> list[Header]:
 
     A client that asks for signs gets them by its own header; the transport asks the engine in any case.
     """
-    left_out = _NOT_FOR_THE_ENGINE | _named_by_connection(given)
+    left_out = _with_those_named(given, _NOT_FOR_THE_ENGINE)
     passed = [
         header
         for header in given
@@ -45,7 +45,7 @@ def for_engine(given: Sequence[Header]) -> list[Header]:
 
 def for_client(given: Sequence[Header], *, is_stream: bool) -> list[Header]:
     """Return the headers of an answer as the client gets them. The length of a stream is not known."""
-    left_out = _NOT_FOR_THE_CLIENT | _named_by_connection(given) | (_LENGTH if is_stream else frozenset())
+    left_out = _with_those_named(given, _NOT_FOR_THE_CLIENT_OF_A_STREAM if is_stream else _NOT_FOR_THE_CLIENT)
     return [header for header in given if header[0] not in left_out and not header[0].startswith(_OF_ENGINE_BEGINNINGS)]
 
 
@@ -63,6 +63,9 @@ def is_own_host(host: bytes, named: tuple[str, ...]) -> bool:
         return False
 
 
-def _named_by_connection(headers: Sequence[Header]) -> frozenset[bytes]:
-    values = [value for name, value in headers if name == b"connection"]
-    return frozenset(word.strip().lower() for value in values for word in value.split(b","))
+def _with_those_named(headers: Sequence[Header], names: frozenset[bytes]) -> frozenset[bytes]:
+    """Return the names, and those that a header `Connection` names."""
+    for name, value in headers:
+        if name == b"connection":
+            names = names | {word.strip().lower() for word in value.split(b",")}
+    return names

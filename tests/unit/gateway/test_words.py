@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hpc_serve.client.connections.message import Message
-from hpc_serve.gateway.bodies import asked_model, fields_of, with_model
+from hpc_serve.gateway.bodies import read_body, with_model
 from hpc_serve.gateway.headers import for_client, for_engine
 from hpc_serve.gateway.routes import GET_ROUTES, POST_ROUTES, route_of
 
@@ -15,12 +15,12 @@ JSON = "application/json"
 
 
 def model_of(kind: str, body: bytes) -> str | None:
-    return asked_model(kind, body, fields_of(kind, body))
+    return read_body(kind, body)[1]
 
 
 def renamed(kind: str, body: bytes, model: str) -> bytes | None:
     headers = [(b"content-type", kind.encode())]
-    asked = Message(method="POST", target=b"/", headers=headers, content=body, fields=fields_of(kind, body))
+    asked = Message(method="POST", target=b"/", headers=headers, content=body, fields=read_body(kind, body)[0])
     return with_model(asked, model).content
 
 
