@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from hpc_serve.gateway.directory import Directory
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "hpc_serve_gateway_"
@@ -61,19 +64,13 @@ class Counts:
     first_byte_seconds: Times = field(default_factory=Times)
 
 
-class Countable(Protocol):
-    """An object with the number of requests in flight and queued, by service."""
-
-    def counts(self) -> Mapping[str, tuple[int, int]]: ...
-
-
 class Metrics(Collector):
     """The counts of one gateway. `directory` says what is under way."""
 
     def __init__(self) -> None:
         self._services: dict[str, Counts] = {}
         self._requests: Counter[tuple[str, str, int]] = Counter()
-        self.directory: Countable | None = None
+        self.directory: Directory | None = None
 
     def of(self, service: str) -> Counts:
         """Return the counts of one service."""

@@ -247,7 +247,8 @@ def test_over_the_gpu_hours_of_a_day_retry_after_is_when_some_are_left(jobs, gat
 
 
 def test_what_was_submitted_is_not_submitted_again_before_the_next_look(service, monkeypatch):
-    lines, looks = [], Looks()
+    lines: list[Any] = []
+    looks: Any = Looks()
 
     def run(words: Any, home: Path) -> str:
         lines.append(words)
@@ -406,7 +407,7 @@ def test_a_service_is_started_for_who_does_not_wait(service, monkeypatch):
     monkeypatch.setattr(on_demand, "run_command", lambda words, home: begun.set())
 
     async def ask() -> None:
-        there = NothingThere()
+        there: Any = NothingThere()
         there.models = on_demand.OnDemandModels(service.store, listed(), there, wait_s=0.01)
         with pytest.raises(Refusal):
             await there.models.bring("a")
