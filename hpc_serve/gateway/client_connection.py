@@ -11,7 +11,8 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable
+from typing import Any, Protocol
 
 import httptools
 
@@ -25,9 +26,6 @@ from hpc_serve.gateway.answers import Refusal
 from hpc_serve.gateway.headers import Header
 from hpc_serve.gateway.request import Request
 
-if TYPE_CHECKING:
-    from hpc_serve.gateway.server import Server
-
 KEEP_ALIVE_S = 65.0
 _MOST_DISCARDED_BYTES = 64 << 20
 _DISCARD_S = 10.0
@@ -37,8 +35,34 @@ _ANSWER_S = 0.2  # for an answer to what cannot be read to leave
 _log = logging.getLogger(__name__)
 
 
+class Application(Protocol):
+    """Answers requests."""
+
+    def let_in(self, request: Request) -> None:
+        """Raise Refusal for a request that is refused by its head."""
+
+    def hold(self, request: Request, size: int) -> None:
+        """Count bytes of a body. Raises Refusal."""
+
+    def release(self, request: Request) -> None:
+        """Count the bytes of a body no more."""
+
+    def answer(self, request: Request) -> Awaitable[None]:
+        """Answer a request whose body has come."""
+
+
+class Server(Protocol):
+    """Knows all connections."""
+
+    @property
+    def app(self) -> Application: ...
+    def add(self, connection: ClientConnection) -> None: ...
+    def remove(self, connection: ClientConnection) -> None: ...
+    def note_key(self, connection: ClientConnection) -> None: ...
+
+
 class ClientConnection(asyncio.Protocol):
-    """A connection. `server` knows all connections, and has the application that answers."""
+    """A connection. `server` has the application that answers."""
 
     transport: Any
 

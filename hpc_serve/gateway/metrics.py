@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-
-if TYPE_CHECKING:
-    from hpc_serve.gateway.directory import Directory
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "hpc_serve_gateway_"
@@ -64,13 +61,19 @@ class Counts:
     first_byte_seconds: Times = field(default_factory=Times)
 
 
+class Countable(Protocol):
+    """An object with the number of requests in flight and queued, by service."""
+
+    def counts(self) -> Mapping[str, tuple[int, int]]: ...
+
+
 class Metrics(Collector):
     """The counts of one gateway. `directory` says what is under way."""
 
     def __init__(self) -> None:
         self._services: dict[str, Counts] = {}
         self._requests: Counter[tuple[str, str, int]] = Counter()
-        self.directory: Directory | None = None
+        self.directory: Countable | None = None
 
     def of(self, service: str) -> Counts:
         """Return the counts of one service."""

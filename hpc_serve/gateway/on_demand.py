@@ -12,8 +12,9 @@ import json
 import logging
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from hpc_serve.client.own_program import CommandFailedError, run_command
 from hpc_serve.errors import StoreError
@@ -25,9 +26,6 @@ from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.wanted import Decision, Wanted
 from hpc_serve.rendezvous.wanted_file import change_wanted
-
-if TYPE_CHECKING:
-    from hpc_serve.gateway.directory import Directory
 
 _LOOK_S = 1.0
 _POLL_S = 0.25
@@ -52,10 +50,26 @@ class _Times:
     asked_by: str = ""
 
 
+class Services(Protocol):
+    """What the gateway knows of the services of a home."""
+
+    async def look(self, *, older_than_s: float = 1.0) -> None:
+        """Look once more, if the last look is that old. `note_states` is called after each look."""
+
+    def states(self, service: str) -> Sequence[str] | None:
+        """Return the states of a service's replicas; None if it has no job."""
+
+    def is_ready(self, service: str) -> bool:
+        """Return whether a replica is known that takes requests."""
+
+    def under_way(self, service: str) -> int:
+        """Return how many requests are at it, or wait for it."""
+
+
 class OnDemandModels:
     """The listed models of a gateway, which are started by `hpc-serve` commands with the home of `store`."""
 
-    def __init__(self, store: ServiceStore, limits: OnDemand, services: Directory, wait_s: float) -> None:
+    def __init__(self, store: ServiceStore, limits: OnDemand, services: Services, wait_s: float) -> None:
         self._store = store
         self._limits = limits
         self._services = services

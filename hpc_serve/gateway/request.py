@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import httptools
 
@@ -13,11 +13,24 @@ from hpc_serve.gateway.headers import Header
 from hpc_serve.gateway.personal_keys import Person
 from hpc_serve.gateway.use import AnswerCount
 
-if TYPE_CHECKING:
-    from hpc_serve.gateway.client_connection import ClientConnection
-
 _STATUS_LINES = {status.value: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in http.HTTPStatus}
 _WITHOUT_BODY = (204, 304)
+
+
+class Connection(Protocol):
+    """The connection of a client. `is_full`: the client has much to read, and `room` waits until it has read."""
+
+    is_full: bool
+
+    @property
+    def ends_now(self) -> bool:
+        """Whether it ends with the answer that is under way."""
+
+    def write(self, data: bytes) -> None: ...
+
+    async def room(self) -> None: ...
+
+    def show_key(self) -> None: ...
 
 
 class Request:
@@ -29,7 +42,7 @@ class Request:
     `person`: who showed a personal key; the `count` of the answer is kept for them alone.
     """
 
-    def __init__(self, connection: ClientConnection, method: str, url: bytes, headers: list[Header]) -> None:
+    def __init__(self, connection: Connection, method: str, url: bytes, headers: list[Header]) -> None:
         self.connection = connection
         self.method = method
         self.headers = headers

@@ -11,7 +11,7 @@ import os
 import ssl
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import httptools
 
@@ -22,16 +22,21 @@ from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.rendezvous.gate_headers import COMMENT
 
-if TYPE_CHECKING:
-    from hpc_serve.client.connections.engine_pool import EnginePool
-
 _JOINED_BYTES = 64 * 1024
+
+
+class Owner(Protocol):
+    """The pool of a connection."""
+
+    def release(self, connection: EngineConnection) -> None: ...
+    def forget(self, connection: EngineConnection) -> None: ...
+    def note_end(self) -> None: ...
 
 
 class EngineConnection:
     """A connection. Its engine is asked one question at a time by `ask`, once it is `secure`."""
 
-    def __init__(self, owner: EnginePool, replica: ReplicaAddress, judge: Judge, connected: Any) -> None:
+    def __init__(self, owner: Owner, replica: ReplicaAddress, judge: Judge, connected: Any) -> None:
         self.replica = replica
         self.wait = AnswerWait(replica, judge)
         self.socket = connected

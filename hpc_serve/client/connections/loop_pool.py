@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 
 from hpc_serve.client.connections.answer_wait import Judge
-from hpc_serve.client.connections.engine_connection import EngineAnswer, EngineConnection
+from hpc_serve.client.connections.engine_connection import EngineAnswer, EngineConnection, Owner
 from hpc_serve.client.connections.engine_pool import LIMITS, EnginePool
 from hpc_serve.client.replicas.event_loops import Places
 from hpc_serve.client.replicas.pool import ReplicaAddress
@@ -30,7 +30,7 @@ class LoopConnection(EngineConnection, asyncio.Protocol):
     """A connection in an event loop."""
 
     def __init__(
-        self, owner: EnginePool, replica: ReplicaAddress, judge: Judge, transport: Any, loop: asyncio.AbstractEventLoop
+        self, owner: Owner, replica: ReplicaAddress, judge: Judge, transport: Any, loop: asyncio.AbstractEventLoop
     ) -> None:
         super().__init__(owner, replica, judge, transport.get_extra_info("socket"))
         self.loop = loop
