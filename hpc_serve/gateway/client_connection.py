@@ -52,8 +52,6 @@ class Application(Protocol):
 
 
 class Server(Protocol):
-    """Knows all connections."""
-
     @property
     def app(self) -> Application: ...
     def add(self, connection: ClientConnection) -> None: ...
@@ -154,8 +152,7 @@ class ClientConnection(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        name = name.lower()
-        if name == b"content-length":
+        if (name := name.lower()) == b"content-length":
             self._length = value
         else:
             self._headers.append((name, value))
