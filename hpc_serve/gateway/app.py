@@ -11,16 +11,17 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
+from hpc_serve.client.connections.message import Message
 from hpc_serve.gateway.answers import JSON, Refusal, refusal_of
-from hpc_serve.gateway.bodies import asked_model, fields_of
+from hpc_serve.gateway.bodies import read_body
 from hpc_serve.gateway.chat_page import PAGE_HEADERS, chat_page
 from hpc_serve.gateway.directory import Directory
-from hpc_serve.gateway.forwarding import Asked, BrokenAnswerError, forward
-from hpc_serve.gateway.headers import BadHeaderError, Header, for_engine, hosts_of, is_own_host
+from hpc_serve.gateway.forwarding import BrokenAnswerError, forward
+from hpc_serve.gateway.headers import Header, for_engine, is_own_host
 from hpc_serve.gateway.metrics import CONTENT_TYPE, Metrics
 from hpc_serve.gateway.people import People
 from hpc_serve.gateway.request import Request
@@ -28,6 +29,7 @@ from hpc_serve.gateway.routes import route_of
 from hpc_serve.gateway.settings import MIB, Settings
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.adapters import LOAD_ADAPTER, ONE_REPLICA_ALONE, UNLOAD_ADAPTER
+from hpc_serve.rendezvous.gate_headers import SIGNS
 from hpc_serve.rendezvous.store import ServiceStore
 
 CLIENT_LEFT = 499
@@ -87,12 +89,11 @@ class Gateway:
         named = self._settings.hosts
         if named is None:
             return
-        foreign = next((host for host in hosts_of(request.headers) if not is_own_host(host, named)), None)
-        if foreign is not None:
-            text = (
-                f"The gateway does not answer as {foreign[:80]!r}: ask it as localhost, or start it with --allow-host."
-            )
-            raise Refusal(status=421, code="host_not_allowed", message=text)
+        for name, value in request.headers:
+            if name == b"host" and not is_own_host(value, named):
+                foreign = repr(value[:80].decode("latin-1"))
+                text = f"The gateway does not answer as {foreign}: ask it as localhost, or start it with --allow-host."
+                raise Refusal(status=421, code="host_not_allowed", message=text)
 
     def _admit(self, request: Request) -> None:
         """Raise Refusal for whoever may not ask."""
@@ -149,13 +150,14 @@ class Gateway:
 
     # -- what the gateway answers itself
 
-    async def answer(self, request: Request) -> None:
+    def answer(self, request: Request) -> Awaitable[None]:
         """Answer a request that was let in."""
-        if request.method not in ("GET", "HEAD"):
-            if self._is_preflight(request):
-                self._answer_preflight(request)
-            else:
-                await self._pass_on(request)
+        is_own = request.method in ("GET", "HEAD") or self._is_preflight(request)
+        return self._answer_itself(request) if is_own else self._pass_on(request)
+
+    async def _answer_itself(self, request: Request) -> None:
+        if request.method == "OPTIONS":
+            self._answer_preflight(request)
         elif request.path == b"/health":
             self._respond(request, {"status": "ok"})
         elif request.path == b"/":
@@ -208,16 +210,17 @@ class Gateway:
     # -- what is passed on
 
     async def _pass_on(self, request: Request) -> None:
-        service, route, status = "", "other", CLIENT_LEFT
+        service, status = "", CLIENT_LEFT
         try:
-            asked = self._read(request)
-            route = asked.route
+            message = self._read(request)
             if self._people is not None:
-                self._people.begin(request, asked)
-            person = request.person.name if request.person is not None else ""
-            front = await self._directory.find(asked.model, person)
+                self._people.begin(request)
+            front = self._directory.known(request.model)
+            if front is None:
+                person = request.person.name if request.person is not None else ""
+                front = await self._directory.find(request.model, person)
             service = front.service
-            status = await forward(front, asked, request, self._for_page(request))
+            status = await forward(front, message, request, self._for_page(request))
         except BrokenAnswerError:
             status = 200
             request.break_off()
@@ -228,15 +231,16 @@ class Gateway:
             refusal = refusal_of(error, service)
             status = refusal.status
             if status >= 500:
-                _log.warning("%s", printable(f"{service or 'no service'}, {route}: HTTP {status}: {refusal.message}"))
+                what = f"{service or 'no service'}, {request.route}"
+                _log.warning("%s", printable(f"{what}: HTTP {status}: {refusal.message}"))
             request.refuse(refusal, *self._for_page(request))
         finally:
-            self._metrics.count(service, route, status)
+            self._metrics.count(service, request.route, status)
             if self._people is not None:
                 self._people.end(request)
 
-    def _read(self, request: Request) -> Asked:
-        """Return the request that is to be passed on. Raises Refusal."""
+    def _read(self, request: Request) -> Message:
+        """Return the request as it is passed on. Raises Refusal."""
         route = route_of(request.method, request.path)
         if route is None:
             path = request.path[:200].decode("latin-1")
@@ -246,26 +250,16 @@ class Gateway:
                 code="not_found",
                 message=f"{request.method} {path} is no route that this gateway passes on.{cure}",
             )
-        try:
-            headers = for_engine(request.headers)
-        except BadHeaderError as error:
-            raise Refusal(status=400, code="bad_header", message=f"{error}.") from None
-        query = request.query
-        if not all(0x21 <= byte <= 0x7E for byte in query):
-            raise Refusal(
-                status=400, code="bad_query", message="The query of the URL has characters that none may have."
-            )
-        content_type = request.value_of(b"content-type").decode("latin-1")
-        fields = fields_of(content_type, request.body)
-        return Asked(
+        request.route, content_type = route, request.content_type
+        request.fields, request.model = read_body(content_type, request.body)
+        headers = for_engine(request.headers)
+        return Message(
             method=request.method,
-            route=route,
-            target=route.encode() + (b"?" + query if query else b""),
+            target=route.encode() + (b"?" + request.query if request.query else b""),
             headers=headers,
-            content_type=content_type,
-            body=request.body,
-            fields=fields,
-            model=asked_model(content_type, request.body, fields),
+            content=request.body,
+            fields=request.fields,
+            wants_signs=SIGNS in headers,
         )
 
 

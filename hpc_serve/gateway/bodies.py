@@ -7,47 +7,52 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
+
+from hpc_serve.client.connections.message import Message
 
 _BOUNDARY = re.compile(r'boundary=(?:"([^"\r\n]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
 _IS_MODEL = re.compile(
     rb'^content-disposition:[^\r\n]*;[ \t]*name="?model"?[ \t]*(;|\r|$)', re.IGNORECASE | re.MULTILINE
 )
 _LONGEST_NAME = 1_000
+_DECODER = json.JSONDecoder()  # json.loads first finds out in which encoding bytes are
 
 
-def fields_of(content_type: str, body: bytes) -> dict[str, Any]:
-    """Return the fields of a JSON body; none of another body, or if the engine has to say what is wrong with it."""
-    return _read(body) if body and not _is_form(content_type) else {}
+def read_body(content_type: str, body: bytes) -> tuple[Mapping[str, Any], str | None]:
+    """Return the fields of a JSON body, and the model that a request is for; None if it names none.
 
-
-def asked_model(content_type: str, body: bytes, fields: dict[str, Any] | None = None) -> str | None:
-    """Return the model that a request is for; None if it names none. `fields` are those of its body, if known."""
+    Another body has no fields. The engine has to say what is wrong with a body.
+    """
     if _is_form(content_type):
         found = _model_part(content_type, body)
-        return found[1].decode(errors="replace") if found is not None else None
-    model = (fields_of(content_type, body) if fields is None else fields).get("model")
-    return model if isinstance(model, str) and model else None
+        return {}, found[1].decode(errors="replace") if found is not None else None
+    try:
+        fields = _DECODER.raw_decode(body.decode().lstrip())[0]
+    except (ValueError, RecursionError):
+        return {}, None
+    if not isinstance(fields, dict):
+        return {}, None
+    model = fields.get("model")
+    return fields, model if isinstance(model, str) and model else None
 
 
-def with_model(content_type: str, body: bytes, model: str) -> bytes:
-    """Return the same body, for another name of the model."""
+def with_model(message: Message, model: str) -> Message:
+    """Return the same request, for another name of the model."""
+    content_type, body = dict(message.headers).get(b"content-type", b"").decode("latin-1"), message.content or b""
     if _is_form(content_type):
         found = _model_part(content_type, body)
-        return body if found is None else body[: found[0]] + model.encode() + body[found[0] + len(found[1]) :]
-    return json.dumps({**_read(body), "model": model}, separators=(",", ":")).encode()
+        if found is not None:
+            body = body[: found[0]] + model.encode() + body[found[0] + len(found[1]) :]
+        return replace(message, content=body)
+    fields = {**(message.fields or {}), "model": model}
+    return replace(message, content=json.dumps(fields, separators=(",", ":")).encode(), fields=fields)
 
 
 def _is_form(content_type: str) -> bool:
     return content_type.partition(";")[0].strip().lower() == "multipart/form-data"
-
-
-def _read(body: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _model_part(content_type: str, body: bytes) -> tuple[int, bytes] | None:

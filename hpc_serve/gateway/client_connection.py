@@ -8,8 +8,10 @@ connection is bounded in bytes, time and places until it has shown the key, by t
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import deque
+from collections.abc import Awaitable
 from typing import Any, Protocol
 
 import httptools
@@ -45,13 +47,11 @@ class Application(Protocol):
     def release(self, request: Request) -> None:
         """Count the bytes of a body no more."""
 
-    async def answer(self, request: Request) -> None:
+    def answer(self, request: Request) -> Awaitable[None]:
         """Answer a request whose body has come."""
 
 
 class Server(Protocol):
-    """Knows all connections."""
-
     @property
     def app(self) -> Application: ...
     def add(self, connection: ClientConnection) -> None: ...
@@ -152,22 +152,21 @@ class ClientConnection(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        name = name.lower()
-        if name == b"content-length":
+        if (name := name.lower()) == b"content-length":
             self._length = value
         else:
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        self._head_bytes, self._begun_at_s = 0, None
-        headers, parser = self._headers, self._parser
-        request = Request(self, parser.get_method().decode("latin-1"), self._url, headers)
+        may_be_large, self._head_bytes, self._begun_at_s = self._head_bytes > MAX_HEADER_BYTES, 0, None
+        parser = self._parser
+        request = Request(self, parser.get_method().decode("latin-1"), self._url, self._headers)
         request.length = int(self._length[:19]) if self._length.isdigit() else 0
         request.is_old = parser.get_http_version() != "1.1"
         request.is_last = not parser.should_keep_alive()
         self._reading = request
         try:
-            if len(self._url) + sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+            if may_be_large and len(self._url) + sum(map(len, itertools.chain(*self._headers))) > MAX_HEADER_BYTES:
                 raise Refusal(status=431, code="headers_too_large", message="The headers are too large.")
             self.server.app.let_in(request)
         except Refusal as refusal:

@@ -72,6 +72,11 @@ class Directory:
             await self.look(older_than_s=0.0)
             await asyncio.sleep(LOOK_S)
 
+    def known(self, model: str | None) -> Front | None:
+        """Return the service of a model's name as `find` does, if that needs no look. Raises Refusal."""
+        service = self._service_of(model) if self._listed is None else None
+        return self._front(service) if service is not None else None
+
     async def find(self, model: str | None, person: str = "") -> Front:
         """Return the service of a model's name, or the only one without a name. Raises Refusal.
 

@@ -13,9 +13,10 @@ from hpc_serve.client.discovery.wait import WaitPolicy, wait_for_replica
 from hpc_serve.client.replicas.event_loops import InLoop
 from hpc_serve.client.replicas.messages import summary
 from hpc_serve.client.replicas.sdk import http
-from hpc_serve.client.requests.exchange import NoReplicaError
+from hpc_serve.client.requests.exchange import Exchange, NoReplicaError
 from hpc_serve.client.requests.transport import AsyncServiceTransport
 from hpc_serve.errors import HpcServeError, WaitTimeoutError
+from hpc_serve.gateway.bodies import with_model
 from hpc_serve.gateway.metrics import Counts
 from hpc_serve.gateway.settings import Settings
 from hpc_serve.gateway.turns import Turns
@@ -103,16 +104,22 @@ class Front:
             await asyncio.to_thread(self.watch.refresh)
         return self.watch.model or self.service
 
-    async def send(self, made: Callable[[], Awaitable[Message]]) -> Any:
-        """Return the answer to a request, with its body unread. Raises what the client's transport raises.
+    async def send(self, message: Message, model: str | None) -> Exchange:
+        """Send a request for a model; return it with its answer, whose body is unread.
 
-        The request is made once a replica is known: the service may have other engines by then.
+        The service's own name is replaced by a model's that its engines know; between two rounds they may be others.
+        Raises what the client's transport raises.
         """
         rounds_left = _MOST_ROUNDS
         while True:
             rounds_left -= 1
+            asked = message
+            if model == self.service and model not in self.names:
+                asked = with_model(message, await self.model())
+            exchange = self._transport.exchange(asked)
             try:
-                return await self._transport.ask(await made())
+                await exchange.begin()
+                return exchange
             except NoReplicaError:
                 if not rounds_left:
                     raise
@@ -123,18 +130,13 @@ class Front:
         headers = [(b"accept-encoding", b"identity")]
         request = Message(method="GET", target=b"/v1/models", headers=headers, content=b"")
         try:
-            answer = await asyncio.wait_for(self._read(request), _MODELS_S)
-            found = [card for card in answer["data"] if isinstance(card["id"], str)]
+            exchange = self._transport.exchange(request)
+            await asyncio.wait_for(exchange.begin(), _MODELS_S)
+            answer = await asyncio.wait_for(exchange.body.read_all(), _MODELS_S)
+            found = [card for card in json.loads(answer)["data"] if isinstance(card["id"], str)]
         except (asyncio.TimeoutError, http.HTTPError, HpcServeError, ValueError, TypeError, KeyError):
             found = [model_card(name) for name in self.names]
         return found
-
-    async def _read(self, request: Message) -> Any:
-        response = await self._transport.ask(request)
-        try:
-            return json.loads(await response.aread())
-        finally:
-            await response.aclose()
 
     async def close(self) -> None:
         if self._search is not None:

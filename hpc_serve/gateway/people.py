@@ -13,7 +13,6 @@ import threading
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpc_serve.errors import HpcServeError, RecordError, StoreError
 from hpc_serve.gateway import use as uses
@@ -22,9 +21,6 @@ from hpc_serve.gateway.personal_keys import DamagedKeysError, Person, hash_key, 
 from hpc_serve.gateway.request import Request
 from hpc_serve.gateway.use import AnswerCount, UnderWay, Use
 from hpc_serve.printable import printable
-
-if TYPE_CHECKING:
-    from hpc_serve.gateway.forwarding import Asked
 
 LOOK_S = 2.0
 
@@ -56,7 +52,7 @@ class People:
 
     # -- limits
 
-    def begin(self, request: Request, asked: Asked) -> None:
+    def begin(self, request: Request) -> None:
         """Count a person's request until `end`, with the tokens that it may use. Raises Refusal over a limit.
 
         A person with nothing under way and a token left of the day may ask, however much.
@@ -76,7 +72,7 @@ class People:
             if used + under_way.tokens >= person.tokens_a_day:
                 text = f"{text} Requests under way may use the rest ({under_way.tokens:,} tokens)."
                 raise _refusal("person_tokens", f"{text} Try again when one has ended.", FULL_RETRY_S)
-        expected = uses.expected_use(asked.route, asked.content_type, asked.body, asked.fields)
+        expected = uses.expected_use(request.route, request.content_type, request.body, request.fields)
         request.count = AnswerCount(under_way, expected)
 
     def end(self, request: Request) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import http
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import httptools
@@ -36,6 +36,8 @@ class Connection(Protocol):
 class Request:
     """One request. Names of `headers` are in small letters; `length` is that of the body, if it was announced.
 
+    `route`, `model` and the `fields` of a body of JSON are those of a request that is passed on.
+
     `is_old`: of HTTP/1.0. `is_last`: the connection ends with its answer. `has_left`: the client has closed it.
     `person`: who showed a personal key; the `count` of the answer is kept for them alone.
     """
@@ -45,7 +47,11 @@ class Request:
         self.method = method
         self.headers = headers
         self.path, self.query = _split(url)
+        self._named = dict(reversed(headers))
         self.body = b""
+        self.route = "other"
+        self.model: str | None = None
+        self.fields: Mapping[str, Any] = {}
         self.parts: list[bytes] = []
         self.held_bytes = self.length = 0
         self.refusal: Refusal | None = None
@@ -56,7 +62,11 @@ class Request:
 
     def value_of(self, name: bytes) -> bytes:
         """Return the first header of that name; empty if there is none."""
-        return next((value for given, value in self.headers if given == name), b"")
+        return self._named.get(name, b"")
+
+    @property
+    def content_type(self) -> str:
+        return self.value_of(b"content-type").decode("latin-1")
 
     def respond(self, status: int, body: bytes, headers: Iterable[Header]) -> None:
         """Give the whole answer."""

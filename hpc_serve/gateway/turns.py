@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
+from hpc_serve.client.replicas.event_loops import Places
 from hpc_serve.gateway.answers import FULL_RETRY_S, Refusal
 
 
@@ -15,9 +15,16 @@ class Turns:
         self._service = service
         self._most_in_flight = most_in_flight
         self._most_queued = most_queued
-        self._turns = asyncio.Semaphore(most_in_flight)
+        self._turns = Places(most_in_flight)
         self.in_flight = 0
         self.queued = 0
+
+    def enter_now(self) -> bool:
+        """Give a request of a ready service its turn, until `leave`, if it need not wait for it."""
+        if not self._turns.acquire_now():
+            return False
+        self.in_flight += 1
+        return True
 
     async def enter(self, ready: Callable[[], Awaitable[None]]) -> None:
         """Wait until the service is `ready` and the request has its turn, until `leave`.

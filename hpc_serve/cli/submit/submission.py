@@ -25,6 +25,7 @@ def submission_json(submission: Submission) -> dict[str, Any]:
         "model": job.model,
         "cluster": job.cluster,
         "job_id": submission.job_id,
+        "is_there": submission.is_there,
         "machine": job.machine,
         "replicas": [
             {"name": name, "job_id": one.job_id, "log": one.log_path}

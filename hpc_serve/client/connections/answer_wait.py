@@ -59,10 +59,16 @@ class AnswerWait:
         self._ends_at_s = math.inf
         self._answer_since_s: float | None = None
         self.expects_signs = replica.signs
+        self.look_at_s = math.inf
+        """When `again` is due."""
+
+    def begin_request(self) -> None:
+        """Begin a request."""
+        self.expects_signs = self._replica.signs
+        self._answer_since_s = None
 
     def begin_write(self, timeout_s: float | None) -> float:
-        """Begin to send a request or a part of one; return how long the first attempt may take."""
-        self.expects_signs = self._replica.signs
+        """Begin to send a part of a request; return how long the first attempt may take."""
         wait_s = self._begin(timeout_s, self._clock(), math.inf)
         self._answer_since_s = None
         return wait_s
@@ -102,8 +108,13 @@ class AnswerWait:
             wait_s = -over_s - ASK_BEFORE_S if over_s < -ASK_BEFORE_S else -over_s
         else:
             wait_s = max(over_s / 4, ASK_AGAIN_S)
-        wait_s = min(wait_s, ASK_S)
-        return max(min(wait_s, self._ends_at_s - now_s), 0.001)
+        wait_s = max(min(wait_s, ASK_S, self._ends_at_s - now_s), 0.001)
+        self.look_at_s = now_s + wait_s
+        return wait_s
+
+    def stop(self) -> None:
+        """Wait no more."""
+        self.look_at_s = math.inf
 
     def end(self, data: bytes) -> None:
         """Note the bytes that came, which end the wait; b"" is the end of the connection."""

@@ -7,13 +7,16 @@ that was verified for another.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 from hpc_serve.client.connections.answer_wait import Judge
+from hpc_serve.client.connections.engine_connection import EngineAnswer
 from hpc_serve.client.connections.loop_pool import LoopPool
-from hpc_serve.client.connections.message import Answer, Message
+from hpc_serve.client.connections.message import Message
 from hpc_serve.client.connections.thread_pool import ThreadPool
 from hpc_serve.client.replicas.event_loops import InLoop, InThread
 from hpc_serve.client.replicas.fork import leave_behind, renew_after_fork
+from hpc_serve.client.replicas.pool import ReplicaAddress
 
 
 class ThreadConnections(InThread):
@@ -24,9 +27,9 @@ class ThreadConnections(InThread):
         self._pool = ThreadPool(judge)
         renew_after_fork(self)
 
-    async def send(self, message: Message) -> Answer:
-        """Return the answer to a request; its body was not read."""
-        return await self._pool.send(message)
+    def send(self, message: Message, replica: ReplicaAddress, connect_s: float) -> Awaitable[EngineAnswer]:
+        """Return a replica's answer to a request; its body was not read."""
+        return self._pool.send(message, replica, connect_s)
 
     async def close_all(self) -> None:
         self._pool.close()
@@ -45,13 +48,13 @@ class LoopConnections(InLoop):
         self._pools: dict[asyncio.AbstractEventLoop, LoopPool] = {}
         renew_after_fork(self)
 
-    async def send(self, message: Message) -> Answer:
-        """Return the answer to a request; its body was not read."""
+    def send(self, message: Message, replica: ReplicaAddress, connect_s: float) -> Awaitable[EngineAnswer]:
+        """Return a replica's answer to a request; its body was not read."""
         loop = asyncio.get_running_loop()
         if (pool := self._pools.get(loop)) is None:
             self._forget_ended_loops()
             pool = self._pools[loop] = LoopPool(self._judge)
-        return await pool.send(message)
+        return pool.send(message, replica, connect_s)
 
     async def close_all(self) -> None:
         """Close the connections of the event loop that runs."""

@@ -6,18 +6,21 @@ bytes travel is decided by the two kinds of connection, in `thread_pool` and in 
 
 from __future__ import annotations
 
+import functools
 import os
 import ssl
-from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
 import httptools
 
 from hpc_serve.client.connections.answer_wait import AnswerWait, Judge, ReplicaLostError
-from hpc_serve.client.connections.message import Header, Message
+from hpc_serve.client.connections.body import Body
+from hpc_serve.client.connections.message import Header, Message, lines_for
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
+from hpc_serve.rendezvous.gate_headers import COMMENT
 
 _JOINED_BYTES = 64 * 1024
 
@@ -45,6 +48,7 @@ class EngineConnection:
         self._is_whole = False
         self._may_serve = False
         self._owner = owner
+        self._lines = lines_for(replica)
         self._parser = httptools.HttpResponseParser(self)
         self._headers: list[Header] = []
         self._answer: EngineAnswer | None = None
@@ -77,9 +81,10 @@ class EngineConnection:
         """Send a request, and the `pieces` of an upload; return its answer, of which the head has come."""
         answer = self._answer = EngineAnswer(self, message)
         self._is_sent = self._is_whole = False
+        self.wait.begin_request()
         timeout_s = message.timeout_s("write")
         try:
-            head, content = message.head(), message.content or b""
+            head, content = message.head(self._lines), message.content or b""
             for piece in (head + content,) if len(content) <= _JOINED_BYTES else (head, content):
                 await self.write(piece, timeout_s)
             if pieces is not None:
@@ -124,6 +129,7 @@ class EngineConnection:
     def _end(self, error: http.TransportError | None = None) -> bool:
         """End the answer that is under way; return whether one was."""
         answer, self._answer = self._answer, None
+        self.wait.stop()
         if answer is not None:
             answer.end(error)
             self._owner.note_end()
@@ -210,8 +216,11 @@ class EngineConnection:
                 os.close(nothing)
 
 
-class EngineAnswer:
-    """The answer to one request, for one reader: its head, and the pieces of its body."""
+class EngineAnswer(Body):
+    """The answer to one request, for one reader: its head, and its body as it comes.
+
+    Signs that the engine lives are no part of a stream, unless the request asks for them.
+    """
 
     status_code = 0
     is_event_stream = False
@@ -219,14 +228,15 @@ class EngineAnswer:
     """What wakes the reader that waits in an event loop."""
 
     def __init__(self, connection: EngineConnection, message: Message) -> None:
-        self.headers: list[Header] = []
+        self.raw_headers: list[Header] = []
         self.is_head = message.method == "HEAD"
         self.ends_with_connection = False
         self.unread_bytes = 0
         self.connection = connection
         self.timeout_s = message.timeout_s("read")
         self.is_over = False
-        self._pieces: deque[bytes] = deque()
+        self._shows_signs = message.wants_signs
+        self._pieces: list[bytes] = []
         self._error: http.TransportError | None = None
 
     def check(self) -> None:
@@ -235,20 +245,20 @@ class EngineAnswer:
             error, self._error = self._error, None
             raise error
 
-    def __aiter__(self) -> EngineAnswer:
-        return self
+    @functools.cached_property
+    def headers(self) -> Mapping[str, str]:
+        return {name.decode("latin-1"): value.decode("latin-1") for name, value in self.raw_headers}
 
-    async def __anext__(self) -> bytes:
+    async def read(self) -> bytes | None:
         while not self._pieces:
             self.check()
             if self.is_over:
-                raise StopAsyncIteration
+                return None
             await self.connection.more(self)
-        piece = self._pieces.popleft()
-        self.unread_bytes -= len(piece)
-        if not self.unread_bytes and not self.is_over:
+        pieces, self._pieces, self.unread_bytes = self._pieces, [], 0
+        if not self.is_over:
             self.connection.all_was_read()
-        return piece
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def close(self) -> None:
         """End the request, if its answer has not come whole."""
@@ -261,12 +271,14 @@ class EngineAnswer:
     # -- what the connection tells
 
     def begin(self, status: int, headers: list[Header]) -> None:
-        self.status_code, self.headers = status, headers
+        self.status_code, self.raw_headers = status, headers
         named = dict(headers)
         self.is_event_stream = named.get(b"content-type", b"").startswith(b"text/event-stream")
         self.ends_with_connection = b"content-length" not in named and b"transfer-encoding" not in named
 
     def add(self, piece: bytes) -> None:
+        if piece == COMMENT and self.is_event_stream and not self._shows_signs:
+            return
         self._pieces.append(piece)
         self.unread_bytes += len(piece)
 

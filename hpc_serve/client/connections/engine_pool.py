@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpc_serve.client.connections.answer_wait import Judge
-from hpc_serve.client.connections.engine_connection import EngineConnection
-from hpc_serve.client.connections.message import Answer, Message
+from hpc_serve.client.connections.engine_connection import EngineAnswer, EngineConnection
+from hpc_serve.client.connections.message import Message
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.errors import RecordError
@@ -57,7 +57,11 @@ class EnginePool:
         self.connections: set[Any] = set()
 
     def _make_room(self, number: int) -> Any:
-        """Return a semaphore for so many requests at once."""
+        """Return the room for so many requests at once."""
+        raise NotImplementedError
+
+    def _enter_now(self) -> bool:
+        """Take room for a request, if there is some."""
         raise NotImplementedError
 
     async def _enter(self, timeout_s: float | None) -> None:
@@ -72,20 +76,20 @@ class EnginePool:
         """Return an async iterator of the pieces of an upload."""
         raise NotImplementedError
 
-    async def send(self, message: Message) -> Answer:
-        """Return the answer to a request, of which the head has come."""
+    async def send(self, message: Message, replica: ReplicaAddress, connect_s: float) -> EngineAnswer:
+        """Return the answer of a replica, of which the head has come. A connection is made in that time."""
+        if not self._enter_now():
+            try:
+                await self._enter(message.timeout_s("pool"))
+            except TimeoutError as error:
+                raise http.PoolTimeout("all connections are in use") from error
         try:
-            await self._enter(message.timeout_s("pool"))
-        except TimeoutError as error:
-            raise http.PoolTimeout("all connections are in use") from error
-        try:
-            connection = self._take(message.replica) or await self.connect(message)
+            if (connection := self._take(replica)) is None:
+                connection = await self.connect(replica, min(message.timeout_s("connect") or connect_s, connect_s))
         except BaseException:
             self.note_end()
             raise
-        upload = self._upload(message.upload) if message.upload is not None else None
-        answer = await connection.ask(message, upload)
-        return Answer(answer.status_code, answer.headers, answer, {"http_version": b"HTTP/1.1"})
+        return await connection.ask(message, self._upload(message.upload) if message.upload is not None else None)
 
     def _take(self, replica: ReplicaAddress) -> EngineConnection | None:
         """Take the connection that was used last."""
@@ -100,14 +104,13 @@ class EnginePool:
                 connection.abort()
         return None
 
-    async def connect(self, message: Message) -> EngineConnection:
+    async def connect(self, replica: ReplicaAddress, timeout_s: float) -> EngineConnection:
         """Return a connection that is verified. Until then, what goes wrong is a failure to connect."""
-        replica = message.replica
         place = f"{replica.host}:{replica.port}"
-        ends_at_s = time.monotonic() + message.connect_timeout_s
+        ends_at_s = time.monotonic() + timeout_s
         connection = None
         try:
-            connection = await self._open(replica, message.connect_timeout_s)
+            connection = await self._open(replica, timeout_s)
             with self._lock:
                 self.connections.add(connection)
             for option in _KEEPALIVE:

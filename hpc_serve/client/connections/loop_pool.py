@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import socket
 import ssl
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -17,8 +16,8 @@ import anyio
 from hpc_serve.client.connections.answer_wait import Judge
 from hpc_serve.client.connections.engine_connection import EngineAnswer, EngineConnection, Owner
 from hpc_serve.client.connections.engine_pool import LIMITS, EnginePool
+from hpc_serve.client.replicas.event_loops import Places
 from hpc_serve.client.replicas.pool import ReplicaAddress
-from hpc_serve.client.replicas.sdk import http
 from hpc_serve.rendezvous.gate_headers import PROCESSING
 
 _LOOK_S = 0.1
@@ -36,7 +35,6 @@ class LoopConnection(EngineConnection, asyncio.Protocol):
         super().__init__(owner, replica, judge, transport.get_extra_info("socket"))
         self.loop = loop
         self.transport = transport
-        self.check_at_s = math.inf
         self._is_paused = False
         self._room: asyncio.Future[None] | None = None
 
@@ -48,16 +46,15 @@ class LoopConnection(EngineConnection, asyncio.Protocol):
         self.transport = secured
 
     async def write(self, data: bytes, timeout_s: float | None) -> None:
-        self.wait.begin_write(None)
         if not self.is_lost:
             self.transport.write(data)
 
     async def room(self, timeout_s: float | None) -> None:
         while self.is_full and not self.is_lost:
             self._room = self.loop.create_future()
-            self.check_at_s = time.monotonic() + self.wait.begin_write(timeout_s)
+            self.wait.begin_write(timeout_s)
             await self._room
-            self.check_at_s = math.inf
+            self.wait.stop()
 
     async def more(self, answer: EngineAnswer) -> None:
         woken = answer.woken = self.loop.create_future()
@@ -67,23 +64,14 @@ class LoopConnection(EngineConnection, asyncio.Protocol):
         finally:
             answer.woken = None
             if not answer.is_over:  # else it may be the connection of another answer
-                self.check_at_s = math.inf
+                self.wait.stop()
 
     def _begin_wait(self, answer: EngineAnswer) -> None:
         begin = self.wait.begin_write if self.is_full else self.wait.begin
-        self.check_at_s = time.monotonic() + begin(answer.timeout_s)
-
-    def look(self, now_s: float) -> None:
-        """Give the answer up if it has been waited for too long."""
-        if self.check_at_s <= now_s and (wait_s := self.check()) is not None:
-            self.check_at_s = now_s + wait_s
+        begin(answer.timeout_s)
 
     def abort(self) -> None:
         self.transport.abort()
-
-    def _end(self, error: http.TransportError | None = None) -> bool:
-        self.check_at_s = math.inf
-        return super()._end(error)
 
     @property
     def _sent_all(self) -> bool:
@@ -143,11 +131,14 @@ class LoopPool(EnginePool):
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
-    def _make_room(self, number: int) -> asyncio.Semaphore:
-        return asyncio.Semaphore(number)
+    def _make_room(self, number: int) -> Places:
+        return Places(number)
+
+    def _enter_now(self) -> bool:
+        return bool(self._room.acquire_now())
 
     async def _enter(self, timeout_s: float | None) -> None:
-        with anyio.fail_after(timeout_s) if self._room.locked() else nullcontext():
+        with anyio.fail_after(timeout_s):
             await self._room.acquire()
 
     async def _open(self, replica: ReplicaAddress, timeout_s: float) -> LoopConnection:
@@ -163,7 +154,8 @@ class LoopPool(EnginePool):
     def _look(self) -> None:
         now_s = time.monotonic()
         for connection in list(self.connections):
-            connection.look(now_s)
+            if connection.wait.look_at_s <= now_s:
+                connection.check()
         self._end_idle()
         self._timer = self._loop.call_later(_LOOK_S, self._look) if self.connections else None
 

@@ -1,4 +1,4 @@
-"""A request to a service, as every kind of connection sends it to one replica; and an answer of our own connections.
+"""A request to a service, as every kind of connection sends it to a replica.
 
 The HTTP library's own values cost more than all else that a request costs in an event loop.
 """
@@ -6,7 +6,6 @@ The HTTP library's own values cost more than all else that a request costs in an
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ def _is_form(request: http.Request) -> bool:
 
 @dataclass(kw_only=True, slots=True)
 class Message:
-    """A request to a service; with a `replica`, as that one gets it. `target` is its path with the query.
+    """A request to a service. `target` is its path with the query.
 
     The body is `content`, or an `upload` that can be read once; `fields` are those of its JSON, if they are known.
     `of_user` is the same request as its user has it.
@@ -44,8 +43,6 @@ class Message:
     fields: Mapping[str, Any] | None = None
     wants_signs: bool = False
     of_user: Any = None
-    replica: Any = None
-    connect_s: float = math.inf
 
     @classmethod
     def of(cls, request: http.Request) -> Message:
@@ -78,33 +75,15 @@ class Message:
         if self.of_user is not None:
             self.of_user.url = _url_at(self.target, replica.host, replica.port)
 
-    def to(self, replica: ReplicaAddress, *, content: bytes | None, connect_s: float) -> Message:
-        """Return the request as a replica gets it. `content` takes the place of its body."""
-        return self.own(replica, self.method, self.target, self.content if content is None else content, connect_s)
-
-    def own(
-        self, replica: ReplicaAddress, method: str, target: bytes, content: bytes | None, connect_s: float
-    ) -> Message:
+    def own(self, method: str, target: bytes, content: bytes) -> Message:
         """Return a request of our own, with the headers and timeouts of the user's."""
-        headers = [
-            (b"host", (b"[%b]:%d" if ":" in replica.host else b"%b:%d") % (replica.host.encode(), replica.port)),
-            *self.headers,
-            # Always the service's own: the SDK may have taken a key that is meant for OpenAI from the environment.
-            (b"authorization", b"Bearer " + replica.identity.api_key.encode()),
-            SIGNS,
-        ]
-        if content or (content is not None and method not in ("GET", "HEAD")):
-            headers.append((b"content-length", b"%d" % len(content)))
-        upload = self.upload if content is None else None
         return Message(
             method=method,
             target=target,
-            headers=headers,
+            headers=self.headers,
             content=content,
-            upload=upload,
             extensions=self.extensions,
-            replica=replica,
-            connect_s=connect_s,
+            wants_signs=self.wants_signs,
         )
 
     # -- as it is sent
@@ -114,41 +93,23 @@ class Message:
         seconds: float | None = (self.extensions.get("timeout") or {}).get(name)
         return seconds
 
-    @property
-    def connect_timeout_s(self) -> float:
-        return min(self.timeout_s("connect") or self.connect_s, self.connect_s)
-
-    def head(self) -> bytes:
-        """Return all before the body."""
+    def head(self, of_replica: bytes) -> bytes:
+        """Return all before the body. `of_replica` are the lines of each request to the replica that gets it."""
         lines = [b"%b: %b\r\n" % header for header in self.headers]
-        return b"%b %b HTTP/1.1\r\n%b\r\n" % (self.method.encode(), self.target, b"".join(lines))
+        content = self.content
+        if content or (content is not None and self.method not in ("GET", "HEAD")):
+            lines.append(b"content-length: %d\r\n" % len(content))
+        return b"%b %b HTTP/1.1\r\n%b%b\r\n" % (self.method.encode(), self.target, of_replica, b"".join(lines))
 
 
-class Answer:
-    """An answer whose body is the pieces of a `stream`. Its names are those of the HTTP library's answers."""
+def lines_for(replica: ReplicaAddress) -> bytes:
+    """Return the lines in the head of each request to a replica.
 
-    def __init__(self, status_code: int, raw_headers: list[Header], stream: Any, extensions: dict[str, Any]) -> None:
-        self.status_code = status_code
-        self.raw_headers = raw_headers
-        self.stream = stream
-        self.extensions = extensions
-
-    @functools.cached_property
-    def headers(self) -> Mapping[str, str]:
-        return {name.decode("latin-1"): value.decode("latin-1") for name, value in self.raw_headers}
-
-    @property
-    def is_event_stream(self) -> bool:
-        return self.headers.get("content-type", "").startswith("text/event-stream")
-
-    async def aread(self) -> bytes:
-        return b"".join([piece async for piece in self.stream])
-
-    async def aclose(self) -> None:
-        await self.stream.aclose()
-
-    def as_http(self) -> http.Response:
-        return http.Response(self.status_code, headers=self.raw_headers, stream=self.stream, extensions=self.extensions)
+    The key is always the service's own: the SDK may have taken a key that is meant for OpenAI from the environment.
+    """
+    host = f"[{replica.host}]" if ":" in replica.host else replica.host
+    lines = f"host: {host}:{replica.port}\r\nauthorization: Bearer {replica.identity.api_key}\r\n"
+    return lines.encode() + b"%b: %b\r\n" % SIGNS
 
 
 @functools.lru_cache(maxsize=256)

@@ -101,8 +101,11 @@ class ThreadPool(EnginePool):
     def _make_room(self, number: int) -> threading.Semaphore:
         return threading.Semaphore(number)
 
-    async def _enter(self, timeout_s: float | None) -> None:
+    def _enter_now(self) -> bool:
         self._end_idle()
+        return bool(self._room.acquire(blocking=False))
+
+    async def _enter(self, timeout_s: float | None) -> None:
         if not self._room.acquire(timeout=timeout_s):
             raise TimeoutError
 

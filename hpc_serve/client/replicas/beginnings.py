@@ -22,6 +22,8 @@ def beginnings(content: bytes) -> list[int]:
     >>> bool(set(beginnings(one)) & set(beginnings(other))), beginnings(b"short")
     (True, [])
     """
+    if len(content) < _SHORTEST_BYTES:
+        return []
     found, view, sum_, begin, end = [], memoryview(content), 0, 0, _SHORTEST_BYTES
     while end <= len(view):
         sum_ = zlib.crc32(view[begin:end], sum_)

@@ -62,6 +62,10 @@ class ReplicaPool:
         # Reentrant: the garbage collector may end a request, and give its replica back, in the middle of any line.
         self._lock = threading.RLock()
         self._replicas: Mapping[str, ReplicaAddress] = {}  # never changed, but replaced: who reads it needs no lock
+        self.is_uneven = False
+        """Some replicas have adapters that others lack."""
+        self.process = object()
+        """Another one in each process that is forked: requests of the other process are not under way here."""
         self._losses: dict[str, _Loss] = {}
         self._under_way: dict[str, int] = {}
         self._speeds = Speeds()
@@ -79,14 +83,18 @@ class ReplicaPool:
     def fill(self, replicas: Iterable[ReplicaAddress]) -> None:
         """Offer these replicas and no others. Counts of replicas that stay go on."""
         with self._lock:
-            self._replicas = {replica.name: replica for replica in replicas}
+            self._replace({replica.name: replica for replica in replicas})
             self._speeds.keep(self._replicas)
             self._weighed_at_s = float("-inf")
 
     def offer(self, replica: ReplicaAddress) -> None:
         """Offer one more replica, or another address of one."""
         with self._lock:
-            self._replicas = {**self._replicas, replica.name: replica}
+            self._replace({**self._replicas, replica.name: replica})
+
+    def _replace(self, replicas: Mapping[str, ReplicaAddress]) -> None:
+        self._replicas = replicas
+        self.is_uneven = len({replica.adapters for replica in replicas.values()}) > 1
 
     def lose(self, replica: ReplicaAddress) -> None:
         """Offer a replica last for a while: it was lost. What is lost with it at the same time counts once."""
@@ -114,11 +122,6 @@ class ReplicaPool:
         """The replicas that are offered and not named."""
         return [replica for name, replica in self._replicas.items() if name not in names]
 
-    @property
-    def is_uneven(self) -> bool:
-        """Whether some replicas have adapters that others lack."""
-        return len({replica.adapters for replica in self._replicas.values()}) > 1
-
     def lacking(self, adapter: str) -> Set[str]:
         """The replicas without an adapter, if others have it."""
         lacking = {name for name, replica in self._replicas.items() if adapter not in replica.adapters}
@@ -127,7 +130,7 @@ class ReplicaPool:
     def drop(self, name: str) -> None:
         """Offer a replica no more."""
         with self._lock:
-            self._replicas = {known: replica for known, replica in self._replicas.items() if known != name}
+            self._replace({known: replica for known, replica in self._replicas.items() if known != name})
 
     def take(self, tried: Set[str] = frozenset(), begins: list[int] | None = None) -> ReplicaAddress | None:
         """The least loaded replica not in `tried`, to be given back; None if there is none. What was lost comes last.
@@ -140,20 +143,19 @@ class ReplicaPool:
         with self._lock:
             weights = self._weigh()
             known = self._beginnings.replica_of(begins) if begins else None
-            replica = min(
-                (replica for name, replica in self._replicas.items() if name not in tried),
-                key=lambda replica: (
-                    bool(self._losses) and self.is_lost(replica),
-                    (self._under_way.get(replica.name, 0) + self._chance()) / weights.get(replica.name, 1.0)
-                    - LEAD * (replica.name == known),
-                ),
-                default=None,
-            )
-            if replica is not None:
-                self._under_way[replica.name] = self._under_way.get(replica.name, 0) + 1
+            chosen, least = None, (True, float("inf"))
+            for name, replica in self._replicas.items():
+                if name not in tried:
+                    load = (self._under_way.get(name, 0) + self._chance()) / weights.get(name, 1.0)
+                    load = load - LEAD if name == known else load
+                    rank = bool(self._losses) and self.is_lost(replica), load
+                    if rank < least:
+                        chosen, least = replica, rank
+            if chosen is not None:
+                self._under_way[chosen.name] = self._under_way.get(chosen.name, 0) + 1
                 if begins:
-                    self._beginnings.note(begins, replica.name)
-            return replica
+                    self._beginnings.note(begins, chosen.name)
+            return chosen
 
     def note_time(self, replica: ReplicaAddress, kind: Kind, took_s: float) -> None:
         """A request of `take` has come so far in that time."""
@@ -185,3 +187,4 @@ class ReplicaPool:
         """In a forked process no request of `take` is under way, and a thread of the parent may hold the lock."""
         self._lock = threading.RLock()
         self._under_way = {}
+        self.process = object()

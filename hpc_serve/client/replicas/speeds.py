@@ -47,11 +47,13 @@ class Speeds:
     """Not safe to share between threads: the pool's lock guards it."""
 
     def __init__(self) -> None:
-        self._means: dict[Kind, dict[str, _Mean]] = {}
+        self._means: dict[Kind, dict[str, _Mean]] = {"first": {}, "stream": {}, "whole": {}}
 
     def note(self, name: str, kind: Kind, took_s: float, now_s: float) -> None:
         """A replica took so long for an answer of that kind."""
-        self._means.setdefault(kind, {}).setdefault(name, _Mean()).add(took_s, now_s)
+        if (mean := self._means[kind].get(name)) is None:
+            mean = self._means[kind][name] = _Mean()
+        mean.add(took_s, now_s)
 
     def weights(self, names: Iterable[str], now_s: float) -> dict[str, float]:
         """How much each replica can take of what the fastest one can: 1.0 for those that are not known to be slower."""

@@ -10,15 +10,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+from dataclasses import replace
 
+from hpc_serve.client.connections.body import Body
 from hpc_serve.client.connections.connections import Connections
-from hpc_serve.client.connections.message import Answer, Message
+from hpc_serve.client.connections.engine_connection import EngineAnswer
+from hpc_serve.client.connections.message import Message
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica
 from hpc_serve.client.replicas.beginnings import beginnings
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
-from hpc_serve.client.requests.attempt import Attempt, AttemptBody
+from hpc_serve.client.requests.attempt import Attempt
 from hpc_serve.client.requests.repeats import MOST_ENGINES, Repeats, never_arrived
 from hpc_serve.client.resume.received import CannotResumeError
 from hpc_serve.client.resume.relay import Ask, Relay, Steps
@@ -37,10 +40,17 @@ class NoReplicaError(http.ConnectError):
 
 
 class Exchange:
-    """One request. `relay` is there if its answer is a stream that can be watched over.
+    """One request and, after `begin`, its `answer` with the `body`, from as many replicas as that takes.
 
-    `sent` counts how often it was sent from its beginning, `resumed` how often its stream went on at another replica.
+    `relay` is there if the answer is a stream that can be watched over. `sent` counts how often the request was sent
+    from its beginning, `resumed` how often its stream went on at another replica.
     """
+
+    answer: EngineAnswer
+    """The head of the answer."""
+    body: Body
+    replica: str
+    """The name of the record of the replica that answered first."""
 
     def __init__(self, watch: ServiceWatch, here: Connections, request: Message, *, resume: bool, wait: Wait) -> None:
         self._watch = watch
@@ -54,16 +64,19 @@ class Exchange:
         self._begins = beginnings(request.content) if request.content and len(watch.pool) > 1 else None
         self.sent = 0
         self.resumed = 0
+        self.relay: Relay | None = None
         content = request.content
-        asked = read_request(request.path, content, request.fields) if resume and content is not None else None
-        self.relay: Relay | None = Relay(asked) if asked is not None else None
+        if resume and content and b'"stream"' in content:
+            asked = read_request(request.path, content, request.fields)
+            if asked is not None:
+                self.relay, self._request = Relay(asked), replace(request, content=asked.content)
 
-    async def answer(self) -> Answer:
-        """The response of the first replica that has one."""
+    async def begin(self) -> None:
+        """Have the request answered by the first replica that does."""
         failure: BaseException | None = None
         while True:
             try:
-                attempt = await self._find()
+                attempt = self._take(self._tried) or await self._find()
             except (HpcServeError, NoReplicaError) as error:
                 if not self._repeats.lost:
                     raise
@@ -71,7 +84,9 @@ class Exchange:
             self._request.show(attempt.replica)
             self.sent += 1
             try:
-                response = await self._send(self._addressed(attempt), attempt)
+                others = self._watch.pool.has_others(self._tried)
+                connect_s = CONNECT_FIRST_S if others else CONNECT_S
+                attempt.answered(await self._here.send(self._request, attempt.replica, connect_s))
             except BaseException as error:
                 attempt.end_with(error)
                 self._repeats.count(error)
@@ -81,23 +96,24 @@ class Exchange:
                 if (shown := self._repeats.shown(error)) is error:
                     raise
                 raise shown from error
-            if response.status_code < 500:
-                return response
+            if attempt.answer.status_code < 500:
+                return self._take_answer(attempt)
             try:
                 self._watch.mark_suspect(attempt.replica)
-                if not (await self._is_for_another(response, attempt.replica)):
-                    return response
+                if not (await self._is_for_another(attempt.answer, attempt.replica)):
+                    return self._take_answer(attempt)
             except BaseException:
-                await response.aclose()
+                await attempt.aclose()
                 raise
-            await response.aclose()
+            await attempt.aclose()
 
-    def goes_on(self, response: Answer) -> bool:
-        """Whether a break of this response is ours to mend."""
-        return self.relay is not None and response.is_event_stream and "content-encoding" not in response.headers
+    def _take_answer(self, attempt: Attempt) -> None:
+        self.answer, self.body, self.replica = attempt.answer, attempt, attempt.replica.name
+        if self.relay is not None and self.answer.is_event_stream and "content-encoding" not in self.answer.headers:
+            self.body = _ResumedBody(self, self.relay, attempt)  # a break is ours to mend
 
-    async def go_on(self, relay: Relay, replica: str, failure: BaseException) -> Answer:
-        """The response that continues a stream which broke at a replica. Raises StreamBrokenError."""
+    async def go_on(self, relay: Relay, replica: str, failure: BaseException) -> Attempt:
+        """The attempt whose answer continues a stream which broke at a replica. Raises StreamBrokenError."""
         self._repeats.lost += 1
         while True:
             try:
@@ -105,7 +121,7 @@ class Exchange:
                 ask, is_last = _next(asks)
                 if self._repeats.is_over:
                     raise CannotResumeError(self._repeats.why_over)
-                attempt = await self._find()
+                attempt = self._take(self._tried) or await self._find()
             except CannotResumeError as error:
                 raise broken_stream(relay, replica, failure, str(error)) from failure
             except (HpcServeError, NoReplicaError) as error:
@@ -113,14 +129,16 @@ class Exchange:
             replica = attempt.replica.name
             try:
                 while not is_last:
-                    ask, is_last = _next(asks, await self._fetch(self._asking(ask, attempt)))
-                response = await self._send(self._asking(ask, attempt), attempt)
-                if response.status_code == 200:
+                    found = await self._here.send(self._asking(ask), attempt.replica, CONNECT_S)
+                    ask, is_last = _next(asks, await found.read_all())
+                attempt.answered(await self._here.send(self._asking(ask), attempt.replica, CONNECT_S))
+                status = attempt.answer.status_code
+                if status == 200:
                     relay.go_on(replica)
                     self.resumed += relay.is_continued
                     self.sent += not relay.is_continued
-                    return response
-                said = await self._read(response)
+                    return attempt
+                said = await attempt.read_all()
             except CannotResumeError as error:
                 attempt.end()
                 raise broken_stream(relay, replica, failure, str(error)) from failure
@@ -131,19 +149,17 @@ class Exchange:
                 failure = error
                 self._repeats.lost += not never_arrived(failure)
                 continue
-            failure = http.RemoteProtocolError(f"HTTP {response.status_code}: {said.decode(errors='replace')[:200]}")
-            if response.status_code < 500:
+            failure = http.RemoteProtocolError(f"HTTP {status}: {said.decode(errors='replace')[:200]}")
+            if status < 500:
                 raise broken_stream(relay, replica, failure, "it does not go on there") from None
             self._watch.mark_suspect(attempt.replica)
 
     # -- which replica
 
     async def _find(self) -> Attempt:
-        """A replica that was not tried; for a request that was lost, one that was tried and is back. NoReplicaError."""
+        """A replica that is new; for a request that was lost, one that was tried and is back. NoReplicaError."""
+        await self._here.call(self._watch.refresh)
         attempt = self._take(self._tried)
-        if attempt is None:
-            await self._here.call(self._watch.refresh)
-            attempt = self._take(self._tried)
         if attempt is None and self._repeats.lost and self._returns < MOST_ENGINES:
             self._waiting = self._waiting or WaitPolicy(self._wait or LOST_WAIT_S)
             await wait_for_replica(self._watch, self._waiting, self._here)
@@ -153,7 +169,6 @@ class Exchange:
         if attempt is None:
             tried = f" ({len(self._tried)} tried)" if self._tried else ""
             raise NoReplicaError(f"no ready replica of {self._watch.service} is left for this request{tried}")
-        self._tried.add(attempt.replica.name)
         return attempt
 
     def _take(self, tried: set[str] | frozenset[str]) -> Attempt | None:
@@ -162,7 +177,8 @@ class Exchange:
         replica = self._watch.pick(tried | lacking, self._begins)
         if replica is None:
             return None
-        return Attempt(self._watch, replica, shows_signs=self._request.wants_signs)
+        self._tried.add(replica.name)
+        return Attempt(self._watch, replica)
 
     @functools.cached_property
     def _model(self) -> str:
@@ -174,7 +190,7 @@ class Exchange:
 
     # -- whether again
 
-    async def _is_for_another(self, response: Answer, replica: ReplicaAddress) -> bool:
+    async def _is_for_another(self, answer: EngineAnswer, replica: ReplicaAddress) -> bool:
         """Whether this 5xx means that no work was begun, so that another replica may get the request.
 
         vLLM answers 500 to requests that arrive while it shuts down, and to requests that broke it. The record tells
@@ -182,38 +198,16 @@ class Exchange:
         """
         if not self._repeats.is_replayable:
             return False
-        if response.status_code == 503:
-            return is_draining(response.headers)
-        if response.status_code != 500:
+        if answer.status_code == 503:
+            return is_draining(answer.headers)
+        if answer.status_code != 500:
             return False
         return await self._here.call(self._watch.is_being_stopped, replica)
 
     # -- sending
 
-    async def _send(self, message: Message, attempt: Attempt) -> Answer:
-        """The response to a request; its body was not read."""
-        response = await self._here.send(message)
-        attempt.answered(response)
-        response.stream = AttemptBody(response.stream, attempt)
-        return response
-
-    async def _fetch(self, message: Message) -> bytes:
-        """The whole body of the response to a request of our own."""
-        return await self._read(await self._here.send(message))
-
-    async def _read(self, response: Answer) -> bytes:
-        try:
-            return await response.aread()
-        finally:
-            await response.aclose()
-
-    def _addressed(self, attempt: Attempt) -> Message:
-        content = self.relay.request.content if self.relay is not None else None
-        connect_s = CONNECT_FIRST_S if self._watch.pool.has_others(self._tried) else CONNECT_S
-        return self._request.to(attempt.replica, content=content, connect_s=connect_s)
-
-    def _asking(self, ask: Ask, attempt: Attempt) -> Message:
-        return self._request.own(attempt.replica, ask.method, ask.path.encode(), ask.content, CONNECT_S)
+    def _asking(self, ask: Ask) -> Message:
+        return self._request.own(ask.method, ask.path.encode(), ask.content)
 
 
 def _next(asks: Steps, answer: bytes | None = None) -> tuple[Ask, bool]:
@@ -238,3 +232,46 @@ def broken_stream(relay: Relay, replica: str, failure: BaseException, reason: st
         token_ids=received.ids,
         chunks=received.chunks,
     )
+
+
+class _ResumedBody(Body):
+    """A stream that goes on at another replica after a break. Raises StreamBrokenError where it cannot."""
+
+    def __init__(self, exchange: Exchange, relay: Relay, attempt: Attempt) -> None:
+        self._exchange = exchange
+        self._relay = relay
+        self._attempt = attempt
+        self._is_over = False
+        self._is_closed = False
+
+    async def read(self) -> bytes | None:
+        if self._is_over:
+            return None
+        self._is_over = True  # whatever is raised here ends it
+        relay = self._relay
+        while True:
+            failure: Exception | None = None
+            replica = self._attempt.replica.name
+            try:
+                while not relay.failure and (piece := await self._attempt.read()) is not None:
+                    if passed := relay.feed(piece):
+                        self._is_over = False
+                        return passed
+            except http.TransportError as error:
+                failure = error
+            except CannotResumeError as error:
+                raise broken_stream(relay, replica, error, "it was resumed once") from None
+            if relay.is_done:
+                return None
+            if self._is_closed and failure is not None:  # by another thread
+                raise failure
+            failure = failure or http.RemoteProtocolError(relay.failure or "it ended early")
+            self._attempt.end(is_suspect=True)
+            await self._attempt.aclose()
+            if (rest := relay.rest()) is not None:
+                return rest
+            self._attempt = await self._exchange.go_on(relay, replica, failure)
+
+    async def aclose(self) -> None:
+        self._is_closed = True
+        await self._attempt.aclose()

@@ -154,6 +154,7 @@ def test_submit_as_json(ran, place, store, tmp_path):
         "model": "meta-llama/Llama-3.1-8B-Instruct",
         "cluster": "slurm",
         "job_id": "101",
+        "is_there": False,
         "machine": "default",
         "replicas": [{"name": "101", "job_id": "101", "log": str(store.log_dir("mine") / "101.log")}],
         "script": str(store.service_dir("mine") / "scripts" / "101_submission.sh"),

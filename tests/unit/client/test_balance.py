@@ -5,6 +5,7 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -196,8 +197,8 @@ def test_replicas_that_are_gone_are_forgotten():
 DOCUMENT = b"the same document, " * 500
 
 
-def at(count: int) -> ReplicaPool:
-    pool = ReplicaPool()
+def at(count: int, **options: Any) -> ReplicaPool:
+    pool = ReplicaPool(**options)
     pool.fill(address(str(number)) for number in range(count))
     return pool
 
@@ -224,7 +225,7 @@ def test_a_conversation_that_grows_stays_where_it_began():
 
 
 def test_a_replica_that_is_busier_by_a_bound_is_not_preferred():
-    pool = at(2)
+    pool = at(2, chance=lambda: 0.5)
     taken = [pool.take(begins=beginnings(DOCUMENT)).name for _ in range(40)]
     counts = sorted(taken.count(name) for name in set(taken))
     assert len(counts) == 2

@@ -9,6 +9,7 @@ import pytest
 
 from hpc_serve.client import connect, connect_async
 from hpc_serve.client.connections.engine_pool import LIMITS
+from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests import attempt
 from tests.support.patience import connect_to_all
@@ -35,63 +36,59 @@ def text_of(chunks):
     return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
 
 
+def run(coroutine_of, *, is_async, **options):
+    """Run `coroutine_of(stream)`, where `stream()` gives the chunks of a stream; return the client's watch."""
+    if is_async:
+
+        async def talk():
+            client = await connect_async("405b", max_retries=0, **options)
+
+            async def chunks():
+                return [chunk async for chunk in await stream(client)]
+
+            await coroutine_of(chunks)
+            return client._watch
+
+        return asyncio.run(talk())
+    client = connect("405b", max_retries=0, **options)
+
+    async def chunks():
+        return list(stream(client))
+
+    run_blocking(coroutine_of(chunks))
+    return client._watch
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["thread", "loop"])
 @pytest.mark.parametrize("resume", [True, False], ids=["resume", "no-resume"])
-def test_streams_one_after_the_other_take_one_connection(service, opened, resume):
-    service.start(*GREEDY)
-    client = connect("405b", max_retries=0, resume=resume)
-    for _ in range(STREAMS):
-        assert text_of(stream(client)) == ANSWER
-    assert client.completions.create(model="405b", prompt="Why?", temperature=0).choices[0].text == ANSWER
-    assert len(opened) == 1
-    assert client._watch.pool._under_way == {}
-
-
-@pytest.mark.parametrize("resume", [True, False], ids=["resume", "no-resume"])
-def test_async_streams_one_after_the_other_take_one_connection(service, opened, resume):
+def test_streams_one_after_the_other_take_one_connection(service, opened, resume, is_async):
     service.start(*GREEDY)
 
-    async def ask():
-        client = await connect_async("405b", max_retries=0, resume=resume)
+    async def talk(chunks):
         for _ in range(STREAMS):
-            assert text_of([chunk async for chunk in await stream(client)]) == ANSWER
-        assert client._watch.pool._under_way == {}
+            assert text_of(await chunks()) == ANSWER
 
-    asyncio.run(ask())
+    assert run(talk, is_async=is_async, resume=resume).pool._under_way == {}
     assert len(opened) == 1
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["thread", "loop"])
 @pytest.mark.parametrize("resume", [True, False], ids=["resume", "no-resume"])
 @pytest.mark.parametrize("end", ["open", "broken"])
-def test_a_body_without_an_end_costs_its_connection_alone(service, opened, monkeypatch, end, resume):
-    monkeypatch.setattr(attempt, "END_S", 0.02 if end == "open" else 60.0)
-    service.start(*GREEDY, "--stub-stream-end", end)
-    client = connect("405b", max_retries=0, resume=resume)
-    for number in range(2):
-        chunks = list(stream(client))
-        assert text_of(chunks) == ANSWER
-        assert not any(getattr(chunk, "resumed", None) for chunk in chunks)
-        assert len(opened) == number + 1
-    assert client._watch.pool._under_way == {}
-    assert len(client._watch.pool) == 1
-
-
-@pytest.mark.parametrize("resume", [True, False], ids=["resume", "no-resume"])
-@pytest.mark.parametrize("end", ["open", "broken"])
-def test_an_async_body_without_an_end_costs_its_connection_alone(service, opened, monkeypatch, end, resume):
+def test_a_body_without_an_end_costs_its_connection_alone(service, opened, monkeypatch, end, resume, is_async):
     monkeypatch.setattr(attempt, "END_S", 0.02 if end == "open" else 60.0)
     service.start(*GREEDY, "--stub-stream-end", end)
 
-    async def ask():
-        client = await connect_async("405b", max_retries=0, resume=resume)
+    async def talk(stream_chunks):
         for number in range(2):
-            chunks = [chunk async for chunk in await stream(client)]
+            chunks = await stream_chunks()
             assert text_of(chunks) == ANSWER
             assert not any(getattr(chunk, "resumed", None) for chunk in chunks)
             assert len(opened) == number + 1
-        assert client._watch.pool._under_way == {}
-        assert len(client._watch.pool) == 1
 
-    asyncio.run(ask())
+    watch = run(talk, is_async=is_async, resume=resume)
+    assert watch.pool._under_way == {}
+    assert len(watch.pool) == 1
 
 
 def until_aborted(folder):

@@ -8,15 +8,17 @@ import struct
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hpc_serve.client.connections.loop_pool import LoopPool
-from hpc_serve.client.connections.message import Message
+from hpc_serve.client.connections.message import Message, lines_for
 from hpc_serve.client.connections.thread_pool import ThreadPool
 from hpc_serve.client.replicas.event_loops import run_blocking
-from hpc_serve.client.replicas.pool import ReplicaAddress
+from hpc_serve.client.replicas.pool import ReplicaAddress, ReplicaPool
+from hpc_serve.client.replicas.replicas import LastReplica
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.replicas.silence_limit import SilenceLimit
 from hpc_serve.client.requests import attempt
@@ -70,12 +72,12 @@ class Trial:
 
     async def ask(self, method: str = "POST", *, read_s: float = LATE_S, pool_s: float = LATE_S, **fields: Any) -> Any:
         timeout = {"connect": LATE_S, "read": read_s, "pool": pool_s}
-        given = {"headers": [(b"host", b"engine")], "content": b"", "extensions": {"timeout": timeout}, **fields}
-        message = Message(replica=self.replica, method=method, target=b"/", **given)
-        return await self._wait(self.pool.send(message))
+        given = {"headers": [], "content": b"", "extensions": {"timeout": timeout}, **fields}
+        message = Message(method=method, target=b"/", **given)
+        return await self._wait(self.pool.send(message, self.replica, LATE_S))
 
     async def read(self, answer: Any) -> bytes:
-        body: bytes = await self._wait(answer.aread())
+        body: bytes = await self._wait(answer.read_all())
         return body
 
     async def _wait(self, coroutine: Any) -> Any:
@@ -214,7 +216,7 @@ def test_much_waits_at_the_engine_until_it_is_read(run):
     async def trial(tried):
         answer = await tried.ask()
         await asyncio.sleep(0.2)
-        assert answer.stream.unread_bytes < len(MUCH) / 2
+        assert answer.unread_bytes < len(MUCH) / 2
         assert sum(sent) < len(MUCH)
         assert len(await tried.read(answer)) == len(MUCH)
         assert sum(sent) == len(MUCH)
@@ -240,7 +242,7 @@ def test_an_upload_is_sent_as_its_headers_say(run, kind, chunked):
 
     async def trial(tried):
         length = (b"transfer-encoding", b"chunked") if chunked else (b"content-length", b"5")
-        answer = await tried.ask(headers=[(b"host", b"x"), length], content=None, upload=upload)
+        answer = await tried.ask(headers=[length], content=None, upload=upload)
         assert await tried.read(answer) == b"ok"
 
     run(trial, take)
@@ -327,7 +329,7 @@ def test_a_refusal_before_the_end_of_an_upload_ends_it(run, kind):
         if kind is ThreadPool:
             pytest.skip("a thread reads when all is sent")
         length = (b"transfer-encoding", b"chunked")
-        answer = await tried.ask(headers=[(b"host", b"x"), length], content=None, upload=pieces())
+        answer = await tried.ask(headers=[length], content=None, upload=pieces())
         assert (answer.status_code, await tried.read(answer)) == (413, b"big")
         assert tried.pool._idle == {}
         await asyncio.wait_for(refused.wait(), LATE_S)
@@ -366,8 +368,7 @@ def test_an_engine_that_changes_the_protocol_is_an_error(run):
 def test_a_request_names_the_host_as_urls_do():
     identity = Identity(certificate="", api_key="k")
     replica = ReplicaAddress(name="1.json", host="::1", port=8000, identity=identity)
-    asked = Message(method="GET", target=b"/", headers=[], content=b"")
-    assert asked.to(replica, content=None, connect_s=1.0).headers[0] == (b"host", b"[::1]:8000")
+    assert lines_for(replica).startswith(b"host: [::1]:8000\r\n")
 
 
 @pytest.mark.parametrize("value", ["a\r\nx: y", "a\nb", "a\0"])
@@ -376,23 +377,14 @@ def test_a_header_that_would_be_several_is_refused(value):
         Message.of(http.Request("GET", "https://engine/", headers={"x-mine": value}))
 
 
-class Stream:
-    """An attempt whose answer is a stream."""
-
-    is_stream, is_whole, shows_signs = True, False, False
-
-    def heard_first(self) -> None: ...
-
-    def end(self) -> None: ...
-
-
 def test_the_time_for_the_end_of_a_stream_is_not_that_of_the_next_request(service, monkeypatch):
     """The next one takes the connection before the reader of the stream goes on, and its answer is slow."""
     asked = threading.Event()
 
     async def serve(reader: Any, writer: Any) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(CHUNKS + b"%x\r\n%b\r\n" % (len(DONE_EVENT), DONE_EVENT))
+        head = CHUNKS.replace(b"\r\n\r\n", b"\r\ncontent-type: text/event-stream\r\n\r\n")
+        writer.write(head + b"%x\r\n%b\r\n" % (len(DONE_EVENT), DONE_EVENT))
         await asyncio.sleep(attempt.END_S / 4)
         writer.write(b"0\r\n\r\n")
         await reader.readuntil(b"\r\n\r\n")
@@ -403,7 +395,10 @@ def test_the_time_for_the_end_of_a_stream_is_not_that_of_the_next_request(servic
     async def whole() -> None:
         tried, loop = Trial(ThreadPool, service.certificate(), serve, {}), asyncio.get_running_loop()
         await tried.start()
-        body = attempt.AttemptBody((await tried.ask()).stream, cast(Any, Stream()))
+        watch: Any = SimpleNamespace(pool=ReplicaPool(), last_replica=LastReplica())
+        watch.pool.fill([tried.replica])
+        body = attempt.Attempt(watch, watch.pool.take())
+        body.answered(await tried.ask())
         others: list[Any] = []
         release = tried.pool.release
 

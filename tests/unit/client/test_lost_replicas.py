@@ -12,7 +12,6 @@ import pytest
 from hpc_serve.client import connect, connect_async
 from hpc_serve.client.connections import answer_wait
 from hpc_serve.client.connections.answer_wait import ReplicaLostError
-from hpc_serve.client.connections.message import Message
 from hpc_serve.client.connections.thread_pool import ThreadPool
 from hpc_serve.client.discovery import lost_replicas
 from hpc_serve.client.discovery.discovery import ServiceWatch
@@ -256,8 +255,7 @@ def test_a_host_without_power_is_noticed_by_the_kernel(service):
     record = service.publish(service.start())
     watch = ServiceWatch(service.store, "405b")
     watch.refresh()
-    message = Message(method="GET", target=b"/", headers=[], content=b"", replica=watch.pool.take(), connect_s=60.0)
-    connection = run_blocking(ThreadPool(watch.lost).connect(message))
+    connection = run_blocking(ThreadPool(watch.lost).connect(watch.pool.take(), 60.0))
     found = connection.socket
     assert record.port == found.getpeername()[1]
     assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

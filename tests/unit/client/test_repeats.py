@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from hpc_serve.client.connections.message import Answer, Message
+from hpc_serve.client.connections.message import Message
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas.event_loops import InThread, run_blocking
 from hpc_serve.client.replicas.sdk import http
@@ -42,22 +42,24 @@ class Given(InThread):
         elif function == self._watch.find_one:
             raise WaitTimeoutError("none is ready")
 
-    async def send(self, message: Any) -> Answer:
+    async def send(self, message: Any, *_: Any) -> Any:
         self.count += 1
         assert self.count < 50, "it is repeated without an end"
         outcome = self._sent.pop(0) if len(self._sent) > 1 else self._sent[0]
         if isinstance(outcome, Exception):
             raise outcome
-        return Answer(outcome.status_code, outcome.headers.raw, Broken(), {})
+        return Broken(outcome)
 
 
 class Broken:
-    """The body of an answer that breaks off before its first byte."""
+    """An answer that breaks off before the first byte of its body."""
 
-    def __aiter__(self) -> Broken:
-        return self
+    is_event_stream = False
 
-    async def __anext__(self) -> bytes:
+    def __init__(self, given: http.Response) -> None:
+        self.status_code, self.headers = given.status_code, given.headers
+
+    async def read(self) -> bytes:
         raise http.ReadError("reset")
 
     def close(self) -> None:
@@ -82,7 +84,7 @@ def test_a_lost_request_that_is_refused_everywhere_afterwards_ends_as_lost(watch
     """The SDK would send it again by itself after a connection error, and begin to count anew."""
     given = Given(watch, http.ReadError("reset"), http.ConnectError("refused"), returns=returns)
     with pytest.raises(openai.APIConnectionError, match="was lost with its replica and is not sent again: no other"):
-        run_blocking(exchange_of(watch, given).answer())
+        run_blocking(exchange_of(watch, given).begin())
     assert given.count <= 2 + MOST_ENGINES
     assert watch.pool._under_way == {}
 
@@ -90,7 +92,7 @@ def test_a_lost_request_that_is_refused_everywhere_afterwards_ends_as_lost(watch
 def test_a_request_that_was_refused_everywhere_may_be_tried_again_by_the_sdk(watch):
     given = Given(watch, http.ConnectError("refused"), returns=True)
     with pytest.raises(NoReplicaError):
-        run_blocking(exchange_of(watch, given).answer())
+        run_blocking(exchange_of(watch, given).begin())
     assert given.count == 2
 
 
@@ -126,7 +128,8 @@ def test_a_form_with_a_file_is_sent_again(watch):
     )
     given = Given(watch, http.ReadError("reset"), http.Response(200), returns=False)
     exchange = exchange_of(watch, given, request)
-    assert run_blocking(exchange.answer()).status_code == 200
+    run_blocking(exchange.begin())
+    assert exchange.answer.status_code == 200
     assert given.count == 2
     assert b"RIFF" in request.content
 
@@ -134,5 +137,7 @@ def test_a_form_with_a_file_is_sent_again(watch):
 def test_a_request_goes_on_from_a_replica_that_drains(watch):
     draining = http.Response(503, headers=[DRAINING_HEADER])
     given = Given(watch, draining, http.Response(200), returns=False)
-    assert run_blocking(exchange_of(watch, given).answer()).status_code == 200
+    exchange = exchange_of(watch, given)
+    run_blocking(exchange.begin())
+    assert exchange.answer.status_code == 200
     assert given.count == 2

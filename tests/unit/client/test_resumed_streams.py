@@ -328,12 +328,12 @@ def test_what_may_have_had_an_effect_is_not_sent_again(service, path, error, rai
     sent = []
 
     class Failing(ThreadConnections):
-        async def send(self, request):
+        async def send(self, request, *_):
             sent.append(request)
             raise error
 
     with pytest.raises(raised):
-        run_blocking(Exchange(watch, Failing(watch.lost), request, resume=True, wait=None).answer())
+        run_blocking(Exchange(watch, Failing(watch.lost), request, resume=True, wait=None).begin())
     assert len(sent) == (2 if isinstance(error, http.ConnectTimeout) else 1)
     assert watch.pool._under_way == {}
 

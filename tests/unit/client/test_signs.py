@@ -9,7 +9,6 @@ import pytest
 
 from hpc_serve.client import connect, connect_async
 from hpc_serve.client.connections.answer_wait import ASK_BEFORE_S, ASK_S, AnswerWait, ReplicaLostError, is_sign
-from hpc_serve.client.connections.message import Answer
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.lost_replicas import ASK_OTHERS_S, LookResult, LostReplicas
 from hpc_serve.client.replicas.pool import LOST_FOR_S, MOST_LOST_FOR_S, ReplicaAddress, ReplicaPool
@@ -128,7 +127,7 @@ def test_what_is_no_stream_of_events_is_not_lost_for_its_silence_once_it_has_beg
     wait.begin_write(USER_S)
     wait.expects_signs = False
     assert pass_time(judge, wait, wait.begin(USER_S), 60.0) is not None
-    wait.begin_write(USER_S)
+    wait.begin_request()
     assert wait.begin(USER_S) < SILENT_S, "the next request's answer is"
 
 
@@ -287,9 +286,9 @@ def test_a_replica_that_was_lost_is_well_again_after_an_answer_without_an_error(
     pool = ReplicaPool(clock=FakeClock())
     pool.fill([address("a")])
     watch: Any = SimpleNamespace(pool=pool, last_replica=SimpleNamespace(note=lambda name: None))
-    attempt = Attempt(watch, pool.take())
+    attempt: Any = Attempt(watch, pool.take())
     pool.lose(address("a"))
-    attempt.answered(Answer(status, [], None, {}))
+    attempt.answered(SimpleNamespace(status_code=status, is_event_stream=False))
     attempt.is_whole = True
     attempt.end()
     assert pool.is_lost(address("a")) is is_still_lost

@@ -221,11 +221,9 @@ def ask_at(request, service):
 
     async def ask(address, connect_s):
         extensions = {"timeout": {"connect": connect_s, "read": 60.0, "write": 60.0, "pool": 60.0}}
-        headers, target = [(b"host", b"engine")], b"/health"
-        response = await connections.send(
-            Message(replica=address, method="GET", target=target, headers=headers, content=b"", extensions=extensions)
-        )
-        await response.aread()
+        asked = Message(method="GET", target=b"/health", headers=[], content=b"", extensions=extensions)
+        response = await connections.send(asked, address, connect_s)
+        await response.read_all()
         return response.status_code
 
     yield lambda address, *, connect_s=60.0: run_it(ask(address, connect_s))

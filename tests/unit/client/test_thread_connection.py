@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.client.connections.message import Message
+from hpc_serve.client.connections.message import Message, lines_for
 from hpc_serve.client.connections.thread_pool import ThreadConnection, ThreadPool
 from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.pool import ReplicaAddress
@@ -50,7 +50,7 @@ def ask(ours: socket.socket, content: bytes = b"{}", **timeouts: float) -> bytes
     message = Message(method="POST", target=b"/", headers=[], content=content, extensions=extensions)
 
     async def whole() -> bytes:
-        return b"".join([piece async for piece in await connection.ask(message, None)])
+        return await (await connection.ask(message, None)).read_all()
 
     return run_blocking(whole())
 
@@ -60,7 +60,7 @@ def test_a_request_is_sent_in_one_piece(ends: tuple[CountingSocket, socket.socke
     for _ in range(3):
         other.sendall(OK)
         assert ask(ours) == b"ok"
-        assert other.recv(100) == b"POST / HTTP/1.1\r\n\r\n{}"
+        assert other.recv(1000) == b"POST / HTTP/1.1\r\n%bcontent-length: 2\r\n\r\n{}" % lines_for(ADDRESS)
     assert ours.sends == 3
     assert ours.limits <= 2, "that of a write and that of a read"
 

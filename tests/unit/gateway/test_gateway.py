@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -563,7 +564,7 @@ def test_only_who_shows_the_key_is_out_of_a_strangers_limits(service, path, head
         def show_key(self) -> None:
             self.has_shown = True
 
-    connection = Connection()
+    connection: Any = Connection()
     request = Request(connection, "GET", path, [(b"host", b"localhost"), *headers])
     Gateway(service.store, Settings(key="k" * 32)).let_in(request)
     assert connection.has_shown == is_known

@@ -23,9 +23,9 @@ from tests.cluster import wait_for
 from tests.support.stubs import StubService, make_record
 
 pytest.importorskip("prometheus_client", reason="the gateway needs it")
-from hpc_serve.gateway import directory, on_demand
+from hpc_serve.gateway import directory, on_demand, room
 from hpc_serve.gateway.answers import Refusal
-from hpc_serve.gateway.on_demand import Running, decide, gpu_hours, hours_free_in_s
+from hpc_serve.gateway.room import Running, decide, gpu_hours, hours_free_in_s
 
 LIMITS = OnDemand(
     models={name: ListedModel(words=(name,), gpus=gpus) for name, gpus in (("a", 1), ("b", 1), ("c", 4))},
@@ -144,7 +144,7 @@ NAMES = ("a", "b", "c")
 def jobs(tmp_path, service, monkeypatch):
     jobs = Jobs(service.store.home, NAMES)
     monkeypatch.setattr(on_demand, "run_command", jobs.run)
-    monkeypatch.setattr(on_demand, "_LEAST_KEPT_S", 0.5)
+    monkeypatch.setattr(room, "LEAST_KEPT_S", 0.5)
     yield jobs
     for one in jobs.services.values():
         one.close()
@@ -202,7 +202,7 @@ def test_a_model_that_cannot_be_submitted_is_told_and_not_tried_at_once(jobs, ga
 
 
 def test_who_waits_too_long_is_told_what_it_waits_for(jobs, gateway, monkeypatch):
-    monkeypatch.setattr(on_demand, "_LEAST_KEPT_S", 3600.0)
+    monkeypatch.setattr(room, "LEAST_KEPT_S", 3600.0)
     front = gateway(on_demand=listed(most_services=1), wait_s=2.0)
     wait_for(lambda: front.complete("a").status == 200, 60, what="the first model")
     answer = front.complete("b")
@@ -247,7 +247,8 @@ def test_over_the_gpu_hours_of_a_day_retry_after_is_when_some_are_left(jobs, gat
 
 
 def test_what_was_submitted_is_not_submitted_again_before_the_next_look(service, monkeypatch):
-    lines, looks = [], Looks()
+    lines: list[Any] = []
+    looks: Any = Looks()
 
     def run(words: Any, home: Path) -> str:
         lines.append(words)
@@ -263,7 +264,22 @@ def test_what_was_submitted_is_not_submitted_again_before_the_next_look(service,
     monkeypatch.setattr(on_demand, "run_command", run)
     monkeypatch.setattr(on_demand, "_LOOK_S", 0.01)
     asyncio.run(bring())
-    assert lines == [["submit", "--once", "a"]]
+    assert lines == [["submit", "--once", "--json", "a"]]
+
+
+@pytest.mark.parametrize(("said", "told"), [('{"is_there": true}', 0), ('{"is_there": false}', 1), ("", 1)])
+def test_only_the_gateway_that_submitted_a_model_writes_it_down(jobs, gateway, monkeypatch, said, told):
+    def run(words: Any, home: Path) -> str:
+        jobs.run(words, home)
+        return said
+
+    monkeypatch.setattr(on_demand, "run_command", run)
+    store = jobs.services["a"].store
+    change_wanted(store, "a", lambda found: Wanted(least=1, most=1, count=1))
+    front = gateway(on_demand=listed(), wait_s=60.0)
+    assert front.complete("a").status == 200
+    wait_for(lambda: front.metric("requests_total", status="200") == 1, 60, what="the count")
+    assert len(read_wanted(store, "a").decided) == told
 
 
 def test_a_slow_submission_holds_no_other_model_and_has_its_room(jobs, gateway, monkeypatch):
@@ -391,7 +407,7 @@ def test_a_service_is_started_for_who_does_not_wait(service, monkeypatch):
     monkeypatch.setattr(on_demand, "run_command", lambda words, home: begun.set())
 
     async def ask() -> None:
-        there = NothingThere()
+        there: Any = NothingThere()
         there.models = on_demand.OnDemandModels(service.store, listed(), there, wait_s=0.01)
         with pytest.raises(Refusal):
             await there.models.bring("a")

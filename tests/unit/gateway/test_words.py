@@ -6,11 +6,22 @@ import json
 
 import pytest
 
-from hpc_serve.gateway.bodies import asked_model, with_model
-from hpc_serve.gateway.headers import BadHeaderError, for_client, for_engine
+from hpc_serve.client.connections.message import Message
+from hpc_serve.gateway.bodies import read_body, with_model
+from hpc_serve.gateway.headers import for_client, for_engine
 from hpc_serve.gateway.routes import GET_ROUTES, POST_ROUTES, route_of
 
 JSON = "application/json"
+
+
+def model_of(kind: str, body: bytes) -> str | None:
+    return read_body(kind, body)[1]
+
+
+def renamed(kind: str, body: bytes, model: str) -> bytes | None:
+    headers = [(b"content-type", kind.encode())]
+    asked = Message(method="POST", target=b"/", headers=headers, content=body, fields=read_body(kind, body)[0])
+    return with_model(asked, model).content
 
 
 @pytest.mark.parametrize(
@@ -47,7 +58,7 @@ def test_a_route_has_its_method():
     ],
 )
 def test_the_model_of_a_body_of_json(body, model):
-    assert asked_model(JSON, body) == model
+    assert model_of(JSON, body) == model
 
 
 def form(*parts: tuple[str, bytes], boundary: str = "XyZ") -> bytes:
@@ -64,10 +75,8 @@ FILE = ('name="file"; filename="a.wav"\r\nContent-Type: audio/wav', b'\r\n\r\nna
 @pytest.mark.parametrize("kind", ["multipart/form-data; boundary=XyZ", 'Multipart/Form-Data; Boundary="XyZ"; a=b'])
 def test_the_model_of_a_form(kind):
     body = form(FILE, ('name="model"', b"whisper"), ('name="language"', b"en"))
-    assert asked_model(kind, body) == "whisper"
-    assert with_model(kind, body, "openai/whisper") == body.replace(
-        b"\r\n\r\nwhisper\r\n", b"\r\n\r\nopenai/whisper\r\n"
-    )
+    assert model_of(kind, body) == "whisper"
+    assert renamed(kind, body, "openai/whisper") == body.replace(b"\nwhisper\r", b"\nopenai/whisper\r")
 
 
 @pytest.mark.parametrize(
@@ -84,13 +93,13 @@ def test_the_model_of_a_form(kind):
     ],
 )
 def test_a_form_without_a_model(body):
-    assert asked_model("multipart/form-data; boundary=XyZ", body) is None
-    assert with_model("multipart/form-data; boundary=XyZ", body, "y") == body
+    assert model_of("multipart/form-data; boundary=XyZ", body) is None
+    assert renamed("multipart/form-data; boundary=XyZ", body, "y") == body
 
 
 def test_another_name_changes_nothing_else():
     body = b'{"model": "405b", "prompt": "\\u00e9\\ud83d\\ude00", "temperature": 0.1, "n": 1e3}'
-    changed = json.loads(with_model(JSON, body, "llama"))
+    changed = json.loads(renamed(JSON, body, "llama") or b"")
     assert changed == {**json.loads(body), "model": "llama"}
 
 
@@ -104,15 +113,7 @@ def test_headers_of_a_connection_and_secrets_stay_here():
         *((b"Content-Type", b"application/json"), (b"X-Request-Id", b"7"), (b"traceparent", b"00-1")),
     ]
     kept = [(b"content-type", b"application/json"), (b"x-request-id", b"7"), (b"traceparent", b"00-1")]
-    assert for_engine(given) == [*kept, (b"accept-encoding", b"identity")]
-
-
-@pytest.mark.parametrize(
-    "header", [(b"a b", b"x"), (b"a", b"x\x00y"), (b"a", b"x\ny: z"), (b"a", b"\x1b[2J"), (b"", b"x"), (b"a:", b"x")]
-)
-def test_a_header_with_forbidden_characters_is_refused(header):
-    with pytest.raises(BadHeaderError):
-        for_engine([header])
+    assert for_engine([(name.lower(), value) for name, value in given]) == [*kept, (b"accept-encoding", b"identity")]
 
 
 def test_headers_of_an_answer():
@@ -126,6 +127,7 @@ def test_headers_of_an_answer():
             (b"X-Request-Id", b"7"),
         ),
     ]
+    given = [(name.lower(), value) for name, value in given]
     passed = [(b"content-type", b"text/event-stream"), (b"date", b"now"), (b"x-request-id", b"7")]
     assert for_client(given, is_stream=False) == [passed[0], (b"content-length", b"5"), *passed[1:]]
     assert for_client(given, is_stream=True) == passed
