@@ -14,6 +14,7 @@ from typing import Any
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PAUSES = "/pause", "/resume"
+WEIGHT_INFO, WEIGHT_VERSION = "/weight_info", "/update_weight_version"
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 METHODS: Mapping[str, str] = {
     **dict.fromkeys((COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/v1/embeddings"), "POST"),
@@ -48,10 +49,9 @@ def invalid(field: str, text: str) -> Refusal:
 
 def check_route(method: str, path: str, *, has_adapters: bool = False) -> None:
     """Raise Refusal for a path that is no route, or a method that the route does not have."""
-    further = (LOAD_ADAPTER, UNLOAD_ADAPTER) if has_adapters else ()
+    methods = {**METHODS, **dict.fromkeys((LOAD_ADAPTER, UNLOAD_ADAPTER) if has_adapters else (), "POST")}
     if os.environ.get("VLLM_SERVER_DEV_MODE") == "1":
-        further = (*further, *PAUSES)
-    methods = {**METHODS, **dict.fromkeys(further, "POST")}
+        methods |= {**dict.fromkeys((*PAUSES, WEIGHT_VERSION), "POST"), WEIGHT_INFO: "GET"}
     if path not in methods:
         raise no_route(404, "Not Found")
     if method != methods[path]:
@@ -94,6 +94,15 @@ def check_request(path: str, asked: dict[str, Any], *, names: list[str], most_to
     asked["model"] = asked.get("model") or names[0]
     if path in (CHAT, COMPLETIONS):
         _check_sampling(path, asked, most_tokens)
+
+
+def read_weight_version(asked: Mapping[str, Any]) -> str:
+    """Return the name that a request gives the weights. Raise Refusal."""
+    if "new_version" not in asked:
+        raise invalid("new_version", "Field required")
+    if not isinstance(asked["new_version"], str):
+        raise invalid("new_version", "Input should be a valid string")
+    return asked["new_version"]
 
 
 def change_adapters(

@@ -159,11 +159,11 @@ class Engine:
         await self._on_ready()
         self._keeper.update(state="ready", stage="ready", progress=None, reason=None, last_log_lines=())
         _log.info("%s is ready at %s", options.service, self._endpoint.url)
-        following = asyncio.create_task(adapters.follow())
+        following = [asyncio.create_task(it) for it in (adapters.follow(), self.watch.follow_weights())]
         try:
             reason = await self.watch.run()
         finally:
-            await _cancel(following)
+            await _cancel(*following)
         return Outcome(
             failed_part="engine", reason=f"engine {reason}", exit_code=1, last_log_lines=tuple(child.last_log_lines)
         )
@@ -233,6 +233,7 @@ class Engine:
             reason=outcome.reason,
             last_log_lines=outcome.last_log_lines,
             engine_restarts=total,
+            weight_version="",
         )
 
     def _set_stage(self, stage: str, done: int | None = None, total: int | None = None) -> None:
