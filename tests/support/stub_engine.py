@@ -617,11 +617,12 @@ class Handler(BaseHTTPRequestHandler):
             self.server.is_paused = path == PAUSES[0]
             self.answer_json(200, {"status": "paused" if self.server.is_paused else "resumed"})
             return
-        request = read_body(self.headers.get("Content-Type", ""), body)
+        content_type = self.headers.get("Content-Type", "")
         if path == WEIGHT_VERSION:
-            self.server.weight_version = read_weight_version(request)
+            self.server.weight_version = read_weight_version(content_type, body)
             self.answer_json(200, {"success": True, "new_version": self.server.weight_version})
             return
+        request = read_body(content_type, body)
         names = self.server.names
         if path in (LOAD_ADAPTER, UNLOAD_ADAPTER):
             said = change_adapters(self.server.adapters, path, request, names=names, rank=options.max_lora_rank)

@@ -65,17 +65,21 @@ def read_body(content_type: str, body: bytes) -> dict[str, Any]:
         raise Refusal(text, kind="Bad Request")
     if not body:
         raise invalid("", "Field required")
+    value = _read_json(body)
+    if not isinstance(value, dict):
+        raise invalid("", "Input should be a valid dictionary")
+    return value
+
+
+def _read_json(body: bytes) -> Any:
     try:
-        value = json.loads(body)
+        return json.loads(body)
     except json.JSONDecodeError as error:
         raise invalid(str(error.pos), "JSON decode error") from None
     except UnicodeDecodeError:
         raise invalid("0", "JSON decode error") from None
     except RecursionError:
         raise no_route(400, "There was an error parsing the body") from None
-    if not isinstance(value, dict):
-        raise invalid("", "Input should be a valid dictionary")
-    return value
 
 
 def check_request(path: str, asked: dict[str, Any], *, names: list[str], most_tokens: int) -> None:
@@ -96,13 +100,15 @@ def check_request(path: str, asked: dict[str, Any], *, names: list[str], most_to
         _check_sampling(path, asked, most_tokens)
 
 
-def read_weight_version(asked: Mapping[str, Any]) -> str:
-    """Return the name that a request gives the weights. Raise Refusal."""
-    if "new_version" not in asked:
-        raise invalid("new_version", "Field required")
-    if not isinstance(asked["new_version"], str):
+def read_weight_version(content_type: str, body: bytes) -> str:
+    """Return the name that a request gives the weights. Raise Refusal. A body of another kind has no such field."""
+    kind = content_type.partition(";")[0].strip().lower()
+    is_json = kind.startswith("application/") and kind.endswith(("/json", "+json"))
+    asked = _read_json(body) if is_json and body else None
+    version = asked.get("new_version") if isinstance(asked, dict) else None
+    if not isinstance(version, str):
         raise invalid("new_version", "Input should be a valid string")
-    return asked["new_version"]
+    return version
 
 
 def change_adapters(
