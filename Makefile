@@ -65,6 +65,16 @@ podman-hpc: packages venv ## the same by podman-hpc (rootless podman), as an ord
 	@VENV=.venv-podman-hpc envs/venv.sh podman-hpc
 	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster tests/e2e/test_container.py -k podman $(ARGS)
 
+.PHONY: pyxis
+pyxis: IMAGE = $(LATER_DEBIANS)/trixie
+pyxis: SLURM_ROOT = $(LATER_DEBIANS)/pyxis
+pyxis: PYXIS ?= https://github.com/NVIDIA/pyxis
+pyxis: ENROOT ?= https://github.com/NVIDIA/enroot
+pyxis: packages venv ## the same by Pyxis and Enroot, built from their sources (700 MB), on hosts of Debian 13
+	@$(SUDO) tests/cluster/debian_root.sh "$(IMAGE)" trixie
+	@$(SUDO) tests/cluster/pyxis_root.sh "$(SLURM_ROOT)" "$(IMAGE)" "$(PYXIS)" "$(ENROOT)"
+	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster tests/e2e/test_container.py -k pyxis $(ARGS)
+
 .PHONY: real-replicas
 real-replicas: REAL_REPLICAS = 1
 real-replicas: packages venv ## several real vLLM engines in one job, and data-parallel ranks: half an hour, 7 GB of memory

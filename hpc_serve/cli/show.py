@@ -37,7 +37,7 @@ _STATUS_KEYS = (
     *("service", "job_id", "state", "cluster", "model", "stand_in", "stage", "progress", "start", "reason", "nodes"),
     *("num_nodes", "gpus_per_node", "tensor_parallel_size", "pipeline_parallel_size", "restart", "replica"),
     *("data_parallel_size", "replicas_per_job", "submitted_at", "started_at", "updated_at", "state_since"),
-    *("engine_restarts", "cache"),
+    *("engine_restarts", "weight_version", "cache"),
     *("loading", "failed_part", "exit_code", "last_log_lines", "end_reported_by_job", "log_dir", "batch_log"),
     *("scheduler_state", "pending_reason", "time_left", "successor", "successor_job_id", "measured", "predicted"),
     "machine",
@@ -46,7 +46,7 @@ _STATUS_KEYS = (
 _OF_NO_RECORD = {
     **dict.fromkeys(("stand_in", "start", "tensor_parallel_size", "pipeline_parallel_size", "started_at")),
     **dict.fromkeys(("data_parallel_size", "state_since", "failed_part")),
-    **{"nodes": (), "engine_restarts": 0, "cache": "", "loading": "", "measured": {}},
+    **{"nodes": (), "engine_restarts": 0, "weight_version": "", "cache": "", "loading": "", "measured": {}},
 }
 _DETAIL_LENGTH = 160  # characters of a reason in the table; the rest is in the details of the service
 _LEAST_SUMMARY = 24  # columns for the details of a service, beside its name, job and state

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_serve.durations import duration
 from hpc_serve.exit_codes import exit_code_words
-from hpc_serve.rendezvous.record import DEFAULT_MACHINE
+from hpc_serve.rendezvous.record import DEFAULT_MACHINE, EndpointRecord
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.plans.planned_speed import measured_runs_of, planned_request, planned_tokens_per_s
 
@@ -25,7 +25,7 @@ def status_rows(status: ReplicaStatus, now: float) -> dict[str, str]:
     words = "" if status.exit_code is None else exit_code_words(status.exit_code)
     return {
         "model": job.model,
-        "weights": f"of {record.stand_in}, which stands in for the model's own" if record and record.stand_in else "",
+        "weights": _weights(record) if record else "",
         "state": status.sentence,
         "address": status.address,
         "nodes": f"{status.nodes}{gpus}{machine}",
@@ -37,6 +37,11 @@ def status_rows(status: ReplicaStatus, now: float) -> dict[str, str]:
         "restarts": f"{record.engine_restarts}, of the engine in place" if record and record.engine_restarts else "",
         "exit code": "" if status.exit_code is None else f"{status.exit_code}{f' ({words})' if words else ''}",
     }
+
+
+def _weights(record: EndpointRecord) -> str:
+    stand_in = f"of {record.stand_in}, which stands in for the model's own" if record.stand_in else ""
+    return ", ".join(filter(None, (stand_in, record.weight_version and f"version {record.weight_version}")))
 
 
 def work_rows(status: ReplicaStatus, work: ReplicaWork) -> dict[str, str]:

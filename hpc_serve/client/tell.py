@@ -1,7 +1,8 @@
 """Tells all ready replicas of a service the same, at once: a request that is balanced reaches one of them.
 
 A program of reinforcement learning pauses all engines, updates their weights and lets them go on. vLLM has these routes
-with VLLM_SERVER_DEV_MODE=1 (entrypoints/rl, entrypoints/serve/dev). Requests go over verified connections.
+with VLLM_SERVER_DEV_MODE=1 (entrypoints/rl, entrypoints/serve/dev). Requests go over verified connections. A replica's
+record has what `/update_weight_version` called its weights.
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ class EndpointRecord:
     `replica` counts the `replicas_per_job` replicas of its job from 0. `drain_cause` says why it drains, or drained
     (rendezvous/drain.py).
     `signs` says that the engine's gate sends signs within its answers to clients that ask for them. `adapters` are
-    those of what is wanted that its engine has loaded, or has failed to load.
+    those of what is wanted that its engine has loaded, or has failed to load. `weight_version` is what a program that
+    changes the weights calls them; "" if the engine does not say it, as outside of vLLM's development mode.
     """
 
     service: str
@@ -128,6 +129,7 @@ class EndpointRecord:
     drain_cause: str = field(default="", metadata=MAY_BE_MISSING)
     data_parallel_size: int = field(default=1, metadata=MAY_BE_MISSING)
     adapters: Mapping[str, Adapter] = field(default_factory=dict, metadata=MAY_BE_MISSING)
+    weight_version: str = field(default="", metadata=MAY_BE_MISSING)
     version: int = VERSION
 
     @property

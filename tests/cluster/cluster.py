@@ -25,6 +25,7 @@ from tests.cluster.config import (
     accounts_text,
     cgroup_conf_text,
     gres_conf_text,
+    plugstack_conf_text,
     slurm_conf_text,
 )
 from tests.cluster.hosts import ClusterError
@@ -192,6 +193,7 @@ class SlurmCluster:
                 (slurm_conf_text(config), "slurm.conf"),
                 (gres_conf_text(config), "gres.conf"),
                 (cgroup_conf_text(), "cgroup.conf"),
+                (plugstack_conf_text(), "plugstack.conf"),
                 (accounts_text(config, Path("/etc/passwd").read_text(), first_id, group=False), "passwd"),
                 (accounts_text(config, Path("/etc/group").read_text(), first_id, group=True), "group"),
             ):

@@ -173,6 +173,11 @@ def cgroup_conf_text() -> str:
     return "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
 
 
+def plugstack_conf_text() -> str:
+    """plugstack.conf: the plugins that the hosts' own system has (pyxis_root.sh)."""
+    return "include /usr/share/pyxis/*.conf\n"
+
+
 def hosts_text(config: ClusterConfig) -> str:
     """/etc/hosts of every host: all of the cluster, nothing of the machine."""
     lines = ["127.0.0.1 localhost", "::1 localhost"]

@@ -1,9 +1,10 @@
-"""A service inside of an image, by Charliecloud, Apptainer and podman-hpc, on two nodes of a real Slurm.
+"""A service inside of an image, by Charliecloud, Apptainer, podman-hpc and Pyxis, on two nodes of a real Slurm.
 
 The image is a folder with another Debian (tests/cluster/debian_root.sh, named by HPC_SERVE_IMAGE_BASE), its Python, and
-hpc-serve; for Apptainer a SIF file of it, too; podman-hpc has it in its store of squashed images, in the user's home.
-`make charliecloud`, `make apptainer` and `make podman-hpc` have all of it. Elsewhere these tests are skipped, and say
-what is missing. HPC_SERVE_TRANSCRIPTS names a folder for what the user typed and read.
+hpc-serve; for Apptainer a SIF file of it, too; podman-hpc has it in its store of squashed images, in the user's home;
+Pyxis has a squashfs file. `make charliecloud`, `make apptainer`, `make podman-hpc` and `make pyxis` have all of it.
+Elsewhere these tests are skipped, and say what is missing. HPC_SERVE_TRANSCRIPTS names a folder for what the user
+typed and read.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tests.cluster.hosts import python_paths
 from tests.e2e.jobs import STUB, User
 
 BASE = os.environ.get("HPC_SERVE_IMAGE_BASE", "")
-PROGRAMS = {"charliecloud": "ch-run", "apptainer": "apptainer", "podman-hpc": "podman"}
+PROGRAMS = {"charliecloud": "ch-run", "apptainer": "apptainer", "podman-hpc": "podman", "pyxis": "enroot"}
 KEYS = {"podman-hpc": "podman_hpc"}
 """The setting of a site, where it is not called as the runtime is."""
 PODMAN_HPC = CHECKOUT / ".venv-podman-hpc" / "bin"
@@ -134,12 +135,28 @@ def squashed(cluster, image) -> Iterator[dict[str, str]]:
         alice.run("podman-hpc", "system", "migrate", node=node)
 
 
+@pytest.fixture(scope="module")
+def squashfs_file(cluster, image) -> Path:
+    """The image as one file, which Enroot unpacks on each node."""
+    file = cluster.shared / "image.sqsh"
+    packed = cluster.run(squash(image, file), user="root", timeout=START_S)
+    assert packed.returncode == 0, packed.stderr
+    return file
+
+
+def squash(image: Path, file: Path) -> tuple[str, ...]:
+    """The command that packs the image, without its devices: an ordinary user unpacks none."""
+    return "mksquashfs", str(image), str(file), "-comp", "lz4", "-quiet", "-no-progress", "-wildcards", "-e", "dev/*"
+
+
 @pytest.fixture
 def in_image(request, alice, image, runtime) -> Callable[..., Path]:
     """Writes a site file that names the image, with further lines, as the runtime takes it."""
     if runtime == "podman-hpc":
         alice.environ.update(request.getfixturevalue("squashed"))
     name = IMAGE if runtime == "podman-hpc" else str(image)
+    if runtime == "pyxis":
+        name = str(request.getfixturevalue("squashfs_file"))
     return lambda *lines: alice.write(
         "image-site.yaml", "\n".join((f"{KEYS.get(runtime, runtime)}: {name}", *lines, ""))
     )
@@ -193,13 +210,16 @@ def test_an_engine_on_two_nodes_runs_in_the_image_with_its_python(alice, image, 
 
 def test_an_engine_on_two_nodes_runs_in_an_image_file(alice, image, runtime):
     """Root builds the file, since the folder has files of several owners; its name is one that a shell would read."""
-    if runtime != "apptainer":
-        pytest.skip("only Apptainer's image is a file that its setting names")
-    file = alice.home / """it's $(cd; touch read) "an" image.sif"""
-    build = ("apptainer", "build", "--mksquashfs-args", "-comp lz4", str(file), str(image))
-    built = alice.cluster.run(build, user="root", timeout=START_S)
+    file = alice.home / """it's $(cd; touch read) "an" image"""
+    if runtime == "apptainer":
+        words: tuple[str, ...] = ("apptainer", "build", "--mksquashfs-args", "-comp lz4", str(file), str(image))
+    elif runtime == "pyxis":
+        words = squash(image, file)
+    else:
+        pytest.skip("this runtime's image is no file that its setting names")
+    built = alice.cluster.run(words, user="root", timeout=START_S)
     assert built.returncode == 0, built.stderr
-    site = alice.write("file-site.yaml", f"apptainer: {json.dumps(str(file))}\ngpus_per_node: 2\n")
+    site = alice.write("file-site.yaml", f"{runtime}: {json.dumps(str(file))}\ngpus_per_node: 2\n")
     serve_on_two_nodes(alice, site, image)
     assert not (alice.home / "read").exists()
 
@@ -234,12 +254,16 @@ TWO_NODES = ("--nodes", "2", "--tensor-parallel-size", "1", "--pipeline-parallel
 @pytest.mark.parametrize("layout", [ONE_NODE, (*TWO_NODES, "mp"), (*TWO_NODES, "ray")], ids=["one-node", "mp", "ray"])
 def test_real_vllm_runs_in_the_image_with_the_environment_bound_into_it(alice, runtime, in_image, tiny_models, layout):
     """Python with the engine is bound; the C library, the shell and all else are the image's."""
-    site = in_image("gpus_per_node: 1", f"binds: {json.dumps([str(part) for part in bound_parts()])}")
+    lines = ["gpus_per_node: 1", f"binds: {json.dumps([str(part) for part in bound_parts()])}"]
+    if runtime == "pyxis":
+        lines.append("container_options: [--container-env=PATH]")
+    site = in_image(*lines)
     # A copy of her own: in the image root is nobody, whose words beside a model are not taken.
     copied = alice.run("cp", "--recursive", "--no-target-directory", str(tiny_models / "8b"), str(alice.home / "8b"))
     assert copied.returncode == 0, copied.stderr
     alice.environ["HPC_SERVE_MODEL"] = str(alice.home / "8b")
-    alice.environ["APPTAINERENV_PREPEND_PATH"] = f"{sys.prefix}/bin"  # the others take the PATH of outside
+    # Charliecloud and podman-hpc take the PATH of outside by themselves.
+    alice.environ["APPTAINERENV_PREPEND_PATH"] = f"{sys.prefix}/bin"
     status = submit_and_ask(alice, site, "8b", *layout)
     assert status["stand_in"]
     assert len(status["nodes"]) == (2 if layout else 1)

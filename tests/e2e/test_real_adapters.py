@@ -23,6 +23,7 @@ from hpc_serve.client import tell_all
 from hpc_serve.demo_model import make_demo_model
 from tests.e2e.test_real_kinds import SWITCH
 from tests.support.adapters import make_adapter
+from tests.support.patience import wait_until
 
 pytestmark = [
     pytest.mark.engine,
@@ -82,6 +83,7 @@ def test_adapters_come_change_and_go_while_the_engine_serves(tmp_path, monkeypat
             assert not asked.done()
             tell_all("tuned", "/resume")
             assert asked.result() not in answers.values()
+        assert json.loads(said("status", "tuned", "--json"))["services"][0]["weight_version"] == "default"
         before = answer(client.model)
         reload = {
             "method": "reload_weights",
@@ -90,6 +92,8 @@ def test_adapters_come_change_and_go_while_the_engine_serves(tmp_path, monkeypat
         tell_all("tuned", "/collective_rpc", reload)
         tell_all("tuned", "/reset_prefix_cache")
         assert answer(client.model) != before
+        tell_all("tuned", "/update_weight_version", {"new_version": "step-200"})
+        wait_until(lambda: "  weights    version step-200\n" in said("status", "tuned"))
         with pytest.raises(openai.PermissionDeniedError, match="hpc-serve adapter add"):
             client.post("/load_lora_adapter", body={"lora_name": "x", "lora_path": str(first)}, cast_to=object)
     finally:

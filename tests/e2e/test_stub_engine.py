@@ -36,6 +36,7 @@ BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"model": MODEL, "prompt": "hi", "max_tokens": 2},
     "/tokenize": {"model": MODEL, "prompt": "hi"},
     "/detokenize": {"model": MODEL, "tokens": [104]},
+    "/update_weight_version": {"new_version": "step-1"},
 }
 CONTENT_TYPES = [
     *(None, "", "text/plain", "application/x-www-form-urlencoded", "application/json; charset=utf-8"),
@@ -105,12 +106,14 @@ OF_TOKENS: list[tuple[str, dict[str, Any]]] = [
     *(("/tokenize", {"prompt": prompt}) for prompt in (ABSENT, 5)),
     ("/tokenize", {"prompt": ABSENT, "messages": [USER]}),
     *(("/detokenize", {"tokens": tokens}) for tokens in (ABSENT, "x", 5, ["x"], [-1], [])),
+    *(("/update_weight_version", {"new_version": version}) for version in (ABSENT, "", None, 5, ["x"])),
 ]
 ROUTES = [
     *(("POST", path) for path in ("/v1/nothing", "/", "/v1/models", "/version", "/health", "/v1/chat")),
     *(("GET", path) for path in (COMPLETIONS, CHAT, "/nothing", "/", "/v1/models", "/v1/models/m", "/version")),
     *((method, COMPLETIONS) for method in ("PUT", "DELETE", "PATCH", "OPTIONS", "HEAD")),
     *((method, "/v1/models") for method in ("DELETE", "HEAD")),
+    *((method, path) for method in ("GET", "POST") for path in ("/weight_info", "/update_weight_version")),
 ]
 
 Sent = tuple[str, str, str | None, bytes]
@@ -169,7 +172,8 @@ def shape(content: bytes) -> Any:
 
 
 @pytest.fixture
-def real(tmp_path: Path) -> Iterator[Replicas]:
+def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replicas]:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")  # of the stub, too
     replicas = Replicas(tmp_path / "real")
     try:
         replicas.start(engine=("--enable-auto-tool-choice", "--tool-call-parser", "hermes"))

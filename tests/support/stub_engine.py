@@ -52,12 +52,15 @@ try:
         LOAD_ADAPTER,
         PAUSES,
         UNLOAD_ADAPTER,
+        WEIGHT_INFO,
+        WEIGHT_VERSION,
         Refusal,
         change_adapters,
         check_length,
         check_request,
         check_route,
         read_body,
+        read_weight_version,
     )
 except ImportError:  # run as a program, alone or in the launcher's process
     sys.path.append(os.path.dirname(os.path.abspath(__file__)))
@@ -65,12 +68,15 @@ except ImportError:  # run as a program, alone or in the launcher's process
         LOAD_ADAPTER,
         PAUSES,
         UNLOAD_ADAPTER,
+        WEIGHT_INFO,
+        WEIGHT_VERSION,
         Refusal,
         change_adapters,
         check_length,
         check_request,
         check_route,
         read_body,
+        read_weight_version,
     )
 
 WORKER = "VLLM::Worker"
@@ -437,6 +443,7 @@ class Engine(ThreadingHTTPServer):
         """The folders of those loaded, by name."""
         self.takes_adapters = options.enable_lora and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
         self.is_paused = False
+        self.weight_version = "default"
         self.completions = 0
         self.work = Work(options)
         self.is_leaving = False
@@ -566,6 +573,8 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, text.encode(), headers, kind="text/plain; version=0.0.4; charset=utf-8")
         elif self.path == "/version":
             self.answer_json(200, {"version": "stub"})
+        elif self.path == WEIGHT_INFO:
+            self.answer_json(200, {"weight_version": self.server.weight_version})
         else:
             model = {"object": "model", "owned_by": "stub", "max_model_len": self.server.options.max_model_len}
             models = [{"id": name, **model} for name in self.server.names]
@@ -608,7 +617,12 @@ class Handler(BaseHTTPRequestHandler):
             self.server.is_paused = path == PAUSES[0]
             self.answer_json(200, {"status": "paused" if self.server.is_paused else "resumed"})
             return
-        request = read_body(self.headers.get("Content-Type", ""), body)
+        content_type = self.headers.get("Content-Type", "")
+        if path == WEIGHT_VERSION:
+            self.server.weight_version = read_weight_version(content_type, body)
+            self.answer_json(200, {"success": True, "new_version": self.server.weight_version})
+            return
+        request = read_body(content_type, body)
         names = self.server.names
         if path in (LOAD_ADAPTER, UNLOAD_ADAPTER):
             said = change_adapters(self.server.adapters, path, request, names=names, rank=options.max_lora_rank)

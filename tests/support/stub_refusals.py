@@ -14,6 +14,7 @@ from typing import Any
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PAUSES = "/pause", "/resume"
+WEIGHT_INFO, WEIGHT_VERSION = "/weight_info", "/update_weight_version"
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 METHODS: Mapping[str, str] = {
     **dict.fromkeys((COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/v1/embeddings"), "POST"),
@@ -48,10 +49,9 @@ def invalid(field: str, text: str) -> Refusal:
 
 def check_route(method: str, path: str, *, has_adapters: bool = False) -> None:
     """Raise Refusal for a path that is no route, or a method that the route does not have."""
-    further = (LOAD_ADAPTER, UNLOAD_ADAPTER) if has_adapters else ()
+    methods = {**METHODS, **dict.fromkeys((LOAD_ADAPTER, UNLOAD_ADAPTER) if has_adapters else (), "POST")}
     if os.environ.get("VLLM_SERVER_DEV_MODE") == "1":
-        further = (*further, *PAUSES)
-    methods = {**METHODS, **dict.fromkeys(further, "POST")}
+        methods |= {**dict.fromkeys((*PAUSES, WEIGHT_VERSION), "POST"), WEIGHT_INFO: "GET"}
     if path not in methods:
         raise no_route(404, "Not Found")
     if method != methods[path]:
@@ -65,17 +65,21 @@ def read_body(content_type: str, body: bytes) -> dict[str, Any]:
         raise Refusal(text, kind="Bad Request")
     if not body:
         raise invalid("", "Field required")
+    value = _read_json(body)
+    if not isinstance(value, dict):
+        raise invalid("", "Input should be a valid dictionary")
+    return value
+
+
+def _read_json(body: bytes) -> Any:
     try:
-        value = json.loads(body)
+        return json.loads(body)
     except json.JSONDecodeError as error:
         raise invalid(str(error.pos), "JSON decode error") from None
     except UnicodeDecodeError:
         raise invalid("0", "JSON decode error") from None
     except RecursionError:
         raise no_route(400, "There was an error parsing the body") from None
-    if not isinstance(value, dict):
-        raise invalid("", "Input should be a valid dictionary")
-    return value
 
 
 def check_request(path: str, asked: dict[str, Any], *, names: list[str], most_tokens: int) -> None:
@@ -94,6 +98,17 @@ def check_request(path: str, asked: dict[str, Any], *, names: list[str], most_to
     asked["model"] = asked.get("model") or names[0]
     if path in (CHAT, COMPLETIONS):
         _check_sampling(path, asked, most_tokens)
+
+
+def read_weight_version(content_type: str, body: bytes) -> str:
+    """Return the name that a request gives the weights. Raise Refusal. A body of another kind has no such field."""
+    kind = content_type.partition(";")[0].strip().lower()
+    is_json = kind.startswith("application/") and kind.endswith(("/json", "+json"))
+    asked = _read_json(body) if is_json and body else None
+    version = asked.get("new_version") if isinstance(asked, dict) else None
+    if not isinstance(version, str):
+        raise invalid("new_version", "Input should be a valid string")
+    return version
 
 
 def change_adapters(

@@ -112,6 +112,7 @@ class Engine:
                     reason=outcome.reason,
                     last_log_lines=outcome.last_log_lines,
                     engine_restarts=restarts.total,
+                    weight_version="",
                 )
             await self._clear_up()
             if may_be_cache:
@@ -180,11 +181,11 @@ class Engine:
         self.keeper.update(state="ready", stage="ready", progress=None, reason=None, last_log_lines=())
         at = self._endpoint.address
         _log.info("%s is ready at https://%s:%d", options.service, at.host, at.port)
-        following = asyncio.create_task(adapters.follow())
+        following = [asyncio.create_task(it) for it in (adapters.follow(), self.watch.follow_weights())]
         try:
             reason = await self.watch.run()
         finally:
-            await _cancel(following)
+            await _cancel(*following)
         return Outcome(
             failed_part="engine", reason=f"engine {reason}", exit_code=1, last_log_lines=tuple(child.last_log_lines)
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import logging
 import re
 import threading
@@ -15,7 +16,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from hpc_serve.job.engine.health import EngineAddress, Look, SmallRequest, ask, look
+from hpc_serve.job.engine.health import EngineAddress, Look, SmallRequest, ask, look, read_weight_version
 from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.rendezvous.gate_headers import ENGINE_WORDS
 from hpc_serve.vllm.log import is_decoder_note, is_idle_report
@@ -137,6 +138,15 @@ class EngineWatch:
                 canary.start()
             if answers.complaint and answers.complaint_s >= self.give_up_s:
                 return f"was unresponsive for {answers.complaint_s:.0f} s: {answers.complaint}"
+
+    async def follow_weights(self) -> None:
+        """Write in the record what the engine calls its weights, until cancelled or it has no such route."""
+        version: str | None = self.keeper.record.weight_version
+        while version is not None:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                version = await asyncio.to_thread(read_weight_version, self.address, tell_port=self._ports.append)
+            self.keeper.update(weight_version=version or "")
+            await asyncio.sleep(self.interval_s)
 
     def is_noise(self, line: str) -> bool:
         """Return whether a line of the engine's log tells of nothing but what this watch has asked."""

@@ -184,6 +184,19 @@ def look(engine: EngineAddress, *, timeout_s: float, tell_port: Callable[[int], 
     return Look(status=answer.status, words=answer.headers.get(ENGINE_HEADER.decode()))
 
 
+def read_weight_version(engine: EngineAddress, *, tell_port: Callable[[int], None]) -> str | None:
+    """Return what the engine calls the weights that it has; "" if its ranks differ, None if it has no such route.
+
+    vLLM has the route in its development mode. Raises OSError or HTTPException without an answer.
+    """
+    answer = _ask(engine, "GET", "/weight_info", tell_port=tell_port)
+    if answer.status == 404:
+        return None
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        return str(json.loads(answer.content)["weight_version"])[:_LONGEST_REASON]
+    return ""
+
+
 def requests_under_way(engine: EngineAddress) -> int | None:
     """Return the number of requests that run or wait; None if the engine's metrics have no such figures.
 

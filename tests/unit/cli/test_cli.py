@@ -37,7 +37,7 @@ STATUS_KEYS = {
     *("num_nodes", "gpus_per_node", "tensor_parallel_size", "pipeline_parallel_size", "restart", "replica", "engine"),
     *("submitted_at", "started_at", "updated_at", "failed_part", "exit_code", "last_log_lines", "end_reported_by_job"),
     *("state_since", "engine_restarts", "cache", "loading", "pending_reason", "time_left", "successor"),
-    *("successor_job_id", "measured", "predicted", "machine"),
+    *("successor_job_id", "measured", "predicted", "machine", "weight_version"),
 }
 
 
@@ -431,11 +431,13 @@ def test_status_of_one_service_says_it_all(store, ran):
 def test_status_says_since_when_an_engine_is_unresponsive(store, ran):
     words = {"reason": "its engine leaves /health unanswered", "state_since": 1_800_000_000.0, "engine_restarts": 2}
     words["cache"] = "warm, from /tmp/c on this node"
+    words["weight_version"] = "step-200"
     words["loading"] = "prefetch: 140.0 GiB on gpfs, 500.0 GiB of memory are free"
     store.write(make_record(service="8b", cluster="local", state="unresponsive", stage="unresponsive", **words))
     out = ran(["status", "8b"]).out
     assert "  state      unresponsive: its engine leaves /health unanswered\n" in out
     assert "  restarts   2, of the engine in place\n" in out
+    assert "  weights    version step-200\n" in out
     assert "  caches     warm, from /tmp/c on this node\n" in out
     assert "  loading    prefetch: 140.0 GiB on gpfs, 500.0 GiB of memory are free\n" in out
     assert re.search(r"^  since      2027-01-\d\d \d\d:\d\d:\d\d$", out, re.MULTILINE)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from hpc_serve.job.engine.engine_watch import EngineWatch, HealthAnswers
-from hpc_serve.job.engine.health import EngineAddress, Look, SmallRequest, ask, look
+from hpc_serve.job.engine.health import EngineAddress, Look, SmallRequest, ask, look, told
 from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.trust.connection import Identity
@@ -153,6 +153,34 @@ def test_lines_that_tell_of_its_own_questions_are_no_news(service):
     line = '(APIServer pid=7) INFO:     127.0.0.1:{} - "POST /v1/completions HTTP/1.1" 200 OK'
     assert all(scene.watch.is_noise(line.format(port)) for port in ports)
     assert not scene.watch.is_noise(line.format(1))
+
+
+def test_the_record_says_what_an_engine_calls_its_weights(service, monkeypatch):
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    scene = Scene(service)
+
+    def until(version: str) -> None:
+        wait_for(lambda: scene.keeper.record.weight_version == version, 60)
+
+    async def follow() -> None:
+        following = asyncio.create_task(scene.watch.follow_weights())
+        await asyncio.to_thread(until, "default")
+        for name in ("step-1", "s" * 1000):
+            assert not told(scene.address, "/update_weight_version", {"new_version": name}, timeout_s=60)
+            await asyncio.to_thread(until, name[:200])
+        scene.engine.kill()
+        await asyncio.sleep(0.5)
+        assert not following.done()
+        following.cancel()
+
+    asyncio.run(follow())
+    assert scene.keeper.record.weight_version == "s" * 200
+
+
+def test_an_engine_that_names_no_weights_is_asked_once(service):
+    scene = Scene(service)
+    asyncio.run(asyncio.wait_for(scene.watch.follow_weights(), 60))
+    assert scene.keeper.record.weight_version == ""
 
 
 def test_a_canary_goes_after_all_others_where_the_engine_has_priorities():

@@ -95,6 +95,17 @@ def test_an_engine_that_is_killed_is_started_again_and_found_on_its_new_port(sta
     assert "starting the engine again (1 of 3), 1 s after this end: engine exited with 137" in run.node_log()
 
 
+def test_what_an_engine_calls_its_weights_is_gone_with_it(start):
+    run = start(variables={"VLLM_SERVER_DEV_MODE": "1"})
+    wait_for_start(run, 0)
+    hpc_serve.client.tell_all("8b", "/update_weight_version", {"new_version": "step-200"}, home=run.store.home)
+    wait_for(lambda: run.record.weight_version == "step-200", 60, what="the name of its weights")
+    kill_engine(run)
+    assert run.wait_for_state("starting").weight_version == ""
+    wait_for_start(run, 1)
+    wait_for(lambda: run.record.weight_version == "default", 60, what="the name of the weights that it started with")
+
+
 def test_one_that_hangs_is_ended_and_started_again(start):
     # The record says for so long that it is unresponsive: a machine that stands still misses less.
     run = start(variables={"HPC_SERVE_CANARY_S": "5", "HPC_SERVE_HANG_S": "12"})

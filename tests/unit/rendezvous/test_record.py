@@ -74,7 +74,7 @@ progress, reason, failed_part, exit_code, last_log_lines, hosts, port, nodes, te
 pipeline_parallel_size, num_nodes,
 gpus_per_node, counter, lease_s, started_at, updated_at, log_dir, measured, predicted, certificate,
 state_since, engine_restarts, cache, loading, replicas_per_job, start, signs, drain_cause, data_parallel_size,
-adapters"""
+adapters, weight_version"""
 
 
 def test_what_is_written_is_read():
@@ -104,6 +104,7 @@ ADDED_LATER: dict[str, Any] = {
     "drain_cause": "",
     "data_parallel_size": 1,
     "adapters": {},
+    "weight_version": "",
 }
 
 
