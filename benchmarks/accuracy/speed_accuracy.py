@@ -24,8 +24,11 @@ from hpc_serve.plan.speed.step import Factors
 WITHIN_PER_CENT = 25
 LEAST_TTFT_ROWS = 20
 """Quartiles of fewer rows are not given."""
-ENOUGH = 0.8
-"""Of the sources lie within the bounds of the others."""
+ENOUGH = 0.85
+"""Of the sources lie within the bounds of the others. The goal is 0.8 of new sources.
+
+The formula was chosen with these rows in view: with 0.8 here, 11 of 18 new sources lay in the printed range.
+"""
 LEAST_SOURCES = 4
 """Bounds of fewer are not given."""
 LEAST_CLASS_ROWS = 3
