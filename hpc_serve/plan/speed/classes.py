@@ -101,7 +101,7 @@ def measured_classes(roofline: Roofline) -> dict[str, dict[str, Any]]:
 
 
 def speed_range(roofline: Roofline, traffic: Traffic) -> dict[str, Any] | None:
-    """Return where eight of ten published sources were that had no part in the fit.
+    """Return where at least 17 of 20 published sources were that had no part in the fit.
 
     `measured_by_printed` are the bounds, `sources` their number. None where too few were published.
     """
