@@ -25,7 +25,7 @@ STEPS = ((0, 0.5), (0.5, 1.5), (1.5, 2.5), (2.5, 3.5), (3.5, 5.5), (5.5, 8.5), (
 HEAD = """\
 # What runs of a site teach
 
-<!-- not run: a minute -->
+<!-- not run: minutes -->
 ```bash
 python -m benchmarks.accuracy.speed_learned    # writes this page
 ```
