@@ -81,7 +81,12 @@ CHECKPOINTS = {
             "input_tensors": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32},
         },
         "exclude": ["lm_head"],
-    }
+    },
+    "qwen-fp8": {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "in_proj_a", "in_proj_b"],
+    },
 }
 """The `quantization_config` of checkpoints that no option of the engine describes."""
 
