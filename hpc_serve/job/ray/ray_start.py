@@ -34,9 +34,11 @@ def main() -> None:
             threading.Thread(target=ray_nodes.watch, args=watch, name="ray nodes", daemon=True).start()
         sys.exit(ray_private.run_command_line(argv, is_head=bool(watch)))
     if watch:
-        port = choose_port()
-        argv = [f"--port={port}" if word == "--port=0" else word for word in argv]
-        subprocess.Popen([sys.executable, "-u", "-m", ray_nodes.__name__, *watch, str(port)])
+        if ray_private.missing_names():  # a port in a command line is one that a stranger can take
+            port = choose_port()
+            argv = [f"--port={port}" if word == "--port=0" else word for word in argv]
+            watch = [*watch, str(port)]
+        subprocess.Popen([sys.executable, "-u", "-m", ray_nodes.__name__, *watch])
     os.execvp(argv[0], argv)
 
 
