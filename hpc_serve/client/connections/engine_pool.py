@@ -99,7 +99,7 @@ class EnginePool:
                 connection = idle.pop()
                 idle_s = time.monotonic() - connection.idle_since_s
                 is_young = not connection.is_lost and idle_s < self._keepalive_s
-                if is_young and (idle_s < self.trusts_idle_s or not _is_readable(connection.socket)):
+                if is_young and (idle_s < self.trusts_idle_s or not is_readable(connection.socket)):
                     return connection
                 connection.abort()
         return None
@@ -177,7 +177,7 @@ class EnginePool:
             connection.leave()
 
 
-def _is_readable(connected: Any) -> bool:
+def is_readable(connected: Any) -> bool:
     """Return whether bytes, or the end of a connection, have come; True for a socket that is closed."""
     if (number := connected.fileno()) < 0:
         return True

@@ -45,6 +45,13 @@ class NoJudge:
         return None
 
 
+class HarshJudge(NoJudge):
+    """Whatever it is asked about is lost."""
+
+    def why_lost(self, replica: ReplicaAddress, since_s: float, *, is_silent: bool) -> str | None:
+        return "it was asked about"
+
+
 class Trial:
     """A pool, and an engine that answers each connection by `serve(reader, writer)`."""
 
@@ -255,6 +262,54 @@ def test_an_engine_that_says_nothing_is_late(run):
             await tried.ask(read_s=0.2)
 
     run(trial, says())
+
+
+def test_a_loop_that_was_held_up_reads_what_has_come_before_it_calls_an_engine_lost(service):
+    """The event loop of the gateway runs timers before it looks for what came while it was held up."""
+    uvloop = pytest.importorskip("uvloop")
+    shown, released, sent = service.certificate(), threading.Event(), threading.Event()
+
+    def serve(listening: socket.socket) -> None:
+        with server_context(shown.certificate_file, shown.key_file).wrap_socket(listening.accept()[0], True) as engine:
+            engine.recv(65536)
+            engine.sendall(OK[:-2])
+            released.wait()
+            engine.sendall(OK[-2:])
+            sent.set()
+            engine.recv(1)
+
+    async def trial(replica: ReplicaAddress) -> bytes:
+        pool = LoopPool(HarshJudge())
+        message = Message(method="POST", target=b"/", headers=[], content=b"", extensions={})
+        answer = await pool.send(message, replica, LATE_S)
+
+        def hold_up() -> None:
+            bell.recv(1)
+            released.set()
+            assert sent.wait(LATE_S)
+            while time.monotonic() < answer.connection.wait.look_at_s + 0.2:
+                time.sleep(0.1)
+
+        bell, rope = socket.socketpair()
+        asyncio.get_running_loop().add_reader(bell, hold_up)
+        reading = asyncio.create_task(answer.read_all())
+        await asyncio.sleep(0)
+        rope.send(b"x")
+        try:
+            return await reading
+        finally:
+            pool.close()
+            asyncio.get_running_loop().remove_reader(bell)
+            bell.close()
+            rope.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, args=[listening])
+        thread.start()
+        identity = Identity(certificate=shown.certificate, api_key="k")
+        address = ReplicaAddress(name="1.json", host="127.0.0.1", port=listening.getsockname()[1], identity=identity)
+        assert uvloop.run(trial(address)) == b"ok"
+        thread.join()
 
 
 def test_a_request_that_is_given_up_ends_its_connection(run, kind):
