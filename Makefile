@@ -8,13 +8,12 @@ SUDO := $(if $(filter 0,$(shell id -u)),,sudo --preserve-env=HPC_SERVE_KEEP_CLUS
 # SLURM=trixie: the cluster's hosts are of that Debian, with its Slurm, in a root of its own (tests/cluster/SLURM_VERSIONS.md).
 LATER_DEBIANS = /var/lib/hpc-serve-debian
 SLURM_ROOT ?= $(if $(SLURM),$(LATER_DEBIANS)/$(SLURM))
-PYTHON_AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 COVERED_CHECKOUT="$(CURDIR)" \
+PYTHON_AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 $(if $(COVERAGE),COVERED_CHECKOUT="$(CURDIR)") \
 	$(if $(SLURM_ROOT),HPC_SERVE_CLUSTER_OS="$(SLURM_ROOT)") $(if $(IMAGE),HPC_SERVE_IMAGE_BASE="$(IMAGE)") \
 	$(if $(TRANSCRIPTS),HPC_SERVE_TRANSCRIPTS="$(TRANSCRIPTS)") \
 	$(if $(REAL_REPLICAS),HPC_SERVE_REAL_REPLICAS=$(REAL_REPLICAS)) $(VENV)/bin/python
 # Two processes, each with a cluster: real engines in one, the stub in the other (tests/support/two_processes.py).
 TWO_PROCESSES = --numprocesses=2 --dist=loadscope
-COVERAGE = --cov --cov-config=setup.cfg --cov-report=term:skip-covered
 SHELL_SCRIPTS = .ci/run $(wildcard envs/*.sh examples/*.sh sbatch/*.sh tests/cluster/*.sh)
 
 .PHONY: help
@@ -114,8 +113,9 @@ versions: ## unit tests under each further Python of this machine, without an en
 	@envs/versions.sh --first-cases $(VERSIONS)
 
 .PHONY: coverage
-coverage: ## the lines of hpc_serve that the last `make test` did not reach
-	@COVERED_CHECKOUT="$(CURDIR)" $(VENV)/bin/coverage report --show-missing --skip-covered $(ARGS)
+coverage: COVERAGE = --cov --cov-config=setup.cfg --cov-report=
+coverage: test ## `make test`, which takes half as long again so, and the lines of hpc_serve that it did not reach
+	@COVERED_CHECKOUT="$(CURDIR)" $(VENV)/bin/coverage report --show-missing --skip-covered
 
 .PHONY: check
 check: packages venv ## ruff (rules and format), the arrows between packages, mypy, shellcheck, bash -n

@@ -1,5 +1,5 @@
 """Counts which lines of hpc_serve run in the programs that tests start. envs/venv.sh puts this file into `.venv`, where
-every Python imports it; it acts only where COVERED_CHECKOUT names a checkout, as `make test` does.
+every Python imports it; it acts only where COVERED_CHECKOUT names a checkout, as `make coverage` does.
 
 Engines, Ray and their workers are left alone: they run nothing of hpc_serve but the gate, which has tests of its own,
 and Python 3.11 calls a tracer for every call, in whatever module: 37 % more CPU time for `vllm serve`.
