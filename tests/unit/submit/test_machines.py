@@ -212,6 +212,12 @@ class TestSubmit:
         assert "s has 3 replicas now; it had 2 before" in out
         assert "s has 4 replicas now; it had 2 before" in out
 
+    def test_the_note_on_too_many_counts_a_job_that_is_told_to_end(self, store, slurm, capsys):
+        submit()
+        want_stop_of(store, find(store, "101"))
+        submit()
+        assert "s has 2 replicas now; it had 1 before" in capsys.readouterr().out
+
     def test_one_machine_is_not_of_several_kinds(self, store, slurm, capsys):
         assert submit("--replicas", "a100:1,l40s:1", "--cluster", "local") != 0
         assert "--cluster local runs on this machine alone, not on a100 and l40s" in capsys.readouterr().err
