@@ -127,11 +127,7 @@ def list_adapters(store: ServiceStore, service: str) -> list[Listed]:
             path=adapter.path,
             added_at=adapter.added_at,
             loaded=tuple(replica_of(one) for one in records if one.state != "starting" and name in one.adapter_names),
-            faults={
-                replica_of(one): found.fault
-                for one in records
-                if (found := one.adapters.get(name)) is not None and found.fault
-            },
+            faults={replica_of(one): fault for one in records if (fault := one.adapters.get(name, _NONE).fault)},
         )
         for name, adapter in wanted.items()
     ]
