@@ -131,7 +131,7 @@ def _why_none(result: PlanResult) -> str:
 
 
 def _range(roofline: Roofline, estimate: SpeedEstimate) -> str:
-    """The tokens/s between which eight of ten measurements would be, to two digits."""
+    """The tokens/s between which 17 of 20 measurements would be, to two digits."""
     bounds = None if estimate.is_ideal else range_of(roofline, estimate)
     if bounds is None:
         return ""

@@ -76,7 +76,7 @@ def cluster_named(
     (4, 4)
     """
     if "," in name:
-        parts = [part.strip() for part in name.split(",") if part.strip()]
+        parts = [part.strip() for part in name.split(",") if part.strip()] or [name]
         device = least_of([accelerator(part, total_bytes=total_bytes) for part in parts])
         base, count = name, None
     else:

@@ -133,7 +133,7 @@ def measured_text(estimates: Sequence[SpeedEstimate]) -> str | None:
 
 
 def range_of(roofline: Roofline, estimate: SpeedEstimate) -> tuple[float, float] | None:
-    """Return the range of an expected speed, in multiples of it: eight of ten measurements are there."""
+    """Return the range of an expected speed, in multiples of it: 17 of 20 measurements are there."""
     if estimate.measured is not None:
         return estimate.measured.bounds
     found = speed_range(roofline, estimate.traffic)

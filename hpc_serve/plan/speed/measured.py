@@ -16,8 +16,8 @@ REPEATED = 0.09
 runs adds as much. Published rows differ so (docs/evidence/learned.md)."""
 _ANY_RATIO = (1e-9, 1e9)
 """The range of a speed of which nothing is published."""
-_EIGHT_OF_TEN = 1.28
-"""Standard deviations to each side that hold eight of ten values of a normal distribution."""
+_OF_RANGE = 1.44
+"""Standard deviations to each side that hold 17 of 20 values of a normal distribution, as the published range does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class MeasuredRun:
 class Correction:
     """What `runs` near runs say: printed tokens/s are multiplied by `ratio`.
 
-    Eight of ten measurements would be between the `bounds`, in multiples of the corrected figure.
+    17 of 20 measurements would be between the `bounds`, in multiples of the corrected figure.
     """
 
     runs: int
@@ -96,7 +96,7 @@ class MeasuredHere:
         if published is None and len(self.runs) < 2:
             return None
         low, high = map(math.log, published or _ANY_RATIO)
-        spread = (high - low) / 2 / _EIGHT_OF_TEN
+        spread = (high - low) / 2 / _OF_RANGE
         excess = self._excess if len(self.runs) > 1 else [_outside(run.log_ratio, low, high) for run in self.runs]
         weights, logs = [], []
         for run, beyond in zip(self.runs, excess, strict=True):

@@ -29,6 +29,7 @@ _POLL_S = 0.5
 _KEPT = 64
 """Adapters that an engine keeps in the node's memory. It reads others again for each request, and ends if it cannot."""
 _LONGEST_LOAD_S = 660.0  # a launcher gives its engine ten minutes
+_NONE = Adapter(path="", added_at=0.0)  # in the place of an adapter that is not there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ def remove_adapter(store: ServiceStore, service: str, name: str) -> Told:
     if name not in there:
         raise InvalidRequestError(f"{service} has no adapter {name}; it has {', '.join(there) or 'none'}.")
     _change(store, service, lambda found: _without(found, name), replicas=len(live))
-    told, faults = _wait(store, service, live, name, None)
+    told, faults = _wait(store, service, live, name, _NONE)
     if faults:
         raise WaitTimeoutError(f"{name} is not wanted of {service} any more. {_words(faults)}.")
     return told
@@ -126,11 +127,7 @@ def list_adapters(store: ServiceStore, service: str) -> list[Listed]:
             path=adapter.path,
             added_at=adapter.added_at,
             loaded=tuple(replica_of(one) for one in records if one.state != "starting" and name in one.adapter_names),
-            faults={
-                replica_of(one): found.fault
-                for one in records
-                if (found := one.adapters.get(name)) is not None and found.fault
-            },
+            faults={replica_of(one): fault for one in records if (fault := one.adapters.get(name, _NONE).fault)},
         )
         for name, adapter in wanted.items()
     ]
@@ -240,32 +237,29 @@ def _without(found: Mapping[str, Adapter], name: str) -> dict[str, Adapter]:
 
 
 def _wait(
-    store: ServiceStore, service: str, live: Sequence[ReplicaStatus], name: str, wanted: Adapter | None
+    store: ServiceStore, service: str, live: Sequence[ReplicaStatus], name: str, wanted: Adapter
 ) -> tuple[Told, dict[str, str]]:
-    """Wait until each ready replica says that it has an adapter, or has it no more; returns the faults by replica.
+    """Wait until each ready replica says that it has what is `wanted` as `name`; returns the faults by replica.
 
-    It is their records that say so: neither Slurm nor an engine is asked. Raises InvalidRequestError if somebody else
-    wants another adapter of that name meanwhile, or none.
+    Their records say so: neither Slurm nor an engine is asked. Raises InvalidRequestError if somebody else wants
+    another adapter of that name meanwhile, or none.
     """
     began_s = time.monotonic()
     while True:
-        if wanted_adapters(store, service).get(name) != wanted:
+        if wanted_adapters(store, service).get(name, _NONE) != wanted:
             raise InvalidRequestError(
                 f"Somebody else has added or removed {name} meanwhile: hpc-serve adapter list {service}"
             )
         records = store.read(service).records if live else ()
         serving = [one for one in records if one.state in ("ready", "unresponsive") and not one.is_overdue(time.time())]
-        said = {replica_of(one): one.adapters.get(name) for one in serving}
-        added_at = wanted.added_at if wanted is not None else None
-        done = {
-            replica: one for replica, one in said.items() if (one.added_at if one is not None else None) == added_at
-        }
-        faults = {replica: one.fault for replica, one in done.items() if one is not None and one.fault}
-        late = said.keys() - done.keys()
+        here = {replica_of(one): one.adapters.get(name, _NONE) for one in serving}
+        done = [replica for replica, adapter in here.items() if adapter.added_at == wanted.added_at]
+        faults = {replica: here[replica].fault for replica in done if here[replica].fault}
+        late = here.keys() - done
         if late and time.monotonic() - began_s > _LONGEST_LOAD_S:
             faults |= dict.fromkeys(late, "its launcher has said nothing of it in time")
         if faults or not late:
-            coming = tuple(one.name for one in live if one.name not in said)
+            coming = tuple(one.name for one in live if one.name not in here)
             return Told(done=tuple(done), coming=coming), faults
         time.sleep(_POLL_S)
 

@@ -101,7 +101,7 @@ def step(
 def settle(store: ServiceStore, service: str, *, drain_s: float = _DRAIN_S) -> Done:
     """Do all that is to be done now for what is wanted, in turns with other programs that do the same.
 
-    If the jobs of one kind of machine are refused, those of the other kinds are submitted before the error is raised.
+    If the jobs of one kind of machine are refused, those of the other kinds are submitted, and the error names them.
     Raises HpcServeError; SchedulerUnavailableError where Slurm does not answer.
     """
     done, refused = Done(), list[HpcServeError]()
@@ -113,13 +113,14 @@ def settle(store: ServiceStore, service: str, *, drain_s: float = _DRAIN_S) -> D
             changed, more = step(looker, seen, windows=Windows(), drain_s=drain_s)
         except HpcServeError as error:
             refused.append(error)
-            if len(refused) >= len(seen.machines):
-                raise refused[0] from None
-            continue
+            if len(refused) < len(seen.machines):
+                continue
+            changed, more = seen, Done()
         done += more
         if changed is not None and not more.decisions:
             if refused:
-                raise refused[0]
+                jobs = ", ".join(f"{job.job_id} ({job.machine})" for job in done.added)
+                raise type(refused[0])(f"{refused[0]} Submitted all the same: job {jobs}.") if jobs else refused[0]
             if looker.slurm.problem:
                 raise SchedulerUnavailableError(looker.slurm.problem)
             return done

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError, SiteFileError
+from hpc_serve.plan.hardware.cluster import cluster_named
 from hpc_serve.rendezvous.ownership import check_chosen
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE
 from hpc_serve.sizes import parse_size
@@ -176,6 +177,8 @@ def _check(profile: SiteProfile, path: Path) -> None:
         if named := getattr(profile, name):
             check_chosen(Path(named), called=f"site file {path}: {name}")
     try:
+        if profile.gpu:
+            cluster_named(profile.gpu, total_bytes=1)
         profile.slurm_options()
         _ = profile.gpu_memory_bytes
         if profile.cache_size not in (None, "0"):

@@ -33,10 +33,10 @@ def store(tmp_path):
     return store
 
 
-def submit(store, *, gpu="h100-80gb", args=(), gpu_memory_bytes=None, **fields):
-    sizes = {"tensor_parallel_size": 2, "num_nodes": 1, "gpus_per_node": 2}
-    store.write(make_record(job_id="1", model=MODEL, **sizes, **fields))
-    submitted = make_submitted(job_id="1", model=MODEL, gpu=gpu, engine_args=args, gpu_memory_bytes=gpu_memory_bytes)
+def submit(store, *, job_id="1", gpus=2, gpu="h100-80gb", args=(), gpu_memory_bytes=None, **fields):
+    sizes = {"tensor_parallel_size": gpus, "num_nodes": 1, "gpus_per_node": gpus}
+    store.write(make_record(job_id=job_id, model=MODEL, **sizes, **fields))
+    submitted = make_submitted(job_id=job_id, model=MODEL, gpu=gpu, engine_args=args, gpu_memory_bytes=gpu_memory_bytes)
     store.write_submitted(submitted)
 
 
@@ -96,6 +96,16 @@ def test_others_weights_and_another_accelerator_are_not_kept(store):
     with pytest.raises(NoPlanError, match="its accelerator is not known"):
         measured_run(store, run_of(), gpu=None)
     assert measured_run(store, run_of(), gpu="h200").case.accelerator == "h200-141gb"
+
+
+def test_replicas_of_one_layout_are_kept_and_those_of_several_are_not(store):
+    run = run_of(replicas=("1-r0-0", "2-r0-0"))
+    submit(store, job_id="2")
+    one = measured_run(store, run, gpu=None)
+    assert one.printed_tokens_per_s == pytest.approx(predict(store, run, gpu=None)["output_throughput"])
+    submit(store, job_id="2", gpus=1)
+    with pytest.raises(NoPlanError, match="its replicas have several layouts"):
+        measured_run(store, run, gpu=None)
 
 
 @pytest.mark.parametrize(

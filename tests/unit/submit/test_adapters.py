@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ from hpc_serve.submit.services import services
 from hpc_serve.trust.connection import Identity
 from tests.support.adapters import make_adapter
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.patience import wait_until
+from tests.support.patience import connect_to_all, wait_until
 from tests.support.stubs import StubService, make_submitted
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
@@ -42,7 +43,8 @@ class Launchers:
         self.keepers: list[RecordKeeper] = []
         self._running: list[concurrent.futures.Future[None]] = []
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
 
     def start(self, *words: str, has_room: bool = True) -> None:
         job_id = str(100 + len(self.keepers))
@@ -70,9 +72,17 @@ class Launchers:
         for running in self._running:
             running.cancel()
 
+    async def _end(self) -> None:
+        """Stop the loop once all that was cancelled has ended."""
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
+        self._loop.stop()
+
     def close(self) -> None:
         self.pause()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        self._thread.join(timeout=60)
+        assert not asyncio.all_tasks(self._loop)
+        self._loop.close()
         self.stubs.close()
 
 
@@ -89,8 +99,8 @@ def good(tmp_path) -> Path:
     return make_adapter(tmp_path / "good", hidden=4096, layers=1, rank=1, base_model_name_or_path=f"x/{MODEL}")
 
 
-def answer_of(model: str) -> str:
-    client = connect("8b")
+def answer_of(model: str, client: Any = None) -> str:
+    client = client or connect("8b")
     return str(client.completions.create(model=model, prompt="Why?").choices[0].text)
 
 
@@ -171,8 +181,8 @@ def test_a_replica_of_other_options_says_that_it_has_no_room(launchers, good, st
     assert run(["adapter", "add", "8b", "sql", str(good)]) == 0
     launchers.start(*ROOM, "--api-server-count", "2", has_room=False)
     assert "no room for adapters" in launchers.keepers[1].record.adapters["sql"].fault
-    # Clients ask the one that has it.
-    assert {answer_of("sql").split()[0] for _ in range(6)} == {f"adapter-{good}"}
+    client = connect_to_all(launchers.stubs, 2)  # it asks the one that has it
+    assert {answer_of("sql", client).split()[0] for _ in range(6)} == {f"adapter-{good}"}
 
 
 def test_changed_files_in_the_same_folder_are_no_other_adapter(launchers, good, capsys):

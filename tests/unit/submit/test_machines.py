@@ -116,6 +116,8 @@ class TestSite:
             ("machines: {a: l4}", "must hold settings"),
             ("machines: {a: {gpu: l4, partion: x}}", "Did you mean partition"),
             ("machines: {a: {gpu: l4, time: soon}}", "soon"),
+            ("machines: {a: {gpu: l400}}", "'l400' is not an accelerator in the catalogue. Did you mean l40s"),
+            ("machines: {a: {gpu: ','}}", "',' is not an accelerator"),
             ("machines: {a: {gpu: l4, venv: /x, conda: y}}", "venv and conda"),
         ],
     )
@@ -209,6 +211,12 @@ class TestSubmit:
         out = capsys.readouterr().out
         assert "s has 3 replicas now; it had 2 before" in out
         assert "s has 4 replicas now; it had 2 before" in out
+
+    def test_the_note_on_too_many_counts_a_job_that_is_told_to_end(self, store, slurm, capsys):
+        submit()
+        want_stop_of(store, find(store, "101"))
+        submit()
+        assert "s has 2 replicas now; it had 1 before" in capsys.readouterr().out
 
     def test_one_machine_is_not_of_several_kinds(self, store, slurm, capsys):
         assert submit("--replicas", "a100:1,l40s:1", "--cluster", "local") != 0
@@ -351,7 +359,7 @@ class TestScale:
     def test_a_refused_kind_does_not_keep_the_others_away(self, store, slurm, ran):
         submit("--replicas", "a100:1,l40s:1", "--keep-up")
         refuse_ampere(slurm)
-        with pytest.raises(HpcServeError, match="sbatch refused"):
+        with pytest.raises(HpcServeError, match=r"sbatch refused .* Submitted all the same: job 103_0 \(l40s\)\.$"):
             scale(store, "s", {"a100": 2, "l40s": 2})
         assert list(jobs(store).values()) == ["a100", "l40s", "l40s"]
         assert "on a100: one could not be added: sbatch refused" in " ".join(ran(["status", "s"]).out.split())
@@ -389,7 +397,7 @@ def test_where_one_kind_is_refused_the_others_wake_and_stay_awake(store, slurm):
     stop_all(store, slurm)
     before = {job.job_id: job.machine for job in store.read_submitted("s")}.items()
     refuse_ampere(slurm)
-    with pytest.raises(HpcServeError, match="sbatch refused"):
+    with pytest.raises(HpcServeError, match=r"sbatch refused .* job 103_0 \(l40s\)\.$"):
         wake(store, "s")
     assert {job.job_id: job.machine for job in store.read_submitted("s")}.items() - before == {("103_0", "l40s")}
     assert wanted(store).state == "awake"
