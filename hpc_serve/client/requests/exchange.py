@@ -96,10 +96,12 @@ class Exchange:
                 if (shown := self._repeats.shown(error)) is error:
                     raise
                 raise shown from error
-            if attempt.answer.status_code < 500:
+            status = attempt.answer.status_code
+            if status < 500 and status != 404:
                 return self._take_answer(attempt)
             try:
-                self._watch.mark_suspect(attempt.replica)
+                if status >= 500:
+                    self._watch.mark_suspect(attempt.replica)
                 if not (await self._is_for_another(attempt.answer, attempt.replica)):
                     return self._take_answer(attempt)
             except BaseException:
@@ -191,13 +193,18 @@ class Exchange:
     # -- whether again
 
     async def _is_for_another(self, answer: EngineAnswer, replica: ReplicaAddress) -> bool:
-        """Whether this 5xx means that no work was begun, so that another replica may get the request.
+        """Whether this 404 or 5xx means that no work was begun, so that another replica may get the request.
 
-        vLLM answers 500 to requests that arrive while it shuts down, and to requests that broke it. The record tells
-        which: a request that broke one engine must not be sent to the next.
+        vLLM answers 404 for an adapter that it lacks, and a replica that is not known yet may have it. It answers 500
+        to requests that arrive while it shuts down, and to requests that broke it. The record tells which: a request
+        that broke one engine must not be sent to the next.
         """
         if not self._repeats.is_replayable:
             return False
+        if answer.status_code == 404:
+            with contextlib.suppress(HpcServeError):
+                await self._here.call(self._watch.refresh)
+            return any(self._model in other.adapters for other in self._watch.pool.others(self._tried))
         if answer.status_code == 503:
             return is_draining(answer.headers)
         if answer.status_code != 500:

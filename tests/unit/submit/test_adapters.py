@@ -183,6 +183,8 @@ def test_a_replica_of_other_options_says_that_it_has_no_room(launchers, good, st
     assert "no room for adapters" in launchers.keepers[1].record.adapters["sql"].fault
     client = connect_to_all(launchers.stubs, 2)  # it asks the one that has it
     assert {answer_of("sql", client).split()[0] for _ in range(6)} == {f"adapter-{good}"}
+    client._watch.pool.drop(launchers.keepers[0].record.name)  # as before the first one has answered `connect`
+    assert answer_of("sql", client).split()[0] == f"adapter-{good}"
 
 
 def test_changed_files_in_the_same_folder_are_no_other_adapter(launchers, good, capsys):
