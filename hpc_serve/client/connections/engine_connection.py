@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import select
 import ssl
 from collections.abc import Mapping
 from contextlib import suppress
@@ -107,7 +108,12 @@ class EngineConnection:
         return answer
 
     def check(self) -> float | None:
-        """Return how long to wait on; None if the answer was waited for too long, and is given up."""
+        """Return how long to wait on; None if the answer was waited for too long, and is given up.
+
+        What has come is read first: a loop or thread that did not run may find an engine silent which is not.
+        """
+        if not self.is_full and is_readable(self.socket):
+            return 0.001
         try:
             if (wait_s := self.wait.again()) is not None:
                 return wait_s
@@ -290,3 +296,12 @@ class EngineAnswer(Body):
         """Let the reader look, and begin another wait if there is nothing for it."""
         if self.woken is not None and not self.woken.done():
             self.woken.set_result(None)
+
+
+def is_readable(connected: Any) -> bool:
+    """Return whether bytes, or the end of a connection, have come; True for a socket that is closed."""
+    if (number := connected.fileno()) < 0:
+        return True
+    asked = select.poll()
+    asked.register(number, select.POLLIN)
+    return bool(asked.poll(0))

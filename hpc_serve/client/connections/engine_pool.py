@@ -6,7 +6,6 @@ do in their own way is in `thread_pool` and `loop_pool`.
 
 from __future__ import annotations
 
-import select
 import socket
 import ssl
 import threading
@@ -15,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpc_serve.client.connections.answer_wait import Judge
-from hpc_serve.client.connections.engine_connection import EngineAnswer, EngineConnection
+from hpc_serve.client.connections.engine_connection import EngineAnswer, EngineConnection, is_readable
 from hpc_serve.client.connections.message import Message
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
@@ -175,12 +174,3 @@ class EnginePool:
         self._lock, self._room = threading.RLock(), self._make_room(1)
         for connection in self.connections:
             connection.leave()
-
-
-def is_readable(connected: Any) -> bool:
-    """Return whether bytes, or the end of a connection, have come; True for a socket that is closed."""
-    if (number := connected.fileno()) < 0:
-        return True
-    asked = select.poll()
-    asked.register(number, select.POLLIN)
-    return bool(asked.poll(0))

@@ -15,7 +15,7 @@ import anyio
 
 from hpc_serve.client.connections.answer_wait import Judge
 from hpc_serve.client.connections.engine_connection import EngineAnswer, EngineConnection, Owner
-from hpc_serve.client.connections.engine_pool import LIMITS, EnginePool, is_readable
+from hpc_serve.client.connections.engine_pool import LIMITS, EnginePool
 from hpc_serve.client.replicas.event_loops import Places
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.rendezvous.gate_headers import PROCESSING
@@ -154,8 +154,7 @@ class LoopPool(EnginePool):
     def _look(self) -> None:
         now_s = time.monotonic()
         for connection in list(self.connections):
-            # What has come is read first: a loop that did not run may find a replica silent which is not.
-            if connection.wait.look_at_s <= now_s and not is_readable(connection.socket):
+            if connection.wait.look_at_s <= now_s:
                 connection.check()
         self._end_idle()
         self._timer = self._loop.call_later(_LOOK_S, self._look) if self.connections else None

@@ -16,7 +16,7 @@ from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.trust.connection import Identity
-from tests.unit.client.test_engine_pool import OK, NoJudge
+from tests.unit.client.test_engine_pool import OK, HarshJudge, NoJudge
 
 ADDRESS = ReplicaAddress(name="1.json", host="x", port=1, identity=Identity(certificate="", api_key="k"))
 
@@ -43,9 +43,9 @@ def ends() -> Iterator[tuple[CountingSocket, socket.socket]]:
         yield ours, other
 
 
-def ask(ours: socket.socket, content: bytes = b"{}", **timeouts: float) -> bytes:
+def ask(ours: socket.socket, content: bytes = b"{}", *, judge: NoJudge | None = None, **timeouts: float) -> bytes:
     """The body of an answer over a connection in the clear."""
-    connection = ThreadConnection(ThreadPool(NoJudge()), ADDRESS, NoJudge(), ours)
+    connection = ThreadConnection(ThreadPool(NoJudge()), ADDRESS, judge or NoJudge(), ours)
     extensions = {"timeout": {"read": 30.0, "write": 30.0, **timeouts}}
     message = Message(method="POST", target=b"/", headers=[], content=content, extensions=extensions)
 
@@ -53,6 +53,20 @@ def ask(ours: socket.socket, content: bytes = b"{}", **timeouts: float) -> bytes
         return await (await connection.ask(message, None)).read_all()
 
     return run_blocking(whole())
+
+
+def test_a_thread_that_was_held_up_reads_what_has_come_before_it_calls_an_engine_lost(
+    ends: tuple[CountingSocket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, other = ends
+
+    def recv(connected: socket.socket, size: int) -> bytes:
+        monkeypatch.undo()
+        other.sendall(OK)
+        raise TimeoutError  # nothing came in time, and then the thread did not run until something had
+
+    monkeypatch.setattr(CountingSocket, "recv", recv, raising=False)
+    assert ask(ours, judge=HarshJudge()) == b"ok"
 
 
 def test_a_request_is_sent_in_one_piece(ends: tuple[CountingSocket, socket.socket]) -> None:
