@@ -118,6 +118,7 @@ class AnswerWait:
 
     def end(self, data: bytes) -> None:
         """Note the bytes that came, which end the wait; b"" is the end of the connection."""
+        self.stop()  # their reader may run later than whoever looks next
         now_s = self._clock()
         if data:
             self._limit.note(now_s, now_s - self._since_s if self.expects_signs else 0.0)

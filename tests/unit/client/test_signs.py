@@ -1,6 +1,7 @@
 """The one rule: a replica that sends nothing for longer than its limit is lost, if another ready one answers."""
 
 import asyncio
+import math
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +99,14 @@ def test_silence_over_the_limit_is_a_loss_if_another_answers(judge):
     judge.clock.now_s += ASK_BEFORE_S
     with pytest.raises(ReplicaLostError, match="a is lost: another answers"):
         wait.again()
+
+
+def test_a_wait_that_has_ended_is_looked_at_no_more(judge):
+    wait = AnswerWait(address(), judge)
+    wait.begin(None)
+    assert wait.look_at_s < math.inf
+    wait.end(b"HTTP/1.1 200 OK")
+    assert wait.look_at_s == math.inf
 
 
 def test_silence_without_another_replica_is_waited_for_and_then_remembered(judge):
