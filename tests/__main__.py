@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import wait_for
 from tests.cluster.leftovers import remove_leftovers
 
 MAX_AGAIN = 8  # more failures than this are a fault, not chance
@@ -54,8 +55,16 @@ def _pytest(words: list[str]) -> int:
             except KeyboardInterrupt:
                 continue
             except SystemExit:
-                process.terminate()
+                _terminate(process.pid)
                 raise
+
+
+def _terminate(pid: int) -> None:
+    """End pytest and its workers. A worker that goes on would keep its cluster."""
+    workers = [Path("/proc", each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    for each in (*(int(worker.name) for worker in workers), pid):
+        os.kill(each, signal.SIGTERM)
+    wait_for(lambda: not any(worker.exists() for worker in workers), 30, what="the end of pytest's workers")
 
 
 def _failed(cache: Path) -> list[str]:
