@@ -33,6 +33,7 @@ from hpc_serve.rendezvous.gate_headers import SIGNS
 from hpc_serve.rendezvous.store import ServiceStore
 
 CLIENT_LEFT = 499
+_SAVE_S = 1.0
 _MODELS = b"/v1/models"
 _VARY = (b"vary", b"Origin")
 
@@ -47,7 +48,7 @@ class Gateway:
         self._key = settings.key.encode() if settings.key is not None else None
         has_people = settings.key is not None and store.owner is None
         self._people = People(store.home / "gateway") if has_people else None
-        self._metrics = Metrics()
+        self._metrics = Metrics(settings.counts_file)
         self._directory = Directory(store, settings, self._metrics.of)
         self._metrics.directory = self._directory
         self._held_bytes = 0
@@ -59,6 +60,13 @@ class Gateway:
         self._following = [loop.create_task(self._directory.follow())]
         if self._people is not None:
             self._following.append(loop.create_task(self._people.follow()))
+        if self._settings.counts_file is not None:
+            self._following.append(loop.create_task(self._save_counts()))
+
+    async def _save_counts(self) -> None:
+        while True:
+            self._metrics.save()
+            await asyncio.sleep(_SAVE_S)
 
     async def close(self) -> None:
         for task in self._following:

@@ -6,14 +6,16 @@ They are plain numbers until somebody asks: the library's own counters cost a te
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -30,6 +32,31 @@ _TIMES = {
     "wait_seconds": "How long requests waited here for their turn or for a replica.",
     "first_byte_seconds": "Seconds between a request's turn and the beginning of its answer.",
 }
+
+
+def _text(collector: Collector) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    return generate_latest(registry)
+
+
+class _Sum(Collector):
+    """The sum of what several texts tell."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = texts
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        values: defaultdict[tuple[str, str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
+        for text in self._texts:
+            for family in text_string_to_metric_families(text):
+                families[family.name] = Metric(family.name, family.documentation, family.type)
+                for sample in family.samples:
+                    values[family.name, sample.name, tuple(sample.labels.items())] += sample.value
+        for (family_name, name, labels), value in values.items():
+            families[family_name].add_sample(name, dict(labels), value)
+        return families.values()
 
 
 class Times:
@@ -68,9 +95,13 @@ class Countable(Protocol):
 
 
 class Metrics(Collector):
-    """The counts of one gateway. `directory` says what is under way."""
+    """The counts of one gateway. `directory` says what is under way.
 
-    def __init__(self) -> None:
+    A worker of several writes them into a `file`, and tells the sum of all files of its folder.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file
         self._services: dict[str, Counts] = {}
         self._requests: Counter[tuple[str, str, int]] = Counter()
         self.directory: Countable | None = None
@@ -84,9 +115,17 @@ class Metrics(Collector):
         self._requests[service, route, status] += 1
 
     def text(self) -> bytes:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        return generate_latest(registry)
+        if self._file is None:
+            return _text(self)
+        self.save()
+        return _text(_Sum([file.read_text() for file in self._file.parent.glob("*.prom")]))
+
+    def save(self) -> None:
+        """Write the counts for the other workers."""
+        if self._file is not None:
+            new = self._file.with_suffix(".new")
+            new.write_bytes(_text(self))
+            new.replace(self._file)
 
     def collect(self) -> Iterable[Metric]:
         words = "Requests by the status of their answer; 499: the client left."

@@ -6,7 +6,7 @@ At SIGTERM, SIGINT or SIGHUP it takes no new requests, finishes those under way 
 from __future__ import annotations
 
 import asyncio
-import signal
+import os
 import socket
 import ssl
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from pathlib import Path
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.gateway.listening import MOST_WAITING, ListenAddress
 from hpc_serve.gateway.settings import Settings
+from hpc_serve.gateway.workers import SIGNALS
 from hpc_serve.rendezvous.store import ServiceStore
 
 try:
@@ -115,10 +116,12 @@ def serve(
     certificate: Path | None,
     grace_s: float,
     on_start: Callable[[], None],
+    stops: int | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, by TLS where there is a file with a key and its `certificate`.
 
-    `on_start` is called when requests are answered. Raises HpcServeError.
+    `on_start` is called when requests are answered. `stops` is a worker's pipe, from which its signals come. Raises
+    HpcServeError.
     """
     context = None
     if certificate is not None:
@@ -128,10 +131,17 @@ def serve(
 
     async def run() -> None:
         server = Server(Gateway(store, settings), grace_s=grace_s)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # SIGHUP: the ssh that started it has ended
-            asyncio.get_running_loop().add_signal_handler(number, server.stop)
+        for number in SIGNALS if stops is None else ():
+            loop.add_signal_handler(number, server.stop)
+        if stops is not None:
+            loop.add_reader(stops, read_stop, server, stops)
         await server.run(place.listener, context, on_start)
         await end_tasks()
+
+    def read_stop(server: Server, pipe: int) -> None:
+        if not os.read(pipe, 1):  # the process that started this worker is gone
+            loop.remove_reader(pipe)
+        server.stop()
 
     loop = new_event_loop()
     try:

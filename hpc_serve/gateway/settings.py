@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 MIB = 1 << 20
 
@@ -34,7 +35,8 @@ class Settings:
     Per service, `most_in_flight` requests are with its engines. At most `most_queued` requests wait for their turn or,
     `wait_s` seconds, for a replica. A body has at most `most_body_bytes`, and all bodies held at most
     `most_held_bytes`. Web pages of `origins` may ask. If `wake` is set, a request wakes a service that is asleep.
-    Requests to hosts other than the loopback's and `hosts` are refused; None refuses none.
+    Requests to hosts other than the loopback's and `hosts` are refused; None refuses none. A worker of several writes
+    its counts into `counts_file`, beside those of the others.
     """
 
     services: tuple[str, ...] = ()
@@ -48,3 +50,14 @@ class Settings:
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] | None = ()
     on_demand: OnDemand | None = None
+    counts_file: Path | None = None
+
+    def of_worker(self, number: int, count: int, folder: Path) -> Settings:
+        """Return the settings of a worker: it has an equal part of what may be under way."""
+        return replace(
+            self,
+            most_in_flight=max(self.most_in_flight // count, 1),
+            most_queued=self.most_queued // count,
+            most_held_bytes=max(self.most_held_bytes // count, self.most_body_bytes),
+            counts_file=folder / f"{number}.prom",
+        )

@@ -7,7 +7,9 @@ import os
 import shlex
 import shutil
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -45,6 +47,9 @@ _WITH_KEY = """printf 'header = "Authorization: Bearer %s"' {key} | curl --confi
 )
 @click.option("--max-in-flight", type=click.IntRange(1), default=1000, help="Requests at a service at once [1000].")
 @click.option("--queue", type=click.IntRange(0), default=1000, help="Requests that wait, of each service [1000].")
+@click.option(
+    "--workers", type=click.IntRange(1), default=1, help="Processes, for more load than one core carries [1]."
+)
 @click.option("--max-body", type=SIZE, default="64MiB", metavar="SIZE", help="Largest body of a request [64MiB].")
 @click.option("--allow-origin", "origins", multiple=True, metavar="URL", help="Let web pages of this origin ask.")
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Answer as this host, beside localhost.")
@@ -69,6 +74,7 @@ def gateway_command(
     from hpc_serve.gateway import key as keys
     from hpc_serve.gateway import listening, server, sharing
     from hpc_serve.gateway.settings import Settings
+    from hpc_serve.gateway.workers import run_workers
     from hpc_serve.rendezvous.shares import named_service
     from hpc_serve.rendezvous.store import ServiceStore, default_home
 
@@ -78,6 +84,10 @@ def gateway_command(
         raise click.UsageError("--host needs --port.")
     if share is not None and host is None:
         raise click.UsageError("--share needs --host, an address or name of this host that others reach, and --port.")
+    if options["on_demand"] and options["workers"] > 1:
+        raise click.UsageError("--on-demand starts and ends models in one process: leave --workers out.")
+    if options["max_in_flight"] < options["workers"]:
+        raise click.UsageError("--max-in-flight is shared out among --workers: give at least one request to each.")
     if options["own_keys"] and share is None:
         raise click.UsageError("--own-keys needs --share.")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
@@ -134,13 +144,16 @@ def gateway_command(
                 f"--share needs an address that others reach, and on this host {host} is {place.host}: give --host an"
                 " address of its network, or 0.0.0.0 for all of them."
             )
-        server.serve(
-            place,
-            store,
-            settings,
-            certificate=certificate,
-            grace_s=options["grace"],
-            on_start=lambda: _tell(place, names, home, key_file, shared),
+        serve = partial(server.serve, place, store, certificate=certificate, grace_s=options["grace"])
+        tell = partial(_tell, place, names, home, key_file, shared)
+        if (count := options["workers"]) == 1:
+            serve(settings, on_start=tell)
+            return
+        counts = Path(stack.enter_context(TemporaryDirectory(prefix="hpc-serve-gateway-")))
+        run_workers(
+            count,
+            lambda number, stops: serve(settings.of_worker(number, count, counts), on_start=lambda: None, stops=stops),
+            tell,
         )
 
 
