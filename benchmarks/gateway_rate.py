@@ -1,11 +1,11 @@
 """Requests a second through the gateway, through vllm-router and without them: `python -m benchmarks.gateway_rate`.
 
 Two stub engines answer short chats, whole and as streams. A client that does as little as it can (prepared bytes over
-connections that stay open) asks one engine over TLS, a gateway on its Unix socket, and, where `--router` or PATH has
-it, vllm-router over TCP, which cannot be given a run's certificate: its engines are two more, without TLS. A request on
-each connection goes before a turn, since idle connections to engines are closed while others have theirs. Beside the
-rates stands what a request costs each program in CPU time, which tells more than the rate where programs share cores,
-and where the gateway's own time goes, by package. Ten minutes; needs no engine.
+connections that stay open) asks one engine over TLS, a gateway on its Unix socket, one of two workers, and, where
+`--router` or PATH has it, vllm-router over TCP, which cannot be given a run's certificate: its engines are two more,
+without TLS. A request on each connection goes before a turn, since idle connections to engines are closed while
+others have theirs. Beside the rates stands what a request costs each program in CPU time, which tells more than the
+rate where programs share cores, and where the gateway's own time goes, by package. Ten minutes; needs no engine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.cluster import wait_for
 from tests.support.stubs import StubEngine, StubService
 
 IN_FLIGHT = (1, 16, 64, 256, 1000)
-DIRECT, GATEWAY, ROUTER = "direct", "gateway", "vllm-router"
+DIRECT, GATEWAY, WORKERS, ROUTER = "direct", "gateway", "gateway, 2 workers", "vllm-router"
 KINDS = {"whole answers": False, "streams": True}
 WORDS = 4
 START_S = 120.0
@@ -133,9 +133,9 @@ def cpu_s(pids: Sequence[int]) -> float:
     return sum(int(found[11]) + int(found[12]) for found in fields) / TICKS
 
 
-def start_gateway(home: Path, path: Path, profile: Path | None) -> subprocess.Popen[bytes]:
+def start_gateway(home: Path, path: Path, *words: str, profile: Path | None = None) -> subprocess.Popen[bytes]:
     before = ["-m", "cProfile", "-o", str(profile)] if profile is not None else []
-    argv = [sys.executable, *before, "-m", "hpc_serve.cli", "gateway", "--socket", str(path)]
+    argv = [sys.executable, *before, "-m", "hpc_serve.cli", "gateway", "--socket", str(path), *words]
     started = subprocess.Popen(argv, env={**os.environ, "HPC_SERVE_HOME": str(home)}, stdout=subprocess.DEVNULL)
 
     def listens() -> bool:
@@ -224,7 +224,7 @@ def compare(ways: Mapping[str, Way], options: argparse.Namespace, measured: Meas
 def note_profile(home: Path, path: Path, seconds: float, measured: Measured) -> None:
     """Where the gateway's time goes."""
     profile = path.with_suffix(".profile")
-    gateway = start_gateway(home, path, profile)
+    gateway = start_gateway(home, path, profile=profile)
     client = Client(to_gateway(path), request("none", stream=False), 32)
     client.run(seconds)
     client.close()
@@ -250,13 +250,17 @@ def measure(options: argparse.Namespace, measured: Measured) -> None:
         words = ("--stub-greedy", "--stub-words", str(WORDS))
         engines = [service.start(*words) for _ in range(2)]
         pids = [engine.process.pid for engine in engines]
-        path = folder / "g.sock"
-        gateway = start_gateway(folder / "home", path, None)
+        paths = {GATEWAY: folder / "g.sock", WORKERS: folder / "w.sock"}
+        gateway = start_gateway(folder / "home", paths[GATEWAY])
         stack.callback(end, gateway)
+        first = start_gateway(folder / "home", paths[WORKERS], "--workers", "2")
+        stack.callback(end, first)
+        workers = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
         key = service.key_file.read_text().strip()
         ways = {
             DIRECT: Way(connect=to_engine(engines[0]), key=key, between=[], engines=pids),
-            GATEWAY: Way(connect=to_gateway(path), key="none", between=[gateway.pid], engines=pids),
+            GATEWAY: Way(connect=to_gateway(paths[GATEWAY]), key="none", between=[gateway.pid], engines=pids),
+            WORKERS: Way(connect=to_gateway(paths[WORKERS]), key="none", between=[*map(int, workers)], engines=pids),
         }
         if router:
             names = ("--served-model-name", plain.service)

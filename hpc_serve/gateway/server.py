@@ -6,18 +6,19 @@ At SIGTERM, SIGINT or SIGHUP it takes no new requests, finishes those under way 
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.gateway.listening import MOST_WAITING, ListenAddress
 from hpc_serve.gateway.settings import Settings
-from hpc_serve.gateway.workers import SIGNALS
+from hpc_serve.gateway.workers import CONNECTION, SIGNALS, receive
 from hpc_serve.rendezvous.store import ServiceStore
 
 try:
@@ -46,15 +47,26 @@ class Server:
         self._stops = 0
         self._told = asyncio.Event()
 
-    async def run(self, listener: socket.socket, context: ssl.SSLContext | None, on_start: Callable[[], None]) -> None:
-        """Serve until `stop`. `on_start` is called when requests are answered."""
+    async def run(
+        self,
+        listener: socket.socket,
+        context: ssl.SSLContext | None,
+        on_start: Callable[[], None],
+        *,
+        channel: socket.socket | None = None,
+    ) -> None:
+        """Serve until `stop`. `on_start` is called when requests are answered. A worker has a `channel`."""
         loop = asyncio.get_running_loop()
         handshake_s = TLS_HANDSHAKE_TIMEOUT_S if context is not None else None
         make = partial(ClientConnection, self, loop)
         self.app.start()
-        listening = await loop.create_server(
-            make, sock=listener, ssl=context, ssl_handshake_timeout=handshake_s, backlog=MOST_WAITING
-        )
+        if channel is not None:
+            begin = partial(loop.connect_accepted_socket, make, ssl=context, ssl_handshake_timeout=handshake_s)
+            listening: Any = _Channel(channel, begin, self.stop)
+        else:
+            listening = await loop.create_server(
+                make, sock=listener, ssl=context, ssl_handshake_timeout=handshake_s, backlog=MOST_WAITING
+            )
         on_start()
         while not self._stops:
             await self._wait(_LOOK_S)
@@ -108,6 +120,36 @@ class Server:
         self._without_key.pop(connection, None)
 
 
+class _Channel:
+    """What comes to a worker: connections, for each of which `begin` is called, and signals, for which `stop` is."""
+
+    def __init__(
+        self, channel: socket.socket, begin: Callable[[socket.socket], Awaitable[Any]], stop: Callable[[], None]
+    ) -> None:
+        self._channel, self._begin, self._stop = channel, begin, stop
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop.add_reader(channel, self._receive)
+
+    def _receive(self) -> None:
+        told, connection = receive(self._channel)
+        if not told:
+            self._loop.remove_reader(self._channel)
+        if told != CONNECTION:
+            self._stop()
+        elif connection is not None:  # else this process has too many files
+            task = self._loop.create_task(self._take(connection))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _take(self, connection: socket.socket) -> None:
+        with suppress(OSError):  # it has left, or shows no TLS
+            await self._begin(connection)
+
+    def close(self) -> None:
+        """Signals still come; what connects from now on is refused by the process that accepts."""
+
+
 def serve(
     place: ListenAddress,
     store: ServiceStore,
@@ -116,12 +158,12 @@ def serve(
     certificate: Path | None,
     grace_s: float,
     on_start: Callable[[], None],
-    stops: int | None = None,
+    channel: socket.socket | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, by TLS where there is a file with a key and its `certificate`.
 
-    `on_start` is called when requests are answered. `stops` is a worker's pipe, from which its signals come. Raises
-    HpcServeError.
+    `on_start` is called when requests are answered. A worker's connections and signals come from its
+    `channel`. Raises HpcServeError.
     """
     context = None
     if certificate is not None:
@@ -131,17 +173,10 @@ def serve(
 
     async def run() -> None:
         server = Server(Gateway(store, settings), grace_s=grace_s)
-        for number in SIGNALS if stops is None else ():
+        for number in SIGNALS if channel is None else ():
             loop.add_signal_handler(number, server.stop)
-        if stops is not None:
-            loop.add_reader(stops, read_stop, server, stops)
-        await server.run(place.listener, context, on_start)
+        await server.run(place.listener, context, on_start, channel=channel)
         await end_tasks()
-
-    def read_stop(server: Server, pipe: int) -> None:
-        if not os.read(pipe, 1):  # the process that started this worker is gone
-            loop.remove_reader(pipe)
-        server.stop()
 
     loop = new_event_loop()
     try:

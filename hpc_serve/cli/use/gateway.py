@@ -74,7 +74,7 @@ def gateway_command(
     from hpc_serve.gateway import key as keys
     from hpc_serve.gateway import listening, server, sharing
     from hpc_serve.gateway.settings import Settings
-    from hpc_serve.gateway.workers import run_workers
+    from hpc_serve.gateway.workers import Workers
     from hpc_serve.rendezvous.shares import named_service
     from hpc_serve.rendezvous.store import ServiceStore, default_home
 
@@ -150,11 +150,13 @@ def gateway_command(
             serve(settings, on_start=tell)
             return
         counts = Path(stack.enter_context(TemporaryDirectory(prefix="hpc-serve-gateway-")))
-        run_workers(
+        Workers(
             count,
-            lambda number, stops: serve(settings.of_worker(number, count, counts), on_start=lambda: None, stops=stops),
-            tell,
-        )
+            place.listener,
+            lambda number, channel: serve(
+                settings.of_worker(number, count, counts), on_start=lambda: None, channel=channel
+            ),
+        ).run(tell)
 
 
 def _tell(

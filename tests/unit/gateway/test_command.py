@@ -174,9 +174,10 @@ def models_by(variables: dict[str, str], name: str) -> list[str]:
         return [model["id"] for model in json.loads(connection.getresponse().read())["data"]]
 
 
-def test_an_address_that_others_reach_speaks_tls_by_name_and_number(service, program):
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_an_address_that_others_reach_speaks_tls_by_name_and_number(service, program, workers):
     service.start(*GREEDY)
-    one = program("--port", "0", "--host", "0.0.0.0").started()
+    one = program("--port", "0", "--host", "0.0.0.0", "--workers", workers).started()
     wait_for(lambda: "Readers of this folder" in one.said, 60, what="its last word")
     folder = Path(re.search(r"source (\S+)/env.sh", one.said)[1])
     assert folder.parent == service.store.home / "gateway"
