@@ -95,6 +95,8 @@ def parse_line(text: bytes, number: int, path: Path) -> BatchRequest:
 
     try:
         asked = json.loads(text)
+    except UnicodeDecodeError:
+        raise refused("it is not in UTF-8. Write the file in UTF-8, and do not compress it.") from None
     except (ValueError, RecursionError) as error:
         raise refused(f"it is no JSON ({error}). Correct the line or remove it.") from None
     if not isinstance(asked, dict):

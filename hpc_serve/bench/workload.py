@@ -117,7 +117,7 @@ def _chat(messages: list[dict[str, Any]], output_len: int, *, input_len: int | N
 async def _from_file(workload: BenchWorkload, texts: EngineTexts) -> list[BenchRequest]:
     assert workload.path is not None
     try:
-        text = workload.path.read_text(encoding="utf-8")
+        text = workload.path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"--dataset-path {workload.path} cannot be read: {error}") from error
     samples = choose(read_samples(workload.dataset, text, str(workload.path)), None, workload.seed)

@@ -133,6 +133,9 @@ def _run(requests: Path, output: Path, own: _OwnService, **options: Any) -> Prog
     try:
         asyncio.run(run())
         own.is_done()
+    except KeyboardInterrupt:
+        click.echo("\nInterrupted: answers are kept, and the same command goes on.", err=True)
+        raise
     finally:
         shown.end()
         own.stop()

@@ -50,8 +50,8 @@ def tell_all(
 ) -> dict[str, ReplicaAnswer]:
     """POST the same to every ready replica of a service at once; returns their answers by the replica's name.
 
-    If one does not do it, and `undo` is the path of a request that takes it back, the others are sent that request. A
-    replica may take `timeout` seconds. Replicas that are not ready are told nothing.
+    If one does not do it, and `undo` is the path of a request that takes it back, those that did it or gave no answer
+    are sent that request. A replica may take `timeout` seconds. Replicas that are not ready are told nothing.
 
     Raises NotAllReplicasError, whose `answers` say what each replica did, ServiceNotFoundError, StoreError.
     """
@@ -60,20 +60,22 @@ def tell_all(
     watch.refresh(is_complete=True)
     replicas = watch.pool.others(frozenset())
     if not replicas:
-        raise ServiceNotFoundError(f"{name} has no ready replica to tell.")
+        raise ServiceNotFoundError(f"{name} has no ready replica to tell: `hpc-serve status {name}` says why.")
     answers = _tell(replicas, path, body, timeout)
     failed = {one: answer for one, answer in answers.items() if not answer.is_done}
     if not failed:
         return answers
     told = "; ".join(f"{one}: {answer.status or 'no answer'} {answer.text[:200]}" for one, answer in failed.items())
-    done = [one for one in replicas if replica_of_file(one.name) not in failed]
-    taken_back = ""
+    done = [one for one in replicas if (answer := answers[replica_of_file(one.name)]).is_done or answer.status is None]
+    no_route = any(answer.status == 404 for answer in failed.values())
+    more = " vLLM has most such routes in development mode alone: `--env VLLM_SERVER_DEV_MODE=1`." if no_route else ""
     if undo is not None and done:
         back = _tell(done, undo, None, timeout)
         left = [one for one, answer in back.items() if not answer.is_done]
-        taken_back = f" {undo} was sent to the others" + (f"; it failed at {', '.join(left)}" if left else "") + "."
+        more += f" {undo} was sent to those that did it or gave no answer"
+        more += f"; it failed at {', '.join(left)}." if left else "."
     raise NotAllReplicasError(
-        f"{len(failed)} of {len(replicas)} replicas of {name} did not do POST {path}: {told}.{taken_back}",
+        f"{len(failed)} of {len(replicas)} replicas of {name} did not do POST {path}: {told}.{more}",
         answers=answers,
     )
 

@@ -139,7 +139,7 @@ def read_texts(path: str, samples: int) -> Iterator[str]:
     """
     found = 0
     try:
-        with open(path, encoding="utf-8") as lines:
+        with open(path, encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if found == samples:
                     return

@@ -66,7 +66,8 @@ def plan_notes(model: ModelSpec, engine: EngineConfig, *, on_cpus: bool) -> Iter
     if engine.is_pooling:
         yield (
             "The model makes embeddings, scores or classes, and no text: neither an output head nor sampling is "
-            "counted. `client.embeddings.create` and the gateway's /v1/embeddings, /v1/score and /v1/rerank ask it."
+            "counted. The gateway's /v1/embeddings asks an embedder, /v1/score and /v1/rerank a reranker, /classify a "
+            "classifier."
         )
     if model.encoder_positions:
         yield (

@@ -157,7 +157,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _check(profile: SiteProfile, path: Path) -> None:
+def _check(profile: SiteProfile, path: Path | str) -> None:
     for name, own in profile.machines.items():
         if name == DEFAULT_MACHINE or not is_machine_name(name):
             raise SiteFileError(
@@ -167,7 +167,7 @@ def _check(profile: SiteProfile, path: Path) -> None:
         if "machines" in own or not own.get("gpu"):
             wrong = "has machines of its own" if "machines" in own else "says no gpu; `hpc-serve gpus` lists them"
             raise SiteFileError(f"site file {path}: machines: {name} {wrong}.")
-        _check(replace(SiteProfile(), **own), path)
+        _check(replace(SiteProfile(), **own), f"{path}: machines: {name}")
     named = [kind for kind in PYTHONS if getattr(profile, kind)]
     if len(named) > 1:
         raise SiteFileError(f"site file {path} sets {' and '.join(named)}: one of them says where Python is.")

@@ -117,6 +117,13 @@ def test_a_bad_line_is_named_before_any_is_sent(requests, tmp_path, line, why):
     assert not (tmp_path / "out.jsonl").exists()
 
 
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_a_file_in_another_encoding_is_told_which_one_to_have(tmp_path, encoding):
+    (tmp_path / "in.jsonl").write_text(request_line("größe").replace("\\u00f6", "ö") + "\n", encoding=encoding)
+    with pytest.raises(InvalidRequestError, match="line 1: it is not in UTF-8"):
+        run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+
+
 @pytest.mark.parametrize("size", [1, 19, 40, 200])
 def test_a_last_line_that_was_not_written_to_its_end_is_cut_off(service, requests, tmp_path, size):
     service.start()

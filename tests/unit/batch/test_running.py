@@ -229,11 +229,14 @@ class TestServiceOfItsOwn:
     def test_it_is_stopped_after_ctrl_c(self, world, requests):
         requests(50_000).rename(world.clone / "in.jsonl")
         command = "exec env --default-signal=INT hpc-serve batch in.jsonl out.jsonl --model 8b"  # tests may ignore it
-        process = subprocess.Popen(["bash", "-c", command], cwd=world.clone, env=world.environ())
+        process = subprocess.Popen(
+            ["bash", "-c", command], cwd=world.clone, env=world.environ(), stderr=subprocess.PIPE, text=True
+        )
         output = world.clone / "out.jsonl"
         wait_until(lambda: process.poll() is not None or (output.exists() and output.stat().st_size))
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=120)
+        assert "the same command goes on" in process.communicate(timeout=120)[1]
+        assert process.returncode
         assert is_over(world, "8b")
         assert 0 < len(ids(output)) < 5000
 

@@ -128,7 +128,7 @@ def test_a_file_of_ones_own(service, measure, tmp_path):
     service.start("--stub-words", "3")
     path = tmp_path / "mine.jsonl"
     lines = [{"prompt": "why?", "output_tokens": 8}, {"messages": [{"role": "user", "content": "how?"}]}]
-    path.write_text("\n".join(map(json.dumps, lines)))
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8-sig")  # with a mark, as Windows writes it
     (run,) = measure(dataset="custom", path=path, lengths=None, count=None, ignore_eos=False)
     assert run.workload == "mine.jsonl"
     assert lengths_got(run) == {(4, 3), (len("<user>how?\n<assistant>"), 3)}

@@ -45,12 +45,19 @@ def test_what_one_does_not_do_the_others_take_back(service, monkeypatch):
         NotAllReplicasError, match="1 of 2 replicas of 405b did not do POST /pause: 101-r0-0: 404"
     ) as caught:
         tell_all("405b", "/pause", undo="/resume")
-    assert "/resume was sent to the others." in str(caught.value)
+    assert "VLLM_SERVER_DEV_MODE=1`. /resume was sent to those that did it or gave no answer." in str(caught.value)
     assert {name: answer.status for name, answer in caught.value.answers.items()} == {"100-r0-0": 200, "101-r0-0": 404}
     client = connect("405b")
     assert len([client.completions.create(model=client.model, prompt="Why?") for _ in range(6)]) == 6
 
 
+def test_who_gives_no_answer_may_have_done_it_and_takes_it_back_too(service):
+    service.start("--stub-first-s", "60")
+    service.start()
+    with pytest.raises(NotAllReplicasError, match=r"100-r0-0: no answer .* it failed at 100-r0-0, 101-r0-0\."):
+        tell_all("405b", "/v1/completions", {"model": "405b", "prompt": "Why?"}, undo="/nothing", timeout=1.0)
+
+
 def test_nobody_is_there_to_be_told(service):
-    with pytest.raises(ServiceNotFoundError, match="no ready replica to tell"):
+    with pytest.raises(ServiceNotFoundError, match="no ready replica to tell: `hpc-serve status 405b`"):
         tell_all("405b", "/pause")

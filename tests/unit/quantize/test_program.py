@@ -165,7 +165,7 @@ def lines(tmp_path: Path, *entries: object) -> str:
 
 def test_texts_are_read_from_the_forms_that_people_have(tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]}
-    path = lines(tmp_path, {"text": "a"}, "", {"prompt": "b"}, chat, {"text": "too many"})
+    path = lines(tmp_path, '\ufeff{"text": "a"}', "", {"prompt": "b"}, chat, {"text": "too many"})
     assert list(read_texts(path, 3)) == ["a", "b", "Hello\nHi"]
 
 
