@@ -1,6 +1,6 @@
 """Several processes behind one address, for a gateway that has more to carry than one core can.
 
-Each worker is a gateway of its own. The process that started them accepts connections and gives each worker one in
+Each worker is a whole gateway. The process that started them accepts connections and gives each worker one in
 turn: where all accept, the first to wake takes a whole burst. It takes the signals, too, and starts a worker again that
 ends by itself. The end of its channel tells a worker that this process is gone.
 """
