@@ -60,9 +60,10 @@ class Server:
         handshake_s = TLS_HANDSHAKE_TIMEOUT_S if context is not None else None
         make = partial(ClientConnection, self, loop)
         self.app.start()
+        listening = None
         if channel is not None:
             begin = partial(loop.connect_accepted_socket, make, ssl=context, ssl_handshake_timeout=handshake_s)
-            listening: Any = _Channel(channel, begin, self.stop)
+            _Channel(channel, begin, self.stop)
         else:
             listening = await loop.create_server(
                 make, sock=listener, ssl=context, ssl_handshake_timeout=handshake_s, backlog=MOST_WAITING
@@ -73,7 +74,8 @@ class Server:
             for connection in list(self._connections):
                 connection.check_time(loop.time())
         self.is_ending = True
-        listening.close()
+        if listening is not None:
+            listening.close()
         until_s = loop.time() + self._grace_s
         while self._stops < 2 and self._connections and loop.time() < until_s:
             for connection in list(self._connections):
@@ -121,7 +123,7 @@ class Server:
 
 
 class _Channel:
-    """What comes to a worker: connections, for each of which `begin` is called, and signals, for which `stop` is."""
+    """The channel of a worker. It calls `begin` for each connection that comes, and `stop` for each signal."""
 
     def __init__(
         self, channel: socket.socket, begin: Callable[[socket.socket], Awaitable[Any]], stop: Callable[[], None]
@@ -145,9 +147,6 @@ class _Channel:
     async def _take(self, connection: socket.socket) -> None:
         with suppress(OSError):  # it has left, or shows no TLS
             await self._begin(connection)
-
-    def close(self) -> None:
-        """Signals still come; what connects from now on is refused by the process that accepts."""
 
 
 def serve(
