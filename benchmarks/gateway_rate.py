@@ -35,6 +35,7 @@ from typing import Any
 from benchmarks.common import Benchmark, Figures, Measured, run_alone
 from hpc_serve.trust.connection import pinned_context
 from tests.cluster import wait_for
+from tests.support.children import children_of
 from tests.support.stubs import StubEngine, StubService
 
 IN_FLIGHT = (1, 16, 64, 256, 1000)
@@ -255,12 +256,11 @@ def measure(options: argparse.Namespace, measured: Measured) -> None:
         stack.callback(end, gateway)
         first = start_gateway(folder / "home", paths[WORKERS], "--workers", "2")
         stack.callback(end, first)
-        workers = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
         key = service.key_file.read_text().strip()
         ways = {
             DIRECT: Way(connect=to_engine(engines[0]), key=key, between=[], engines=pids),
             GATEWAY: Way(connect=to_gateway(paths[GATEWAY]), key="none", between=[gateway.pid], engines=pids),
-            WORKERS: Way(connect=to_gateway(paths[WORKERS]), key="none", between=[*map(int, workers)], engines=pids),
+            WORKERS: Way(connect=to_gateway(paths[WORKERS]), key="none", between=children_of(first.pid), engines=pids),
         }
         if router:
             names = ("--served-model-name", plain.service)

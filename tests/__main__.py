@@ -18,6 +18,7 @@ import pytest
 
 from tests.cluster import wait_for
 from tests.cluster.leftovers import remove_leftovers
+from tests.support.children import children_of
 
 MAX_AGAIN = 8  # more failures than this are a fault, not chance
 
@@ -61,10 +62,10 @@ def _pytest(words: list[str]) -> int:
 
 def _terminate(pid: int) -> None:
     """End pytest and its workers. A worker that goes on would keep its cluster."""
-    workers = [Path("/proc", each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    for each in (*(int(worker.name) for worker in workers), pid):
+    workers = children_of(pid)
+    for each in (*workers, pid):
         os.kill(each, signal.SIGTERM)
-    wait_for(lambda: not any(worker.exists() for worker in workers), 30, what="the end of pytest's workers")
+    wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), 30, what="the workers' end")
 
 
 def _failed(cache: Path) -> list[str]:

@@ -26,6 +26,7 @@ import pytest
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.gateway import listening
 from tests.cluster import wait_for
+from tests.support.children import children_of
 from tests.support.stub_engine import greedy_answer
 
 GREEDY = ("--stub-greedy", "--stub-words", "12")
@@ -313,8 +314,7 @@ def test_without_the_extra_it_says_what_to_install(service, tmp_path):
 
 
 def workers_of(one) -> set[int]:
-    pid = one.process.pid
-    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    return set(children_of(one.process.pid))
 
 
 def answered(path) -> float:
