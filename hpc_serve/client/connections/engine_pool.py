@@ -24,6 +24,10 @@ from hpc_serve.trust.connection import pinned_context, tls_refusal
 # As many connections as the SDK allows. vLLM closes idle ones after 5 s: close them here before, or a request fails.
 LIMITS: Mapping[str, Any] = {"max_connections": 1000, "keepalive_expiry": 4.0}
 
+# So many connections to a replica are made at once. An engine that is to make a thousand answers the last ones as late
+# as one that is lost.
+MOST_HANDSHAKES = 32
+
 # A host without power answers nothing, not even that a connection is closed. The kernel asks an idle one after 10 s,
 # and gives up 25 s after the last packet. That counts where no other replica is ready: else silence decides sooner.
 _KEEPALIVE = [
@@ -41,6 +45,15 @@ _KEEPALIVE = [
 ]
 
 
+class _Making:
+    """The `room` for connections to a replica that are being made. One that fails fails those that wait for room."""
+
+    def __init__(self, room: Any) -> None:
+        self.room = room
+        self.failure: http.TransportError | None = None
+        self.failed_at_s = 0.0
+
+
 class EnginePool:
     """The connections of one process or event loop. Its methods raise the HTTP library's errors."""
 
@@ -53,6 +66,7 @@ class EnginePool:
         self._lock = threading.RLock()
         self._room = self._make_room(limits["max_connections"])
         self._idle: dict[ReplicaAddress, list[EngineConnection]] = {}
+        self._making: dict[ReplicaAddress, _Making] = {}
         self.connections: set[Any] = set()
 
     def _make_room(self, number: int) -> Any:
@@ -63,7 +77,7 @@ class EnginePool:
         """Take room for a request, if there is some."""
         raise NotImplementedError
 
-    async def _enter(self, timeout_s: float | None) -> None:
+    async def _enter(self, room: Any, timeout_s: float | None) -> None:
         """Wait for room. Raises TimeoutError."""
         raise NotImplementedError
 
@@ -79,16 +93,35 @@ class EnginePool:
         """Return the answer of a replica, of which the head has come. A connection is made in that time."""
         if not self._enter_now():
             try:
-                await self._enter(message.timeout_s("pool"))
+                await self._enter(self._room, message.timeout_s("pool"))
             except TimeoutError as error:
                 raise http.PoolTimeout("all connections are in use") from error
         try:
-            if (connection := self._take(replica)) is None:
-                connection = await self.connect(replica, min(message.timeout_s("connect") or connect_s, connect_s))
+            connection = self._take(replica) or await self._make(message, replica, connect_s)
         except BaseException:
             self.note_end()
             raise
         return await connection.ask(message, self._upload(message.upload) if message.upload is not None else None)
+
+    async def _make(self, message: Message, replica: ReplicaAddress, connect_s: float) -> EngineConnection:
+        """Return a new connection, or one that has become idle before its turn."""
+        with self._lock:
+            making = self._making.setdefault(replica, _Making(self._make_room(MOST_HANDSHAKES)))
+        waits_since_s = time.monotonic()
+        try:
+            await self._enter(making.room, message.timeout_s("pool"))
+        except TimeoutError as error:
+            raise http.PoolTimeout("too many connections are being made") from error
+        try:
+            if making.failure is not None and making.failed_at_s >= waits_since_s:
+                raise type(making.failure)(str(making.failure))
+            timeout_s = min(message.timeout_s("connect") or connect_s, connect_s)
+            return self._take(replica) or await self.connect(replica, timeout_s)
+        except http.TransportError as error:
+            making.failure, making.failed_at_s = error, time.monotonic()
+            raise
+        finally:
+            making.room.release()
 
     def _take(self, replica: ReplicaAddress) -> EngineConnection | None:
         """Take the connection that was used last."""

@@ -137,9 +137,9 @@ class LoopPool(EnginePool):
     def _enter_now(self) -> bool:
         return bool(self._room.acquire_now())
 
-    async def _enter(self, timeout_s: float | None) -> None:
+    async def _enter(self, room: Any, timeout_s: float | None) -> None:
         with anyio.fail_after(timeout_s):
-            await self._room.acquire()
+            await room.acquire()
 
     async def _open(self, replica: ReplicaAddress, timeout_s: float) -> LoopConnection:
         with anyio.fail_after(timeout_s):

@@ -105,8 +105,8 @@ class ThreadPool(EnginePool):
         self._end_idle()
         return bool(self._room.acquire(blocking=False))
 
-    async def _enter(self, timeout_s: float | None) -> None:
-        if not self._room.acquire(timeout=timeout_s):
+    async def _enter(self, room: Any, timeout_s: float | None) -> None:
+        if not room.acquire(timeout=timeout_s):
             raise TimeoutError
 
     async def _open(self, replica: ReplicaAddress, timeout_s: float) -> ThreadConnection:

@@ -8,11 +8,14 @@ import struct
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hpc_serve.client.connections.engine_pool import MOST_HANDSHAKES
 from hpc_serve.client.connections.loop_pool import LoopPool
 from hpc_serve.client.connections.message import Message, lines_for
 from hpc_serve.client.connections.thread_pool import ThreadPool
@@ -352,6 +355,44 @@ def test_requests_over_the_bound_wait_for_an_answer_to_end(run):
         await says(OK)(reader, writer)
 
     run(trial, serve, max_connections=1)
+
+
+def test_few_connections_are_made_at_once_and_when_one_fails_all_that_wait_fail(service, kind):
+    """A thousand handshakes at once take an engine longer than the time after which it counts as lost."""
+
+    async def whole() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(3 * MOST_HANDSHAKES))
+        trial = Trial(kind, service.certificate(), says(), {})
+        await trial.start()
+        with socket.create_server(("127.0.0.1", 0), backlog=200) as silent:  # no handshake ends
+            trial.replica = replace(trial.replica, port=silent.getsockname()[1])
+            asked = [asyncio.create_task(trial.ask()) for _ in range(2 * MOST_HANDSHAKES)]
+            begun = [await asyncio.to_thread(silent.accept) for _ in range(MOST_HANDSHAKES)]
+            silent.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                await asyncio.to_thread(silent.accept)
+            begun[0][0].close()
+            failed = await asyncio.gather(*asked[MOST_HANDSHAKES:], return_exceptions=True)
+            assert {type(error) for error in failed} == {http.ConnectError}
+            for connection, _ in begun:
+                connection.close()
+            assert all(await asyncio.gather(*asked, return_exceptions=True))
+        await trial.close()
+
+    asyncio.run(whole())
+
+
+def test_who_waits_to_connect_takes_a_connection_that_becomes_idle(run):
+    async def trial(tried: Trial) -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(3 * MOST_HANDSHAKES))
+
+        async def ask() -> bytes:
+            return await tried.read(await tried.ask())
+
+        assert set(await asyncio.gather(*(ask() for _ in range(3 * MOST_HANDSHAKES)))) == {b"ok"}
+        assert tried.connections < 3 * MOST_HANDSHAKES
+
+    run(trial, says(*[OK] * 3 * MOST_HANDSHAKES))
 
 
 def test_an_idle_connection_is_closed_in_time(run, kind):
