@@ -1,11 +1,12 @@
 """Requests a second through the gateway, through vllm-router and without them: `python -m benchmarks.gateway_rate`.
 
-Two stub engines answer short chats, whole and as streams. A client that does as little as it can (prepared bytes over
-connections that stay open) asks one engine over TLS, a gateway on its Unix socket, one of two workers, and, where
-`--router` or PATH has it, vllm-router over TCP, which cannot be given a run's certificate: its engines are two more,
-without TLS. A request on each connection goes before a turn, since idle connections to engines are closed while
-others have theirs. Beside the rates stands what a request costs each program in CPU time, which tells more than the
-rate where programs share cores, and where the gateway's own time goes, by package. Ten minutes; needs no engine.
+Two stub engines answer short chats, whole and as streams, and long ones as streams. A client that does as little as
+it can (prepared bytes over connections that stay open) asks one engine over TLS, a gateway on its Unix socket, one of
+two workers, and, where `--router` or PATH has it, vllm-router over TCP, which cannot be given a run's certificate:
+its engines are two more, without TLS. A request on each connection goes before a turn, since idle connections to
+engines are closed while others have theirs. Beside the rates stands what a request costs each program in CPU time,
+which tells more than the rate where programs share cores, and where the gateway's own time goes, by package. Twenty
+minutes; needs no engine.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from tests.support.stubs import StubEngine, StubService
 
 IN_FLIGHT = (1, 16, 64, 256, 1000)
 DIRECT, GATEWAY, WORKERS, ROUTER = "direct", "gateway", "gateway, 2 workers", "vllm-router"
-KINDS = {"whole answers": False, "streams": True}
-WORDS = 4
+WORDS = {"whole answers": 4, "streams": 4, "long streams": 64}
+FURTHER_EVENTS = 2  # the role before the words of a stream, and `[DONE]`
 START_S = 120.0
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def request(key: str, *, stream: bool) -> bytes:
+def request(key: str, *, kind: str) -> bytes:
     asked = {"model": "405b", "messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0}
-    body = json.dumps({**asked, "stream": stream}).encode()
+    body = json.dumps({**asked, "max_tokens": WORDS[kind], "stream": "streams" in kind}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
     return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
@@ -201,8 +202,8 @@ class Way:
     engines: Sequence[int]
 
 
-def turn(way: Way, stream: bool, in_flight: int, seconds: float) -> Figures:
-    client = Client(way.connect, request(way.key, stream=stream), in_flight)
+def turn(way: Way, kind: str, in_flight: int, seconds: float) -> Figures:
+    client = Client(way.connect, request(way.key, kind=kind), in_flight)
     client.run(0.0)
     before = time.process_time(), cpu_s(way.between), cpu_s(way.engines)
     answered, took_s = client.run(seconds)
@@ -212,13 +213,15 @@ def turn(way: Way, stream: bool, in_flight: int, seconds: float) -> Figures:
         1e3 * (end - start) / answered for start, end in zip(before, after, strict=True)
     )
     costs = {"CPU ms a request between": between_ms, "of the engines": engines_ms, "of the client": client_ms}
+    if "streams" in kind:
+        costs["between, an event"] = between_ms / (WORDS[kind] + FURTHER_EVENTS)
     return {"requests/s": answered / took_s, **costs}
 
 
 def compare(ways: Mapping[str, Way], options: argparse.Namespace, measured: Measured) -> None:
-    for kind, stream in KINDS.items():
+    for kind in WORDS:
         for count in options.in_flight:
-            turns = {name: partial(turn, way, stream, count, options.seconds) for name, way in ways.items()}
+            turns = {name: partial(turn, way, kind, count, options.seconds) for name, way in ways.items()}
             measured.take_turns(f"{kind}, {count} in flight", turns, rounds=options.rounds, base=DIRECT)
 
 
@@ -226,7 +229,7 @@ def note_profile(home: Path, path: Path, seconds: float, measured: Measured) -> 
     """Where the gateway's time goes."""
     profile = path.with_suffix(".profile")
     gateway = start_gateway(home, path, profile=profile)
-    client = Client(to_gateway(path), request("none", stream=False), 32)
+    client = Client(to_gateway(path), request("none", kind="whole answers"), 32)
     client.run(seconds)
     client.close()
     end(gateway)
@@ -248,7 +251,7 @@ def measure(options: argparse.Namespace, measured: Measured) -> None:
         service, plain = StubService(folder / "home"), StubService(folder / "plain")
         stack.callback(service.close)
         stack.callback(plain.close)
-        words = ("--stub-greedy", "--stub-words", str(WORDS))
+        words = ("--stub-greedy", "--stub-words", str(max(WORDS.values())))
         engines = [service.start(*words) for _ in range(2)]
         pids = [engine.process.pid for engine in engines]
         paths = {GATEWAY: folder / "g.sock", WORKERS: folder / "w.sock"}
