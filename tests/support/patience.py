@@ -30,7 +30,6 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in (
         (discovery, "PROBE_S"),
         (exchange, "CONNECT_S"),
-        (exchange, "CONNECT_FIRST_S"),
         (exchange, "LOST_WAIT_S"),
         (reading, "READ_S"),
     ):

@@ -74,6 +74,10 @@ class LostReplicas:
             limit = self._limits.setdefault(name, SilenceLimit())
         return limit
 
+    def limit_s(self, name: str) -> float:
+        """Return for how many seconds a replica may be silent now."""
+        return self.limit_of(name).limit_s(self.clock())
+
     def note_answer(self, name: str) -> None:
         """Note that a replica has answered a probe."""
         self.limit_of(name).proved_at_s = self.clock()

@@ -31,8 +31,7 @@ from hpc_serve.rendezvous.gate_headers import is_draining
 
 # A request that was lost waits for another replica as long as `connect(wait=…)` says, and for so long without it.
 LOST_WAIT_S = 10.0
-CONNECT_S = 5.0
-CONNECT_FIRST_S = 1.5  # where another replica can be tried: one lost packet is sent again after 1 s
+CONNECT_S = 5.0  # where another replica can be tried, a connection may take as long as a replica may be silent
 
 
 class NoReplicaError(http.ConnectError):
@@ -84,8 +83,9 @@ class Exchange:
             self._request.show(attempt.replica)
             self.sent += 1
             try:
-                others = self._watch.pool.has_others(self._tried)
-                connect_s = CONNECT_FIRST_S if others else CONNECT_S
+                connect_s = CONNECT_S
+                if self._watch.pool.has_others(self._tried):
+                    connect_s = min(self._watch.lost.limit_s(attempt.replica.name), CONNECT_S)
                 attempt.answered(await self._here.send(self._request, attempt.replica, connect_s))
             except BaseException as error:
                 attempt.end_with(error)

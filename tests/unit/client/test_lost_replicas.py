@@ -12,6 +12,7 @@ import pytest
 from hpc_serve.client import connect, connect_async
 from hpc_serve.client.connections import answer_wait
 from hpc_serve.client.connections.answer_wait import ReplicaLostError
+from hpc_serve.client.connections.engine_pool import EnginePool
 from hpc_serve.client.connections.thread_pool import ThreadPool
 from hpc_serve.client.discovery import lost_replicas
 from hpc_serve.client.discovery.discovery import ServiceWatch
@@ -21,7 +22,7 @@ from hpc_serve.client.replicas.silence_limit import MOST_SILENT_S, SILENT_S
 from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.client.requests import exchange
 from hpc_serve.errors import StreamBrokenError
-from tests.support.patience import PATIENCE_S, wait_until
+from tests.support.patience import PATIENCE_S, connect_to_all, wait_until
 from tests.support.stub_engine import chat_context, greedy_answer
 from tests.support.stubs import make_record
 
@@ -142,6 +143,27 @@ def test_requests_end_when_the_record_is_removed_and_the_engine_does_not_answer(
     assert other.process.poll() is None
     client._watch.refresh()
     assert [replica.job_id for replica in client._watch.status.replicas] == ["101"]
+
+
+@pytest.mark.parametrize(("pauses_s", "limit_s"), [([], 1.5), ([2.0], 3.0), ([20.0], 5.0)], ids=str)
+def test_a_connection_may_take_as_long_as_its_replica_may_be_silent(service, monkeypatch, pauses_s, limit_s):
+    monkeypatch.setattr(silence_limit, "SILENT_S", SILENT_S)
+    monkeypatch.setattr(silence_limit, "MOST_SILENT_S", MOST_SILENT_S)
+    engines = [service.start(), service.start()]
+    client = connect_to_all(service, len(engines))
+    lost, given = client._watch.lost, []
+    for record in client._watch.pool.others(set()):
+        for pause_s in pauses_s:
+            lost.limit_of(record.name).note(lost.clock(), pause_s)
+    connect_in = EnginePool.connect
+
+    async def noted(pool, replica, timeout_s):
+        given.append(timeout_s)
+        return await connect_in(pool, replica, timeout_s)
+
+    monkeypatch.setattr(EnginePool, "connect", noted)
+    ask(client)
+    assert given == [limit_s]
 
 
 def test_the_sdks_retries_take_what_was_abandoned_to_another_replica(service, freeze):
