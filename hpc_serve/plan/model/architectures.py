@@ -24,7 +24,7 @@ from hpc_serve.plan.model.scheme import plain_scheme
 from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec, distinct_layers
 from hpc_serve.plan.model.weights import Block, Vocabulary
 
-Family: TypeAlias = Callable[[LayerBuilder, int], DecoderLayer]
+Family: TypeAlias = Callable[[LayerBuilder], DecoderLayer]
 """What describes one layer."""
 
 _BY_LAYER = (
@@ -162,8 +162,8 @@ def model_from_config(
         model = replace(model, engine_options={**model.engine_options, "takes_whole_texts": True})
     if scheme.is_assumed:
         for key in _QUANTIZATION:
-            config.ignore(key)
-            text.ignore(key)
+            config.pop(key, None)
+            text.pop(key, None)
     unknown = check_all_read(config, architecture, name=name, allow=allow_unknown_keys)
     return replace(model, unknown_keys=unknown) if unknown else model
 
@@ -268,7 +268,7 @@ def _layers(builder: LayerBuilder, family: Family) -> tuple[DecoderLayer, ...]:
         if named is not None and len(named) < builder.num_layers and (named or key not in _MAY_BE_EMPTY):
             raise InvalidRequestError(f"The config's {key} names {len(named)} of its {builder.num_layers} layers.")
     known: dict[DecoderLayer, DecoderLayer] = {}
-    layers = (family(builder, index) for index in range(builder.num_layers))
+    layers = (family(builder.of(index)) for index in range(builder.num_layers))
     return tuple(known.setdefault(layer, layer) for layer in layers)
 
 

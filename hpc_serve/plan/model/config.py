@@ -66,10 +66,6 @@ class CheckedConfig(dict[str, Any]):
         """Return the field as `get` has it, which does not count as read."""
         return super().get(name, default)
 
-    def ignore(self, name: str) -> None:
-        """Leave the field out, as if it were not there."""
-        self.pop(name, None)
-
     def _checked(self, name: str, value: Any) -> Any:
         of_path = "object" if self.path.endswith(_OBJECTS_OF_OBJECTS) else _kinds().get(self.path + name)
         kind = of_path or _kinds().get(name)
