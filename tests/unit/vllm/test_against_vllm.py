@@ -20,59 +20,9 @@ from hpc_serve.vllm.options import load_data, options
 
 CHECKOUT = Path(__file__).parents[3]
 PORT = 9123
-LINES = [
-    "-tp 8 -pp 2 --max-model-len 32k --max-num-seqs 16",
-    "--tensor_parallel_size=4 --pipeline-parallel-size=2",
-    "-tp=2 -q fp8 -ep",
-    "-tp 8 --tensor-parallel-size 2",
-    "--max-model-len 128K --max-num-batched-tokens 1.5k",
-    "--max-model-len auto",
-    "--max-model-len -1 --seed -1",
-    "--device-memory-utilization 0.8",
-    "--gpu_memory_utilization 0.8 --gpu-memory-utilization=0.7",
-    "--enforce-eager --no-enable-prefix-caching",
-    "--enforce-eager --no-enforce-eager",
-    "--no_enforce_eager",
-    "--kv-cache-memory-bytes 16m --block-size 16",
-    "--kv-cache-memory-bytes None",
-    "--served-model-name a b c --port 9000",
-    "--served-model-name=a --port=9000",
-    "--served-model-name a --served-model-name b",
-    "--hf-overrides.a.b 1 --hf-overrides.a.c x",
-    '--hf-overrides {"a":1}',
-    '--hf-overrides.a 1 --hf-overrides {"b":2}',
-    "--limit-mm-per-prompt.image 2",
-    '--limit_mm_per_prompt {"image":2}',
-    "--hf-overrides.sizes+ a,b --hf-overrides.sizes+ c",
-    "-O3",
-    "-O=2",
-    "-O 1",
-    "--kv-cache-dtype fp8 --dtype bfloat16 --quantization fp8",
-    "--moe-backend FlashInfer-Cutlass",
-    "--distributed-executor-backend ray",
-    "--lora-modules a=/a b=/b",
-    "--safetensors-load-strategy None",
-    # what vLLM's parser refuses
-    "--kv-cache-dtype int8",
-    "--disable-log-requests",
-    "--max-num-seqs many",
-    "--max-num-seqs",
-    "--enforce-eager=True",
-    "--enforce-eager True",
-    "--served-model-name=a b",
-    "--watermark -0.5",
-    "--hf-overrides.a",
-    "--tensor-parallel-size.a 2",
-    "--seed 1 -- x",
-    "-tp4",
-    "-O",
-    # what it completes
-    "--max-num-seq 4",
-    "--tensor 4",
-    "-t 4",
-    "-n2",
-    "-qfp8",
-]
+OF_FILE = json.loads(Path(__file__).with_name("command_lines.json").read_text(encoding="utf-8"))
+COMPLETED = OF_FILE["vLLM completes"]
+LINES = [*OF_FILE["vLLM takes"], *OF_FILE["vLLM refuses"], *COMPLETED]
 NAMES = (
     *("--tensor-parallel-size", "--pipeline-parallel-size", "--max-model-len", "--max-num-seqs", "--port", "--seed"),
     *("--max-num-batched-tokens", "--kv-cache-memory-bytes", "--block-size", "--gpu-memory-utilization", "--dtype"),
@@ -83,7 +33,6 @@ NAMES = (
 """Options whose values are plain, so that both readings can be compared."""
 OURS = ("full name", "cannot be given", "has no keys", "`--` ends")
 """What hpc-serve refuses although vLLM would take it."""
-COMPLETED = ("--max-num-seq 4", "--tensor 4", "-t 4", "-n2", "-qfp8")
 MIDDLEWARE = (
     "--middleware starlette.middleware.gzip.GZipMiddleware",
     "--middleware=starlette.middleware.gzip.GZipMiddleware --middleware starlette.middleware.trustedhost."
