@@ -8,27 +8,14 @@ import pytest
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.hub.hub import find_spec
-from hpc_serve.plan import EngineConfig, catalog, model_from_config
+from hpc_serve.plan import EngineConfig, catalog
 from hpc_serve.plan.engine import Workload, max_num_batched_tokens
 from hpc_serve.plan.hardware.cluster import cluster_named
+from tests.support.configs import built, config_of
 from tests.support.plans import made_plan
 
 XLM_ROBERTA = dict(catalog.resolve("bge-m3").config)
-NOMIC = {
-    **{"architectures": ["NomicBertModel"], "activation_function": "swiglu", "n_embd": 768, "n_head": 12},
-    **{"n_inner": 3072, "n_layer": 12, "n_positions": 8192, "vocab_size": 30528, "type_vocab_size": 2},
-    **{"qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False},
-}
-COLBERT = {
-    **{"architectures": ["HF_ColBERT"], "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
-    **{"intermediate_size": 3072, "vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2},
-    **{"hidden_act": "gelu"},
-}
-GTE = {
-    **{"architectures": ["GteModel"], "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
-    **{"intermediate_size": 3072, "vocab_size": 250048, "max_position_embeddings": 8192, "type_vocab_size": 1},
-    **{"position_embedding_type": "rope", "hidden_act": "gelu"},
-}
+NOMIC, COLBERT, GTE = map(config_of, ("nomic", "colbert", "gte"))
 
 
 def plan_of(name: str, gpu: str = "l40s", **asked):
@@ -47,7 +34,7 @@ def plan_of(name: str, gpu: str = "l40s", **asked):
     ],
 )
 def test_parameters_are_those_of_the_hub(config, published):
-    assert model_from_config(config, name="x").parameters == published
+    assert built(config).parameters == published
 
 
 def test_robertas_first_positions_are_not_for_tokens():
@@ -84,8 +71,8 @@ def test_a_reranker_of_the_catalogue_is_told_what_it_is():
 )
 def test_a_decoder_by_another_ending_is_that_decoder_without_a_head(architecture, base):
     config = dict(catalog.resolve("qwen3-8b" if base.startswith("Qwen3") else "e5-mistral").config)
-    made = model_from_config({**config, "architectures": [architecture], "id2label": {"0": "x"}}, name="x")
-    whole = model_from_config({**config, "architectures": [base]}, name="x")
+    made = built({**config, "architectures": [architecture], "id2label": {"0": "x"}})
+    whole = built({**config, "architectures": [base]})
     classifier = config["hidden_size"] if architecture.endswith("Classification") else 0
     assert whole.parameters - made.parameters == config["hidden_size"] * config["vocab_size"] - classifier
     assert made.engine_options == {"runner": "pooling"}

@@ -27,6 +27,7 @@ from hpc_serve.plan.memory.cuda_graphs import graph_mode
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
 from hpc_serve.plan.memory.stages import pipeline_stages
 from hpc_serve.sizes import GIB
+from tests.support.configs import built
 from tests.support.plans import changed, estimate, spec
 
 ENGINES = json.loads((DATA / "vllm_engine_runs.json").read_text())
@@ -326,47 +327,26 @@ def test_state_blocks_of_a_request(blocks: int, options: dict[str, Any]) -> None
     assert cache_layout(spec(NEMOTRON), EngineConfig(**options), 8).state_blocks == blocks
 
 
-QWEN_VL_7B: dict[str, Any] = {
-    **{"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "hidden_size": 3584},
-    **{"intermediate_size": 18944, "max_position_embeddings": 128000, "num_attention_heads": 28},
-    **{"num_hidden_layers": 28, "num_key_value_heads": 4, "tie_word_embeddings": False, "vocab_size": 152064},
-    "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
-}
-QWEN3_VL_30B: dict[str, Any] = {
-    **{"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe"},
-    "text_config": {
-        **{"head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 262144},
-        **{"moe_intermediate_size": 768, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8},
-        **{"num_hidden_layers": 48, "num_key_value_heads": 4, "vocab_size": 151936},
-    },
-    "vision_config": {
-        **{"deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_size": 1152, "intermediate_size": 4304},
-        **{"in_channels": 3, "num_position_embeddings": 2304, "out_hidden_size": 2048, "patch_size": 16},
-        **{"spatial_merge_size": 2, "temporal_patch_size": 2},
-    },
-}
-
-
-def profiled(config: dict[str, Any], gpu: str, tp: int, length: int, **options: Any) -> MemoryEstimate:
-    return estimate(model_from_config(config, name="vl"), gpu, tp=tp, length=length, **options)
+def profiled(name: str, gpu: str, tp: int, length: int, **options: Any) -> MemoryEstimate:
+    return estimate(built(name), gpu, tp=tp, length=length, **options)
 
 
 def test_the_largest_video_is_profiled() -> None:
     """A public log of 0.22 or 0.23 on an A100 of 80 GB: weights 15.67 GiB, a video of 114,688 tokens, graphs 0.53,
     -14.28 GiB left of 17.43 for the cache."""
     options = {"vllm_version": "0.23.0", "gpu_memory_utilization": 0.22}
-    found = profiled(QWEN_VL_7B, "a100-80gb", 1, 128000, **options)
+    found = profiled("qwen2.5-vl-7b", "a100-80gb", 1, 128000, **options)
     assert (found.requested_bytes - found.kv_cache_bytes) / GIB == pytest.approx(17.43 + 14.28, rel=0.07)
-    short = profiled(QWEN_VL_7B, "a100-80gb", 1, 20000, **options)
-    images = profiled(QWEN_VL_7B, "a100-80gb", 1, 128000, limit_mm_per_prompt={"video": 0}, **options)
+    short = profiled("qwen2.5-vl-7b", "a100-80gb", 1, 20000, **options)
+    images = profiled("qwen2.5-vl-7b", "a100-80gb", 1, 128000, limit_mm_per_prompt={"video": 0}, **options)
     assert short.activation_bytes == images.activation_bytes < found.activation_bytes / 6
 
 
 def test_vllm_0_11_kept_many_tokens_for_a_video() -> None:
     """A public log of 0.11.0 on four RTX 3090: a budget of 153,600 tokens, 2.31 GiB left for the cache."""
-    found = profiled(QWEN3_VL_30B, "rtx-3090", 4, 65536, vllm_version="0.11.0")
+    found = profiled("qwen3-vl-30b", "rtx-3090", 4, 65536, vllm_version="0.11.0")
     assert found.kv_cache_bytes / GIB == pytest.approx(2.31, rel=0.15)
-    later = profiled(QWEN3_VL_30B, "rtx-3090", 4, 65536, vllm_version="0.13.0")
+    later = profiled("qwen3-vl-30b", "rtx-3090", 4, 65536, vllm_version="0.13.0")
     assert later.activation_bytes < found.activation_bytes / 2
 
 
