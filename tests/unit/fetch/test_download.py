@@ -41,13 +41,18 @@ def unfinished(settings) -> list[Path]:
     return sorted(settings.cache.rglob("*.incomplete"))
 
 
+def whole(hub, *paths: str) -> dict[str, bytes]:
+    """These files as the hub has them; without `paths`, all that an engine reads."""
+    return {path: hub.models[MODEL][path] for path in paths or NEEDED}
+
+
 def content_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_what_an_engine_reads_is_there_and_nothing_else(hub, settings, tmp_path):
     folder = fetch(settings)
-    assert content_of(folder) == {path: hub.models[MODEL][path] for path in NEEDED}
+    assert content_of(folder) == whole(hub)
     assert cached_folder(MODEL, {"HF_HOME": str(tmp_path / "hf")}) == folder
     assert missing_weights(folder) is None
     assert unfinished(settings) == []
@@ -125,7 +130,7 @@ def test_content_that_another_commit_has_comes_no_second_time(hub, settings):
     found = look_for_model(MODEL, settings)
     assert found.kept_bytes > 9 << 20
     found.fetch(lambda _: None)
-    assert content_of(folder) == {path: hub.models[MODEL][path] for path in NEEDED}
+    assert content_of(folder) == whole(hub)
     assert hub.ranges == []
 
 
@@ -133,7 +138,7 @@ def test_two_at_once_fetch_each_file_once(hub, settings):
     both = [look_for_model(MODEL, settings) for _ in range(2)]
     with ThreadPoolExecutor(2) as people:
         list(people.map(lambda found: found.fetch(lambda _: None), both))
-    assert content_of(both[0].repository.snapshot) == {path: hub.models[MODEL][path] for path in NEEDED}
+    assert content_of(both[0].repository.snapshot) == whole(hub)
     assert sorted(path for path, _ in hub.ranges) == sorted(path for path in NEEDED if path.endswith(".safetensors"))
 
 
@@ -153,7 +158,7 @@ def test_a_file_that_was_cut_off_in_the_cache_comes_again(hub, settings):
     (folder / SHARD).resolve().write_bytes(b"short")
     (folder / "config.json").resolve().write_bytes(b"{}")
     assert len(look_for_model(MODEL, settings).missing) == 2
-    assert content_of(fetch(settings)) == {path: hub.models[MODEL][path] for path in NEEDED}
+    assert content_of(fetch(settings)) == whole(hub)
 
 
 def test_the_token_goes_to_the_hub_alone(hub, settings):
@@ -232,7 +237,7 @@ def test_a_disk_that_becomes_full_keeps_what_has_come(hub, settings, tmp_path):
         subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
         folder = fetch(small)
         assert damaged_files(()) == ()
-        assert content_of(folder) == {path: hub.models[MODEL][path] for path in NEEDED}
+        assert content_of(folder) == whole(hub)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
