@@ -35,7 +35,7 @@ def find_adapter(named: str, environ: Mapping[str, str] = os.environ) -> Adapter
             raise ValueError("it holds no JSON object")
         file = folder / _WEIGHTS
         header, _ = read_header(file)
-        shapes = {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InvalidRequestError(f"{file} cannot be read: {error}.") from error
     return read_adapter(str(folder), config, shapes)

@@ -65,18 +65,10 @@ def find_model(
     environ = os.environ if environ is None else environ
     path = Path(name).expanduser()
     looks_like_a_path = name.startswith(("/", ".", "~")) or name.endswith(".json")
-    entry = None if looks_like_a_path else catalog.find(name)
-    if entry is not None:
+    if not looks_like_a_path and (entry := catalog.find(name)) is not None:
         names = (entry.name,) if name.lower() == entry.name.lower() else (entry.name, name.lower())
-        cached = cached_folder(entry.name, environ)
-        return FoundModel(
-            name=entry.name,
-            served_model_names=names,
-            config=entry.config,
-            note=entry.note,
-            folder=cached,
-            engine=entry.engine,
-        )
+        found = FoundModel(name=entry.name, served_model_names=names, config=entry.config, note=entry.note)
+        return replace(found, folder=cached_folder(entry.name, environ), engine=entry.engine)
     if path.is_dir() or path.is_file():
         return _from_folder(path)
     if looks_like_a_path:
@@ -182,8 +174,6 @@ def _tensors(file: Path) -> list[StoredTensor]:
         header, _ = read_header(file)
     found = []
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         try:
             (first, last), elements = entry["data_offsets"], math.prod(entry["shape"])
             size_bytes = int(last - first)
@@ -198,14 +188,8 @@ def _from_folder(path: Path) -> FoundModel:
     if not file.is_file():
         raise UnknownModelError(f"{path} has no config.json, so it is not a model's folder.")
     folder, config = file.parent.absolute(), _config(partial(_in_folder, file.parent), file.name)
-    return FoundModel(
-        name=str(folder),
-        served_model_names=(folder.name,),
-        config=config,
-        origin=str(file),
-        folder=folder,
-        engine=_options(folder),
-    )
+    found = FoundModel(name=str(folder), served_model_names=(folder.name,), config=config, origin=str(file))
+    return replace(found, folder=folder, engine=_options(folder))
 
 
 def _options(folder: Path | None) -> Mapping[str, Any]:

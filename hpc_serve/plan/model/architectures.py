@@ -27,14 +27,6 @@ from hpc_serve.plan.model.weights import Block, Vocabulary
 Family: TypeAlias = Callable[[LayerBuilder], DecoderLayer]
 """What describes one layer."""
 
-_BY_LAYER = (
-    *("hybrid_layer_pattern", "layer_types", "block_configs", "hybrid_override_pattern", "no_rope_layers"),
-    *("mlp_layer_types", "indexer_types", "num_attention_heads_per_layer", "index_topk_pattern", "compress_ratios"),
-)
-"""Fields that have a value for each layer, and maybe more for layers that predict further tokens."""
-_MAY_BE_EMPTY = ("no_rope_layers",)
-"""Which of them count as missing where they are empty."""
-
 _PER_TOKEN = ("moe_k", "moe_top_k", "num_experts_per_token", "top_k_experts")
 """What some families call the number of experts of a token."""
 
@@ -263,10 +255,6 @@ def _experts_per_token(builder: LayerBuilder, experts: int) -> int:
 
 def _layers(builder: LayerBuilder, family: Family) -> tuple[DecoderLayer, ...]:
     """Return all layers. Equal layers are one object, so that everything is computed once for them."""
-    for key in _BY_LAYER:
-        named = builder.config.peek(key)
-        if named is not None and len(named) < builder.num_layers and (named or key not in _MAY_BE_EMPTY):
-            raise InvalidRequestError(f"The config's {key} names {len(named)} of its {builder.num_layers} layers.")
     known: dict[DecoderLayer, DecoderLayer] = {}
     layers = (family(builder.of(index)) for index in range(builder.num_layers))
     return tuple(known.setdefault(layer, layer) for layer in layers)

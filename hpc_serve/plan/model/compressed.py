@@ -5,10 +5,8 @@ Sources: vLLM's models/deepseek_v4 and models/minimax_m3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import CheckedConfig
@@ -34,7 +32,7 @@ def deepseek_v4(builder: LayerBuilder) -> DecoderLayer:
     indexer.
     """
     builder = builder.named("layers")
-    ratio = max(1, builder.require("compress_ratios")[builder.index])
+    ratio = max(1, builder.of_layer("compress_ratios", is_needed=True))
     if ratio not in (1, *_STATE_BLOCKS):
         raise InvalidRequestError(
             f"The config's compress_ratios has {ratio} for layer {builder.index}: use 0, 1, 4 or 128."
@@ -167,11 +165,11 @@ def minimax_m3(builder: LayerBuilder) -> DecoderLayer:
     It has norms over the queries and keys of each head, and an indexer that chooses blocks of tokens.
     """
     sparse = builder.get("sparse_attention_config") or {}
-    chooses = bool(sparse.get("use_sparse_attention")) and _says(sparse, "sparse_attention_freq", builder.index)
+    chooses = bool(sparse.get("use_sparse_attention")) and builder.of_layer("sparse_attention_freq", inside=sparse) != 0
     cache = builder.cache()
     attention = builder.attention("self_attn") + builder.query_key_norms()
     if chooses:
-        if not _says(sparse, "sparse_disable_index_value", builder.index):
+        if builder.of_layer("sparse_disable_index_value", inside=sparse) == 0:
             raise InvalidRequestError(
                 f"The config's sparse_disable_index_value is 0 for layer {builder.index}: vLLM has no values in its "
                 "indexer."
@@ -190,16 +188,6 @@ def minimax_m3(builder: LayerBuilder) -> DecoderLayer:
         )
     weights = block(attention, _m3_half(builder), builder.two_norms())
     return DecoderLayer(block=weights, cache=cache)
-
-
-def _says(config: Mapping[str, Any], key: str, index: int) -> bool:
-    """Return whether a list with a 0 or a 1 for each layer has a 1 for the layer; True if there is no list."""
-    each = config.get(key)
-    if each is None:
-        return True
-    if index >= len(each):
-        raise InvalidRequestError(f"The config's {key} names {len(each)} layers, too few for layer {index}.")
-    return bool(each[index])
 
 
 def _m3_half(builder: LayerBuilder) -> list[Weight]:

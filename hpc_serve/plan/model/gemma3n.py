@@ -47,14 +47,14 @@ def gemma3n(builder: LayerBuilder) -> DecoderLayer:
     weights = block(
         builder.attention("self_attn", bias=bias, output_bias=bias, has_keys=not is_shared),
         builder.query_key_norms()[: 1 if is_shared else 2],
-        builder.mlp("mlp", builder.require(_SIZES)[builder.index]),
+        builder.mlp("mlp", builder.of_layer(_SIZES, is_needed=True)),
         altup,
         laurel,
         per_layer_input(builder),
         builder.two_norms(),
         builder.norms("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     )
-    slides = builder.require("layer_types")[builder.index] == "sliding_attention"
+    slides = builder.of_layer("layer_types", is_needed=True) == "sliding_attention"
     window = builder.require("sliding_window") if slides else 0
     cache = None if is_shared else builder.cache(window, "sliding" if window else "full")
     return DecoderLayer(block=weights, cache=cache)

@@ -20,7 +20,7 @@ def gemma4(builder: LayerBuilder) -> DecoderLayer:
     The last `num_kv_shared_layers` take keys and values from a layer before. Experts stand beside the MLP.
     """
     builder = builder.named("model.language_model.layers")
-    attends_to_all = builder.require("layer_types")[builder.index] == "full_attention"
+    attends_to_all = builder.of_layer("layer_types", is_needed=True) == "full_attention"
     is_shared = builder.index >= builder.num_layers - builder.get("num_kv_shared_layers", 0)
     equal = builder.flag("attention_k_eq_v")
     builder = _with_own_heads(builder, attends_to_all=attends_to_all, equal=equal)

@@ -65,7 +65,7 @@ def nemotron_h(builder: LayerBuilder) -> DecoderLayer:
     The config has a letter for each layer: Mamba (M), attention (*), MLP (-) or experts (E).
     """
     builder = builder.named("backbone.layers")
-    kind = builder.require("hybrid_override_pattern")[builder.index]
+    kind = builder.of_layer("hybrid_override_pattern", is_needed=True)
     cache = None
     if kind == "M":
         # 32 bit where the config does not say: NemotronHForCausalLMConfig in vLLM's models/config.py

@@ -6,7 +6,7 @@ Modules are named as in the checkpoint, so that the skipped modules of a quantiz
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from hpc_serve.errors import InvalidRequestError
@@ -89,10 +89,17 @@ class LayerBuilder:
         """Return the field. Raises InvalidRequestError where it is missing or null."""
         return self.config[key]
 
-    def of_layer(self, key: str) -> Any:
-        """Return the layer's value in a field that has one for each layer; None where it is missing or empty."""
-        each = self.get(key)
-        return each[self.index] if each else None
+    def of_layer(self, key: str, *, is_needed: bool = False, inside: Mapping[str, Any] | None = None) -> Any:
+        """Return the layer's value in a field that has one for each layer, and maybe more for layers that predict.
+
+        None: the field is missing or empty. `inside`: the object that has the field. Raises InvalidRequestError where
+        it has too few values, or `is_needed` and missing.
+        """
+        config = self.config if inside is None else inside
+        each = config[key] if is_needed else config.get(key) or None
+        if each is not None and len(each) < self.num_layers:
+            raise InvalidRequestError(f"The config's {key} names {len(each)} of its {self.num_layers} layers.")
+        return None if each is None else each[self.index]
 
     def disagreement(self, fields: str) -> InvalidRequestError:
         """Return the error for fields that say different things of this layer."""

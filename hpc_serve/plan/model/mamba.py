@@ -14,7 +14,7 @@ from hpc_serve.plan.model.weights import Weight
 
 def granite_hybrid(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of Granite 4: attention or Mamba 2, then experts, a shared MLP, or both."""
-    if builder.require("layer_types")[builder.index] in ("attention", "full_attention"):
+    if builder.of_layer("layer_types", is_needed=True) in ("attention", "full_attention"):
         bias = builder.flag("attention_bias")
         mixer, cache = builder.attention("self_attn", bias=bias, output_bias=bias), builder.cache()
     else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.layers import LayerBuilder
 from hpc_serve.plan.model.scheme import FP32
 from hpc_serve.plan.model.weights import Weight
@@ -103,11 +102,7 @@ def has_experts(builder: LayerBuilder) -> bool:
     kind, frequency = builder.of_layer("mlp_layer_types"), builder.get("moe_layer_freq", 1)
     first = builder.get("first_k_dense_replace")
     if isinstance(frequency, (list, tuple)):
-        if builder.index >= len(frequency):
-            raise InvalidRequestError(
-                f"The config's moe_layer_freq names {len(frequency)} of {builder.num_layers} layers."
-            )
-        each = frequency[builder.index] == 1
+        each = builder.of_layer("moe_layer_freq", is_needed=True) == 1
     else:
         each = builder.index % frequency == 0
     found = bool(builder.index >= (first or 0) and each)

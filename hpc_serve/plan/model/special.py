@@ -51,7 +51,7 @@ def nemotron_nas(builder: LayerBuilder) -> DecoderLayer:
 
     Each layer has its own KV heads and MLP size, or lacks one of the two.
     """
-    config = builder.require("block_configs")[builder.index]
+    config = builder.of_layer("block_configs", is_needed=True)
     attention = config.get("attention", CheckedConfig({}, path=f"{config.path}attention."))
     feed_forward = config.get("ffn", CheckedConfig({}, path=f"{config.path}ffn."))
     weights, cache = [], None

@@ -224,7 +224,7 @@ def test_what_cannot_be_divided_is_named() -> None:
         ),
         ("falcon-h1-34b-shape", "mamba_d_ssm", 8192, "mamba_d_ssm is 8192 and its mamba_n_heads have 4096 in all"),
         ("MiMoV2FlashForCausalLM", "moe_layer_freq", [0, 2, 1, 1], "moe_layer_freq is"),
-        ("MiMoV2FlashForCausalLM", "moe_layer_freq", [0], "moe_layer_freq names 1 of 4 layers"),
+        ("MiMoV2FlashForCausalLM", "moe_layer_freq", [0], "moe_layer_freq names 1 of its 4 layers"),
         ("DeepSeek-V4-Flash", "expert_dtype", "int4", "expert_dtype is 'int4': use fp4 or fp8"),
         ("DeepSeek-V4-Flash", "compress_ratios", [3] * 43, "compress_ratios has 3 for layer 0: use 0, 1, 4 or 128"),
         ("Kimi-K3", "text_config.linear_attn_config.full_attn_layers", [4], "name each layer once: see layer 8"),

@@ -45,7 +45,7 @@ SEED = 20261121
 def random_lines(count: int) -> list[list[str]]:
     """Words that may meet in any order: spellings whole, shortened, with values of all kinds or none."""
     rng = random.Random(SEED)
-    spellings = [spelling for name in NAMES for spelling in options()[name].spellings]
+    spellings = [spelling for name in NAMES for spelling in (*options()[name].names, *options()[name].negated)]
     values = ["1", "8", "7", "-1", "0.5", "-0.5", "16k", "auto", "fp8", "x", "None", "", '{"a":1}', "a b", "-", "="]
     values.append("-a b")
 
