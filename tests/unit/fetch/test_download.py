@@ -22,12 +22,8 @@ from tests.unit.fetch.conftest import MODEL
 
 SHARD = "model-00002-of-00003.safetensors"
 LARGE = 10_000
-NEEDED = {
-    "config.json",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    *(f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)),
-}
+NEEDED = {"config.json", "model.safetensors.index.json", "tokenizer.json"}
+NEEDED |= {f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)}
 
 
 def fetch(settings, name: str = MODEL, **asked) -> Path:

@@ -18,10 +18,6 @@ XLM_ROBERTA = dict(catalog.resolve("bge-m3").config)
 NOMIC, COLBERT, GTE = map(config_of, ("nomic", "colbert", "gte"))
 
 
-def plan_of(name: str, gpu: str = "l40s", **asked):
-    return made_plan(name, gpu, **asked)
-
-
 @pytest.mark.parametrize(
     ("config", "published"),
     [
@@ -45,7 +41,7 @@ def test_robertas_first_positions_are_not_for_tokens():
 
 @pytest.mark.parametrize("name", ["bge-m3", "bge-reranker", "gte-modernbert", "all-minilm-l6-v2"])
 def test_an_encoder_caches_nothing_and_needs_one_gpu(name):
-    plan = plan_of(name).chosen
+    plan = made_plan(name, "l40s").chosen
     assert plan.layout.num_gpus == 1
     assert (plan.memory.kv_bytes_per_token, plan.memory.blocks_per_request) == (0, 0)
     assert plan.vllm_args[-2:] == ("--runner", "pooling")
@@ -53,7 +49,7 @@ def test_an_encoder_caches_nothing_and_needs_one_gpu(name):
 
 def test_a_decoder_that_embeds_has_no_head_and_keeps_a_cache():
     embedder, decoder = find_spec("qwen3-embedding-8b", environ={})[1], find_spec("qwen3-8b", environ={})[1]
-    plan = plan_of("qwen3-embedding-8b").chosen
+    plan = made_plan("qwen3-embedding-8b", "l40s").chosen
     assert plan.memory.blocks_per_request > 0
     head = 4096 * 151_936 * 2
     assert decoder.weight_bytes - plan.memory.weight_bytes >= head
@@ -61,7 +57,7 @@ def test_a_decoder_that_embeds_has_no_head_and_keeps_a_cache():
 
 
 def test_a_reranker_of_the_catalogue_is_told_what_it_is():
-    words = plan_of("qwen3-reranker-8b").chosen.vllm_args
+    words = made_plan("qwen3-reranker-8b", "l40s").chosen.vllm_args
     assert json.loads(words[words.index("--hf-overrides") + 1])["architectures"] == ["Qwen3ForSequenceClassification"]
 
 
@@ -96,7 +92,7 @@ def test_a_step_of_an_encoder_holds_a_whole_text():
 
 def test_longer_texts_take_more_than_their_share():
     """Attention grows with the square of the length: 16 times as many tokens take more than 16 times as long."""
-    short, long = (plan_of("bge-m3", input_tokens=tokens).estimates()[-1].ideal for tokens in (512, 8192))
+    short, long = (made_plan("bge-m3", "l40s", input_tokens=tokens).estimates()[-1].ideal for tokens in (512, 8192))
     assert short.requests_per_s > 16 * long.requests_per_s
     assert short.output_tokens_per_s == short.requests_per_s
 
@@ -113,10 +109,10 @@ def test_longer_texts_take_more_than_their_share():
 )
 def test_what_an_embedder_cannot_do_is_refused(asked, words):
     with pytest.raises(InvalidRequestError, match=words):
-        plan_of("bge-m3", **asked)
+        made_plan("bge-m3", "l40s", **asked)
 
 
 def test_more_texts_at_once_than_one_wait_for_their_step():
-    found = plan_of("bge-m3", workload=Workload(concurrency=64)).estimates()
+    found = made_plan("bge-m3", "l40s", workload=Workload(concurrency=64)).estimates()
     rates = [one.speed.requests_per_s for one in found]
     assert rates == sorted(rates)

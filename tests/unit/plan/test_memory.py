@@ -191,11 +191,6 @@ def test_one_block_is_vllms_own() -> None:
     assert estimate("8b", length=1024, kv_cache_memory_bytes=65 * 16 * 131_072).holds(1)
 
 
-def test_more_positions_than_the_model_has_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="131072 positions"):
-        estimate("8b", length=131_073)
-
-
 def test_eager_has_no_graphs_and_older_versions_do_not_count_them() -> None:
     assert estimate("8b", enforce_eager=True).cuda_graph_bytes == 0
     older = estimate("8b", vllm_version="0.11.0")
@@ -214,16 +209,13 @@ def test_eager_has_no_graphs_and_older_versions_do_not_count_them() -> None:
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"tensor_parallel_size": -1}, "tensor_parallel_size"),
         ({"vllm_version": "newest"}, "vllm_version"),
+        ({"length": 131_073}, "131072 positions"),
+        ({"kv_cache_dtype": "fp3"}, "'fp3'"),
     ],
 )
 def test_impossible_options_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequestError, match=named):
-        EngineConfig(**options)
-
-
-def test_unknown_cache_types_are_named() -> None:
-    with pytest.raises(InvalidRequestError, match="'fp3'"):
-        estimate("8b", kv_cache_dtype="fp3")
+        estimate("8b", **options)
 
 
 def test_cache_type_of_the_checkpoint_is_taken() -> None:

@@ -13,26 +13,10 @@ from hpc_serve.plan.memory.stages import pipeline_stages
 from hpc_serve.plan.model.scheme import FP8_BLOCK, FP8_CHANNEL
 from hpc_serve.plan.model.weights import Linear
 from hpc_serve.sizes import GIB
-from tests.support.configs import VLLM_BYTES, built, config_of, with_value
+from tests.support.configs import EXCEPTIONS, VLLM_BYTES, built, config_of, with_value
 from tests.support.plans import changed, spec
 
-# Published total minus ours, and why: what the files hold and vLLM does not load, or what the total leaves out.
-KNOWN_DIFFERENCES = {
-    "Qwen/Qwen3-0.6B": 155_582_464,  # the tied head is stored too
-    "Qwen/Qwen3-1.7B": 311_164_928,
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": 1_650_471_424,  # the MTP layer
-    "Qwen/Qwen3-Next-80B-A3B-Thinking": 1_650_471_424,
-    "deepseek-ai/DeepSeek-R1": 13_504_966_800,  # the MTP layer and block scales
-    "deepseek-ai/DeepSeek-V3": 13_504_966_800,
-    "meta-llama/Llama-2-7b-hf": 2_048,  # rotary frequencies
-    "meta-llama/Llama-2-13b-hf": 2_560,
-    "meta-llama/Llama-2-70b-hf": 5_120,
-    "moonshotai/Kimi-K2-Base": 62_498_608,  # block scales
-    "moonshotai/Kimi-K2-Instruct": 3_416,
-    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": -2_944,  # 23 correction biases of 128, not in the total
-    "zai-org/GLM-4.5": 5_539_962_272,  # the MTP layer with its own embedding and head
-    "zai-org/GLM-4.6": 3_988_069_792,
-}
+KNOWN_DIFFERENCES = {name: more for name, (more, _) in EXCEPTIONS["published"].items()}
 
 
 def test_parameters_are_the_published_ones() -> None:

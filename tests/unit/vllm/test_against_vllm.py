@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,8 @@ from hpc_serve.vllm.allowed import check_arguments
 from hpc_serve.vllm.arguments import read_arguments, value_of
 from hpc_serve.vllm.command import GATE, read_command, server_args
 from hpc_serve.vllm.options import load_data, options
+from tests.unit.vllm.conftest import Ask
 
-CHECKOUT = Path(__file__).parents[3]
 PORT = 9123
 OF_FILE = json.loads(Path(__file__).with_name("command_lines.json").read_text(encoding="utf-8"))
 COMPLETED = OF_FILE["vLLM completes"]
@@ -82,20 +79,8 @@ def refusal_of(words: list[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def vllm() -> dict[str, Any]:
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed here")
-    lines = [*WORDS, gated(f"--port {PORT}"), *map(gated, MIDDLEWARE)]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.vllm_parser"],
-        cwd=CHECKOUT,
-        input=json.dumps({"lines": lines}),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+def vllm(ask_vllm: Ask) -> Any:
+    return ask_vllm("vllm_parser", {"lines": [*WORDS, gated(f"--port {PORT}"), *map(gated, MIDDLEWARE)]})
 
 
 def test_the_committed_options_are_those_of_the_installed_vllm(vllm):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +10,8 @@ import pytest
 
 from hpc_serve.vllm.command import headless_argv, rank_args, read_command
 from tests.support.moe_model import CONFIGS
+from tests.unit.vllm.conftest import Ask
 
-CHECKOUT = Path(__file__).resolve().parents[3]
 # By the line, the nodes and the backend: of each node that runs a command the first data-parallel rank, how many there
 # are, the node's place within a rank, vLLM's backend, and who balances. vLLM calls a hybrid of one rank each external.
 CASES: dict[tuple[str, int, str], list[list[Any]]] = {
@@ -46,18 +42,11 @@ def words_of_nodes(line: str, num_nodes: int, backend: str, model: Path) -> list
     return found
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
-def test_vllm_puts_ranks_where_the_layout_has_them(tmp_path: Path) -> None:
+def test_vllm_puts_ranks_where_the_layout_has_them(
+    ask_vllm: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen2-moe"]))
     (tmp_path / "engine.yaml").write_text("master-port: 20001\ndata-parallel-rpc-port: 20002\n")
     lines = [words for case in CASES for words in words_of_nodes(*case, tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.vllm_ranks"],
-        cwd=CHECKOUT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        input=json.dumps(lines),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == [node for nodes in CASES.values() for node in nodes]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert ask_vllm("vllm_ranks", lines) == [node for nodes in CASES.values() for node in nodes]
