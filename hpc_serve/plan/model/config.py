@@ -62,9 +62,9 @@ class CheckedConfig(dict[str, Any]):
         self.read.add(self.path + name)
         return super().get(name, default)
 
-    def peek(self, name: str, default: Any = None) -> Any:
+    def peek(self, name: str) -> Any:
         """Return the field as `get` has it, which does not count as read."""
-        return super().get(name, default)
+        return super().get(name)
 
     def _checked(self, name: str, value: Any) -> Any:
         of_path = "object" if self.path.endswith(_OBJECTS_OF_OBJECTS) else _kinds().get(self.path + name)
