@@ -24,8 +24,9 @@ from hpc_serve.hub.hub_settings import HubSettings, read_hub_settings
 from hpc_serve.hub.local_weights import cached_folder, read_header, read_index
 from hpc_serve.hub.needed_files import SAFETENSORS_INDEX
 from hpc_serve.plan import EngineConfig, ModelSpec, catalog, model_from_config
-from hpc_serve.plan.model.architectures import draft_from_config, with_overrides
+from hpc_serve.plan.model.architectures import draft_from_config
 from hpc_serve.plan.model.checkpoint import StoredTensor, StoredWeights, match_checkpoint
+from hpc_serve.plan.model.config import with_overrides
 from hpc_serve.plan.model.quantization import QUANTIZATION_FILE, with_quantization_file
 
 _EMBEDDERS_FILE = "modules.json"

@@ -45,27 +45,6 @@ _UNSCALED = (None, "default", "mrope", "su", "longrope", "llama3", "yarn", "deep
 _CLASSIFIER = "ForSequenceClassification"
 _POOLING = (_CLASSIFIER, "EmbeddingModel", "Model")
 """Endings of the names of embedders and rerankers that are decoders without an output head."""
-_NESTED = ("text_config", "vision_config")
-_ROPE = ("rope_scaling", "rope_parameters")
-
-
-def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the config as --hf-overrides changes it: `_apply_dict_overrides` in vLLM's config/model.py.
-
-    Fields of the decoder's or of the tower's config are changed one by one, every other field is replaced.
-
-    >>> with_overrides({"text_config": {"a": 1, "b": 2}, "c": 3}, {"text_config": {"a": 4}})
-    {'text_config': {'a': 4, 'b': 2}, 'c': 3}
-    """
-    changed = dict(config)
-    for name, value in (overrides or {}).items():
-        if name in _ROPE:
-            changed = {key: kept for key, kept in changed.items() if key not in _ROPE}
-        inner = changed.get(name)
-        if name in _NESTED and isinstance(inner, Mapping) and isinstance(value, Mapping):
-            value = with_overrides(inner, value)
-        changed[name] = value
-    return changed
 
 
 def model_from_config(

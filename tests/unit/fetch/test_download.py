@@ -16,7 +16,7 @@ import pytest
 from hpc_serve.errors import StoreError, UnknownModelError
 from hpc_serve.hub.fetch.hub_repository import HubConnectionError
 from hpc_serve.hub.fetch.model_files import cached_alone, look_for_model
-from hpc_serve.hub.local_weights import cached_folder, damaged_files, missing_weights
+from hpc_serve.hub.local_weights import cached_folder, missing_weights
 from tests.support.fake_hub import COMMIT, model_files
 from tests.unit.fetch.conftest import MODEL
 
@@ -37,9 +37,9 @@ def unfinished(settings) -> list[Path]:
     return sorted(settings.cache.rglob("*.incomplete"))
 
 
-def whole(hub, *paths: str) -> dict[str, bytes]:
-    """These files as the hub has them; without `paths`, all that an engine reads."""
-    return {path: hub.models[MODEL][path] for path in paths or NEEDED}
+def whole(hub) -> dict[str, bytes]:
+    """The files that an engine reads, as the hub has them."""
+    return {path: hub.models[MODEL][path] for path in NEEDED}
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
@@ -66,7 +66,7 @@ def test_a_second_time_nothing_is_fetched(hub, settings):
 def test_a_connection_that_breaks_goes_on_where_it_was(hub, settings, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
     hub.breaks[SHARD] = [1_000_000, 500_000]
-    assert content_of(fetch(settings))[SHARD] == hub.models[MODEL][SHARD]
+    assert content_of(fetch(settings)) == whole(hub)
     offsets = [offset for path, offset in hub.ranges if path == SHARD]
     assert len(offsets) == 3
     assert 0 == offsets[0] < offsets[1] < offsets[2]
@@ -89,7 +89,7 @@ def test_a_connection_that_brings_nothing_new_is_given_up_and_whole_files_stay(h
     assert unfinished(settings) == []
     del hub.breaks[SHARD]
     hub.ranges.clear()
-    assert content_of(fetch(settings))[SHARD] == hub.models[MODEL][SHARD]
+    assert content_of(fetch(settings)) == whole(hub)
     assert [path for path, _ in hub.ranges] == [SHARD]
 
 
@@ -116,7 +116,7 @@ def test_a_file_of_another_size_than_the_hub_lists_is_not_kept(hub, settings):
     with pytest.raises(HubConnectionError, match="file should be of size 3145728 but has size 1000"):
         fetch(settings)
     hub.given.clear()
-    assert content_of(fetch(settings))[SHARD] == hub.models[MODEL][SHARD]
+    assert content_of(fetch(settings)) == whole(hub)
 
 
 def test_content_that_another_commit_has_comes_no_second_time(hub, settings):
@@ -232,7 +232,6 @@ def test_a_disk_that_becomes_full_keeps_what_has_come(hub, settings, tmp_path):
         assert sum(path.stat().st_size for path in disk.rglob("*") if path.is_file()) > 4 << 20
         subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
         folder = fetch(small)
-        assert damaged_files(()) == ()
         assert content_of(folder) == whole(hub)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
@@ -250,10 +249,8 @@ def test_a_hub_that_is_away_leaves_what_the_cache_has(hub, settings):
 
 
 def test_small_hubs_serve_models_of_one_file(hub, settings):
-    hub.models["org/small"] = {
-        "config.json": b"{}",
-        "model.safetensors": model_files(shards=1, shard_bytes=LARGE)["model-00001-of-00001.safetensors"],
-    }
+    shard = model_files(shards=1, shard_bytes=LARGE)["model-00001-of-00001.safetensors"]
+    hub.models["org/small"] = {"config.json": b"{}", "model.safetensors": shard}
     assert set(content_of(fetch(settings, "org/small"))) == {"config.json", "model.safetensors"}
 
 
@@ -291,7 +288,7 @@ def test_what_a_link_out_of_the_cache_leads_to_stays(hub, settings, tmp_path):
     shared.write_bytes(b"a colleague's")
     (folder / SHARD).unlink()
     (folder / SHARD).symlink_to(shared)
-    assert content_of(fetch(settings))[SHARD] == hub.models[MODEL][SHARD]
+    assert content_of(fetch(settings)) == whole(hub)
     assert shared.read_bytes() == b"a colleague's"
 
 

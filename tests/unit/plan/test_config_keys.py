@@ -14,12 +14,10 @@ from benchmarks.accuracy import published_configs
 from benchmarks.accuracy.memory_cases import load_cases, load_later_cases
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan import EngineConfig, model_from_config, resolve
-from hpc_serve.plan.asked import PlanRequest
 from hpc_serve.plan.catalog import architectures, models
-from hpc_serve.plan.hardware.cluster import cluster_named
-from hpc_serve.plan.make import FoundParts, make_plan
 from tests.support.config_keys import NOT_MEASURED
-from tests.support.configs import EXCEPTIONS, MEASURED, built, config_of, with_value
+from tests.support.configs import EXCEPTIONS, MEASURED, built, config_of, made, with_value
+from tests.support.plans import made_plan
 
 PUBLISHED = published_configs()
 
@@ -104,91 +102,62 @@ def test_many_unknown_keys_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("eos_token_id", [1, 2]),
-        ("rope_theta", 500_000),
-        ("max_length", 20),
-        ("attention_dropout", 1),
-        ("use_cache", True),
-        ("hidden_act", "silu"),
-        ("new_size", 0),
-        ("new_sizes", []),
-        ("new_size", None),
-        ("use_new_norm", False),
-        ("layer_types", ["full_attention"] * 32),
-        ("id2label", {"0": "a"}),
-    ],
-)
-def test_what_changes_no_size_is_passed_over(key: str, value: Any) -> None:
-    config = resolve("8b").config
-    assert built({**config, key: value}) == built(config)
-
-
-@pytest.mark.parametrize(
     ("name", "extra"),
     [
+        ("8b", {"eos_token_id": [1, 2], "rope_theta": 500_000, "max_length": 20, "attention_dropout": 1}),
+        ("8b", {"use_cache": True, "hidden_act": "silu", "use_new_norm": False, "id2label": {"0": "a"}}),
+        ("8b", {"new_size": 0, "new_sizes": [], "newer_size": None}),
+        ("8b", {"layer_types": ["full_attention"] * 32}),
+        # what published configs have beside transformers' fields
         ("microsoft/phi-4", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "embd_pdrop": 0.0}),
         ("tiiuae/falcon-180B", {"ff_factor": 4, "num_ln_in_parallel_attn": 2}),
         ("allenai/OLMo-2-1124-7B", {"clip_qkv": 8.0}),
         ("Qwen/Qwen3-30B-A3B", {"num_local_experts": 128}),
         ("8b", {"tokenizer_model_max_length": 4096, "unsloth_fixed": True, "max_sequence_length": 200_000}),
         ("8b", {"auto_map": {"AutoConfig": "x.Y"}, "num_labels": 2, "task_specific_params": None}),
+        ("lfm2-1.2b", {"block_dim": 2048, "conv_dim": 2048, "conv_dim_out": 2048, "num_heads": 32, "theta": 1e6}),
+        ("lfm2-1.2b", {"block_out_init_scale": 1.0}),
     ],
 )
-def test_fields_that_published_configs_have_beside_transformers(name: str, extra: dict[str, Any]) -> None:
-    config = resolve(name).config
-    assert built({**config, **extra}) == built(config)
-
-
-def test_a_text_config_of_lfm2_names_sizes_twice() -> None:
-    """LiquidAI/LFM2-1.2B has these fields; transformers makes 1,170,340,608 parameters of them."""
-    config = config_of("lfm2-1.2b")
-    said = {"block_dim": 2048, "conv_dim": 2048, "conv_dim_out": 2048, "num_heads": 32, "theta": 1000000.0}
-    assert built({**config, **said, "block_out_init_scale": 1.0}) == built(config)
-    assert built(config).parameters == 1_170_340_608
+def test_what_changes_no_size_is_passed_over(name: str, extra: dict[str, Any]) -> None:
+    assert made(name, **extra) == made(name)
 
 
 def test_the_shortest_context_counts_as_in_vllm() -> None:
-    config = resolve("8b").config
-    assert built({**config, "max_sequence_length": 2048}).max_model_len == 2048
-    assert built({**config, "max_sequence_length": 2048, "model_max_length": 4096}).max_model_len == 4096
+    assert made("8b", max_sequence_length=2048).max_model_len == 2048
+    assert made("8b", max_sequence_length=2048, model_max_length=4096).max_model_len == 4096
 
 
 def test_quantization_by_an_older_name() -> None:
     """As compressed-tensors wrote it, and vLLM's `_parse_quant_hf_config` reads it."""
     groups = {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}, "targets": ["Linear"]}}
-    config = {
-        **resolve("8b").config,
-        "compression_config": {"quant_method": "compressed-tensors", "config_groups": groups},
-    }
+    config = config_of("8b", compression_config={"quant_method": "compressed-tensors", "config_groups": groups})
     assert built(config).quantization.linear.name == "fp8 (per channel)"
     assert built(config, quantization="fp8").quantization.is_assumed
 
 
 def test_the_plan_tells_what_was_left_out() -> None:
-    config = {**resolve("8b").config, "moe_latent_size": 1024}
-    model = built(config, allow_unknown_keys=True)
-    found = FoundParts(model=model, cluster=cluster_named("h100-80gb"))
-    reasons = make_plan(PlanRequest(model="x", allow_unknown_config_keys=True), found).chosen.reasons
+    model = built(config_of("8b", moe_latent_size=1024), allow_unknown_keys=True)
+    reasons = made_plan(model, allow_unknown_config_keys=True).chosen.reasons
     assert "Note: the config has moe_latent_size (1024), which this planner does not know" in reasons[-1]
 
 
-@pytest.mark.parametrize(("version", "notes"), [("0.20.0", 0), ("0.32.1", 0), ("0.33", 0), ("0.34.0", 1)])
-def test_a_plan_for_a_version_without_data_says_so_and_names_the_nearest(version: str, notes: int) -> None:
-    found = FoundParts(model=built(resolve("8b").config), cluster=cluster_named("h100-80gb"))
-    reasons = make_plan(PlanRequest(model="8b", engine=EngineConfig(vllm_version=version)), found).chosen.reasons
-    says = f"no data of vLLM {version}: the plan and its options are those of 0.33.0, the nearest"
-    assert sum(says in reason for reason in reasons) == notes
+NO_DATA = "no data of vLLM {}: the plan and its options are those of 0.33.0, the nearest"
+TOO_OLD = "moonshotai/Kimi-K3 needs vLLM 0.27.1 by vLLM's recipe, and this plan is for {}"
 
 
-@pytest.mark.parametrize(("version", "notes"), [("0.20.0", 1), ("0.27.0", 0), ("0.32.0", 0)])
-def test_a_vllm_that_is_too_old_for_a_model_is_named(version: str, notes: int) -> None:
-    name = "moonshotai/Kimi-K3"
-    found = FoundParts(model=model_from_config(resolve(name).config, name=name), cluster=cluster_named("b200"))
-    reasons = make_plan(PlanRequest(model=name, engine=EngineConfig(vllm_version=version)), found).chosen.reasons
-    asks = f"{name} needs vLLM 0.27.1 by vLLM's recipe, and this plan is for {version}"
-    assert sum(asks in reason for reason in reasons) == notes
+@pytest.mark.parametrize(
+    ("name", "version", "says", "notes"),
+    [
+        *(("8b", version, NO_DATA, 0) for version in ("0.20.0", "0.32.1", "0.33")),
+        ("8b", "0.34.0", NO_DATA, 1),
+        ("moonshotai/Kimi-K3", "0.20.0", TOO_OLD, 1),
+        *(("moonshotai/Kimi-K3", version, TOO_OLD, 0) for version in ("0.27.0", "0.32.0")),
+    ],
+)
+def test_a_version_without_data_or_too_old_for_a_model_is_named(name: str, version: str, says: str, notes: int) -> None:
+    reasons = made_plan(made(name), "b200", engine=EngineConfig(vllm_version=version)).chosen.reasons
+    assert sum(says.format(version) in reason for reason in reasons) == notes
 
 
 def test_layers_of_transformers_5_are_those_of_the_pattern() -> None:

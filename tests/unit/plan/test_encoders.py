@@ -26,6 +26,7 @@ NOMIC, COLBERT, GTE = map(config_of, ("nomic", "colbert", "gte"))
         ({**XLM_ROBERTA, "architectures": ["XLMRobertaForSequenceClassification"], "num_labels": 1}, 567_755_777),
         (XLM_ROBERTA, 567_754_752 - 1024 * 1025),  # vLLM leaves out the pooler
         (COLBERT, 109_482_240 - 768 * 769 + 768 * 128),  # BERT's, without the pooler, with the projection
+        ("lfm2-1.2b", 1_170_340_608),  # as transformers makes it; its config names some sizes twice
         ({**COLBERT, "dim": 96}, 109_482_240 - 768 * 769 + 768 * 96),
     ],
 )
