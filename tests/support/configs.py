@@ -10,6 +10,8 @@ from typing import Any
 
 from benchmarks.accuracy import DATA, published_configs
 from hpc_serve.plan import ModelSpec, model_from_config, resolve
+from hpc_serve.plan.model.scheme import Scheme
+from hpc_serve.plan.model.weights import Linear
 
 _PLAN = Path(__file__).parents[1] / "unit" / "plan"
 
@@ -56,3 +58,9 @@ def built(config: str | Mapping[str, Any], **options: Any) -> ModelSpec:
 def made(name: str, **changes: Any) -> ModelSpec:
     """The model of the config of that name, with these fields."""
     return built(config_of(name, **changes), name=name)
+
+
+def schemes_of(model: ModelSpec) -> list[dict[str, Scheme]]:
+    """The scheme of each matrix, by name, of each layer."""
+    matrices = ([one for one in layer.block.weights if isinstance(one, Linear)] for layer in model.layers)
+    return [{weight.name: weight.scheme for weight in layer} for layer in matrices]

@@ -10,7 +10,7 @@ from functools import partial
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import CheckedConfig
-from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
 from hpc_serve.plan.model.moe import experts_or_dense, has_experts
 from hpc_serve.plan.model.spec import CacheTensor, DecoderLayer, LayerCache
 from hpc_serve.plan.model.weights import Part, Weight
@@ -39,13 +39,13 @@ def deepseek_v4(builder: LayerBuilder) -> DecoderLayer:
         )
     hidden, copies = builder.hidden_size, builder.require("hc_mult")
     mixing = (2 + copies) * copies * (copies * hidden + 1) + 3
-    weights = block(
+    return decoder_layer(
+        _v4_cache(builder, ratio),
         _v4_attention(builder, ratio),
         _v4_experts(builder),
         builder.norms("attn_norm", "ffn_norm"),
         [builder.vector("hyper_connections", 2 * mixing, element_bytes=4)],
     )
-    return DecoderLayer(block=weights, cache=_v4_cache(builder, ratio))
 
 
 def _v4_attention(builder: LayerBuilder, ratio: int) -> list[Weight]:
@@ -186,8 +186,7 @@ def minimax_m3(builder: LayerBuilder) -> DecoderLayer:
             index_flops=2 * heads * width,
             chosen_tokens=sparse["sparse_topk_blocks"] * sparse["sparse_block_size"],
         )
-    weights = block(attention, _m3_half(builder), builder.two_norms())
-    return DecoderLayer(block=weights, cache=cache)
+    return decoder_layer(cache, attention, _m3_half(builder), builder.two_norms())
 
 
 def _m3_half(builder: LayerBuilder) -> list[Weight]:

@@ -5,7 +5,7 @@ Sources: vLLM's model_executor/models/llama_eagle.py and llama_eagle3.py.
 
 from __future__ import annotations
 
-from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
 from hpc_serve.plan.model.spec import DecoderLayer
 
 _AUXILIARY_STATES = 3
@@ -28,10 +28,10 @@ def eagle3(builder: LayerBuilder) -> DecoderLayer:
 
 def _layer(builder: LayerBuilder, norms: tuple[str, ...], *, joined: int, inputs: int | None = None) -> DecoderLayer:
     """Return Llama's layer with these norms. Before the first is a matrix of so many `joined` features."""
-    weights = block(
+    return decoder_layer(
+        builder.cache(),
         builder.attention("self_attn", bias=builder.flag("attention_bias"), inputs=inputs),
         builder.mlp("mlp", builder.intermediate_size, bias=builder.flag("mlp_bias")),
         builder.norms(*norms),
         [] if builder.index else [builder.outside.linear("model.fc", joined, [builder.hidden_size])],
     )
-    return DecoderLayer(block=weights, cache=builder.cache())

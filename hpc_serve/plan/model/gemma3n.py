@@ -8,7 +8,7 @@ from __future__ import annotations
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import CheckedConfig
 from hpc_serve.plan.model.gemma4 import per_layer_input
-from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
 from hpc_serve.plan.model.spec import DecoderLayer
 from hpc_serve.plan.model.weights import Weight
 
@@ -44,7 +44,11 @@ def gemma3n(builder: LayerBuilder) -> DecoderLayer:
         builder.linear("laurel.linear_right", rank, [hidden], "row"),
         *builder.norms("laurel.post_laurel_norm"),
     ]
-    weights = block(
+    slides = builder.of_layer("layer_types", is_needed=True) == "sliding_attention"
+    window = builder.require("sliding_window") if slides else 0
+    cache = None if is_shared else builder.cache(window, "sliding" if window else "full")
+    return decoder_layer(
+        cache,
         builder.attention("self_attn", bias=bias, output_bias=bias, has_keys=not is_shared),
         builder.query_key_norms()[: 1 if is_shared else 2],
         builder.mlp("mlp", builder.of_layer(_SIZES, is_needed=True)),
@@ -54,10 +58,6 @@ def gemma3n(builder: LayerBuilder) -> DecoderLayer:
         builder.two_norms(),
         builder.norms("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     )
-    slides = builder.of_layer("layer_types", is_needed=True) == "sliding_attention"
-    window = builder.require("sliding_window") if slides else 0
-    cache = None if is_shared else builder.cache(window, "sliding" if window else "full")
-    return DecoderLayer(block=weights, cache=cache)
 
 
 def gemma3n_beside(builder: LayerBuilder) -> list[Weight]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import missing
-from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
 from hpc_serve.plan.model.spec import DecoderLayer
 from hpc_serve.plan.model.weights import Part, Vocabulary, Weight
 
@@ -27,16 +27,17 @@ def gemma4(builder: LayerBuilder) -> DecoderLayer:
     attention, copied = _gemma4_attention(builder, is_shared=is_shared)
     has_one = attends_to_all and equal and not is_shared
     wide = is_shared and builder.flag("use_double_wide_mlp")
-    weights = block(
+    window = 0 if attends_to_all else builder.require("sliding_window")
+    cache = None if is_shared else builder.cache(window, "sliding" if window else "full")
+    return decoder_layer(
+        cache,
         [*attention, *([] if has_one else copied)],
         builder.mlp("mlp", builder.intermediate_size * (2 if wide else 1)),
         _gemma4_experts(builder),
         per_layer_input(builder),
         [*builder.two_norms(), *builder.norms("pre_feedforward_layernorm", "post_feedforward_layernorm")],
+        derived=copied if has_one else [],
     )
-    window = 0 if attends_to_all else builder.require("sliding_window")
-    cache = None if is_shared else builder.cache(window, "sliding" if window else "full")
-    return DecoderLayer(block=weights, cache=cache, derived=block(copied if has_one else []))
 
 
 def per_layer_input(builder: LayerBuilder) -> list[Weight]:

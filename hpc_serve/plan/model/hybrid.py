@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import CheckedConfig
-from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
 from hpc_serve.plan.model.moe import experts_or_dense, qwen_moe_half
 from hpc_serve.plan.model.spec import DecoderLayer, LayerCache
 from hpc_serve.plan.model.weights import Part, Weight, round_up
@@ -36,11 +36,11 @@ def _qwen_hybrid(builder: LayerBuilder, names: tuple[str, str]) -> DecoderLayer:
         mixer += builder.query_key_norms()
         cache = builder.cache()
     else:
-        mixer, cache = _gated_delta_net(builder, "linear_attn", names)
-    return DecoderLayer(block=block(mixer, qwen_moe_half(builder, "mlp"), builder.two_norms()), cache=cache)
+        cache, mixer = _gated_delta_net(builder, "linear_attn", names)
+    return decoder_layer(cache, mixer, qwen_moe_half(builder, "mlp"), builder.two_norms())
 
 
-def _gated_delta_net(builder: LayerBuilder, prefix: str, names: tuple[str, str]) -> tuple[list[Weight], LayerCache]:
+def _gated_delta_net(builder: LayerBuilder, prefix: str, names: tuple[str, str]) -> tuple[LayerCache, list[Weight]]:
     key_heads, key_dim = builder.require("linear_num_key_heads"), builder.require("linear_key_head_dim")
     value_heads, value_dim = builder.require("linear_num_value_heads"), builder.require("linear_value_head_dim")
     kernel = builder.get("linear_conv_kernel_dim", 4)
@@ -56,7 +56,7 @@ def _gated_delta_net(builder: LayerBuilder, prefix: str, names: tuple[str, str])
         builder.linear(f"{prefix}.out_proj", values, [builder.hidden_size], "row"),
     ]
     state = ((convolved * (kernel - 1), 0), (value_heads * value_dim * key_dim, _state_bytes(builder)))
-    return weights, LayerCache(kind="state", state=state)
+    return LayerCache(kind="state", state=state), weights
 
 
 def nemotron_h(builder: LayerBuilder) -> DecoderLayer:
@@ -69,16 +69,16 @@ def nemotron_h(builder: LayerBuilder) -> DecoderLayer:
     cache = None
     if kind == "M":
         # 32 bit where the config does not say: NemotronHForCausalLMConfig in vLLM's models/config.py
-        mixer, cache = mamba2(builder, "mixer", state_bytes=4)
+        cache, mixer = mamba2(builder, "mixer", state_bytes=4)
     elif kind == "*":
-        mixer, cache = builder.attention("mixer"), builder.cache()
+        cache, mixer = builder.cache(), builder.attention("mixer")
     elif kind == "-":
         mixer = builder.mlp("mixer", builder.intermediate_size, bias=builder.flag("mlp_bias"), gated=False)
     elif kind == "E":
         mixer = _squared_relu_experts(builder)
     else:
         raise InvalidRequestError(f"hybrid_override_pattern has the letter {kind!r}: use M, *, - or E.")
-    return DecoderLayer(block=block(mixer, builder.norms("norm")), cache=cache)
+    return decoder_layer(cache, mixer, builder.norms("norm"))
 
 
 def nemotron_h_fields(config: CheckedConfig) -> None:
@@ -99,32 +99,30 @@ def nemotron_h_fields(config: CheckedConfig) -> None:
 def lfm2(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of LFM2 or LFM2.5: attention in some layers, a gated convolution over a few tokens in the
     others."""
-    mixer, cache = _lfm2_mixer(builder)
     size = builder.either("intermediate_size", "block_ff_dim", 0)
     factor, multiple = builder.get("block_ffn_dim_multiplier", 1.0), builder.get("block_multiple_of", 256)
     if builder.get("block_auto_adjust_ff_dim", True):
         size = round_up(int(factor * int(2 * size / 3)), multiple)
-    norms = builder.norms("operator_norm", "ffn_norm")
-    return DecoderLayer(block=block(mixer, builder.mlp("feed_forward", size), norms), cache=cache)
+    half = builder.mlp("feed_forward", size)
+    return decoder_layer(*_lfm2_mixer(builder), half, builder.norms("operator_norm", "ffn_norm"))
 
 
 def lfm2_moe(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of LFM2 with experts after the first layers."""
-    mixer, cache = _lfm2_mixer(builder)
     correction = ("use_expert_bias", True, True)
     half = experts_or_dense(
         builder, "feed_forward", count="num_experts", dense_before="num_dense_layers", correction=correction
     )
-    return DecoderLayer(block=block(mixer, half, builder.norms("operator_norm", "ffn_norm")), cache=cache)
+    return decoder_layer(*_lfm2_mixer(builder), half, builder.norms("operator_norm", "ffn_norm"))
 
 
-def _lfm2_mixer(builder: LayerBuilder) -> tuple[list[Weight], LayerCache]:
+def _lfm2_mixer(builder: LayerBuilder) -> tuple[LayerCache, list[Weight]]:
     kind, attending = builder.of_layer("layer_types"), builder.get("full_attn_idxs")
     if kind and attending and (kind == "full_attention") != (builder.index in attending):
         raise builder.disagreement("layer_types and full_attn_idxs")
     if kind == "full_attention" if kind else attending is None or builder.index in attending:
         mixer = builder.attention("self_attn") + builder.query_key_norms()
-        return mixer, builder.cache()
+        return builder.cache(), mixer
     width, kernel = builder.get("conv_dim", builder.hidden_size), builder.require("conv_L_cache")
     bias = builder.flag("conv_bias")
     weights: list[Weight] = [
@@ -132,13 +130,13 @@ def _lfm2_mixer(builder: LayerBuilder) -> tuple[list[Weight], LayerCache]:
         builder.vector("conv.conv", width * (kernel + bias), split=True),
         builder.linear("conv.out_proj", width, [width], "row", bias=bias),
     ]
-    return weights, LayerCache(kind="state", state=((width * (kernel - 1), 0),))
+    return LayerCache(kind="state", state=((width * (kernel - 1), 0),)), weights
 
 
 def mamba2(
     builder: LayerBuilder, prefix: str, *, has_norm: bool = True, state_bytes: int = 0
-) -> tuple[list[Weight], LayerCache]:
-    """Return the weights of a Mamba 2 mixer, and its state.
+) -> tuple[LayerCache, list[Weight]]:
+    """Return the state of a Mamba 2 mixer, and its weights.
 
     Where the config says nothing, `has_norm` and `state_bytes` (of an element; 0: the model's type) count.
     """
@@ -164,7 +162,7 @@ def mamba2(
     ]
     state = ((inner.size * (kernel - 1), 0), (heads * head_dim * state_size, _state_bytes(builder) or state_bytes))
     by_group = Part(groups, 2 * state_size * (kernel - 1), replicate=True)
-    return weights, LayerCache(kind="state", state=state, state_groups=by_group)
+    return LayerCache(kind="state", state=state, state_groups=by_group), weights
 
 
 def _squared_relu_experts(builder: LayerBuilder) -> list[Weight]:

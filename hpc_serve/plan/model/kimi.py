@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.latent import latent_attention
-from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
 from hpc_serve.plan.model.moe import has_experts
 from hpc_serve.plan.model.spec import DecoderLayer, LayerCache
-from hpc_serve.plan.model.weights import Block, Part, Weight
+from hpc_serve.plan.model.weights import Part, Weight
 
 
 def kimi_linear(builder: LayerBuilder) -> DecoderLayer:
@@ -26,13 +26,12 @@ def kimi_linear(builder: LayerBuilder) -> DecoderLayer:
         norms += builder.norms("self_attention_res_norm", "mlp_res_norm")
         norms += builder.norms("self_attention_res_proj", "mlp_res_proj")
     if is_delta:
-        mixer, cache, derived = *_delta_attention(builder), Block()
-    else:
-        mixer, cache, derived = latent_attention(builder, gated=builder.flag("mla_use_output_gate"))
-    return DecoderLayer(block=block(mixer, _kimi_half(builder), norms), cache=cache, derived=derived)
+        return decoder_layer(*_delta_attention(builder), _kimi_half(builder), norms)
+    cache, mixer, derived = latent_attention(builder, gated=builder.flag("mla_use_output_gate"))
+    return decoder_layer(cache, mixer, _kimi_half(builder), norms, derived=derived)
 
 
-def _delta_attention(builder: LayerBuilder) -> tuple[list[Weight], LayerCache]:
+def _delta_attention(builder: LayerBuilder) -> tuple[LayerCache, list[Weight]]:
     """Return Kimi's delta attention. Its gate has one matrix in K3, and two of low rank before K3."""
     config = builder.require("linear_attn_config")
     heads, width, kernel = config["num_heads"], config["head_dim"], config["short_conv_kernel_size"]
@@ -55,7 +54,7 @@ def _delta_attention(builder: LayerBuilder) -> tuple[list[Weight], LayerCache]:
             builder.linear("self_attn.g_b_proj", width, [inner], "column"),
         ]
     state = ((3 * inner.size * (kernel - 1), 0), (heads * width * width, 4))
-    return weights, LayerCache(kind="state", state=state)
+    return LayerCache(kind="state", state=state), weights
 
 
 def _kimi_half(builder: LayerBuilder) -> list[Weight]:

@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
 from hpc_serve.plan.model.moe import deepseek_half
 from hpc_serve.plan.model.ordinary import ordinary_layer
 from hpc_serve.plan.model.spec import DecoderLayer, LayerCache
-from hpc_serve.plan.model.weights import Block, Part, Weight
+from hpc_serve.plan.model.weights import Part, Weight
 
 _INDEX_SCALE_BLOCK = 128
 """Elements of an indexer's key that share a scale of 32 bit."""
 
 
-def latent_attention(builder: LayerBuilder, *, gated: bool = False) -> tuple[list[Weight], LayerCache, Block]:
-    """Return latent attention, its cache of one vector for all heads, and the weights that vLLM derives when it loads.
+def latent_attention(builder: LayerBuilder, *, gated: bool = False) -> tuple[LayerCache, list[Weight], list[Weight]]:
+    """Return a cache of one vector for all heads, latent attention, and the weights that vLLM derives when it loads.
 
     Each rank holds the low-rank projections whole, and ranks divide the heads' projections. `gated`: the output has a
     gate of its width. From an expanding matrix in 16 bit nothing is derived: vLLM uses its parts where they are
@@ -45,16 +45,16 @@ def latent_attention(builder: LayerBuilder, *, gated: bool = False) -> tuple[lis
         expanding,
         builder.linear("self_attn.o_proj", Part(builder.heads, value), [builder.hidden_size], "row"),
     ]
-    derived = builder.linear("absorbed_kv_b_proj", latent, [per_head], "column", plain=True)
+    absorbed = builder.linear("absorbed_kv_b_proj", latent, [per_head], "column", plain=True)
     cache = LayerCache(kind="mla", kv_heads=1, head_dim=latent + rope)
-    return weights, cache, block([] if expanding.scheme.weight_bits == 16 else [derived])
+    return cache, weights, [] if expanding.scheme.weight_bits == 16 else [absorbed]
 
 
 def deepseek(builder: LayerBuilder, *, indexer: Sequence[Weight] = (), chosen_tokens: int = 0) -> DecoderLayer:
     """Build a layer of DeepSeek V2, V3, R1 and Kimi K2, also with images (K2.5)."""
-    attention, cache, derived = latent_attention(builder)
-    weights = block(attention, indexer, deepseek_half(builder, "mlp"), builder.two_norms())
-    return DecoderLayer(block=weights, cache=replace(cache, chosen_tokens=chosen_tokens), derived=derived)
+    cache, attention, derived = latent_attention(builder)
+    cache, half = replace(cache, chosen_tokens=chosen_tokens), deepseek_half(builder, "mlp")
+    return decoder_layer(cache, attention, indexer, half, builder.two_norms(), derived=derived)
 
 
 def mistral3(builder: LayerBuilder) -> DecoderLayer:

@@ -13,7 +13,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import CheckedConfig
 from hpc_serve.plan.model.quantization import Quantization
 from hpc_serve.plan.model.scheme import Scheme
-from hpc_serve.plan.model.spec import LayerCache
+from hpc_serve.plan.model.spec import CacheKind, DecoderLayer, LayerCache
 from hpc_serve.plan.model.weights import Block, Linear, Part, Vector, Weight
 
 
@@ -222,11 +222,7 @@ class LayerBuilder:
             return [gate]
         return [gate, self.vector(f"{prefix}.gate.e_score_correction_bias", count, element_bytes=4)]
 
-    def cache(
-        self,
-        window: int = 0,
-        kind: Literal["full", "sliding", "chunked", "encoder"] = "full",
-    ) -> LayerCache:
+    def cache(self, window: int = 0, kind: CacheKind = "full") -> LayerCache:
         """Return the cache of a layer with attention."""
         return LayerCache(
             kind=kind, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_dim, window=window
@@ -236,3 +232,8 @@ class LayerBuilder:
 def block(*groups: Sequence[Weight]) -> Block:
     """Return one block of all weights in these groups."""
     return Block(weights=tuple(weight for group in groups for weight in group))
+
+
+def decoder_layer(cache: LayerCache | None, *groups: Sequence[Weight], derived: Sequence[Weight] = ()) -> DecoderLayer:
+    """Return a layer with all weights in these groups."""
+    return DecoderLayer(block=block(*groups), cache=cache, derived=block(derived))

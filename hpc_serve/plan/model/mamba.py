@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.hybrid import mamba2
-from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
 from hpc_serve.plan.model.moe import experts_or_dense
 from hpc_serve.plan.model.spec import DecoderLayer, LayerCache
 from hpc_serve.plan.model.weights import Weight
@@ -16,15 +16,15 @@ def granite_hybrid(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of Granite 4: attention or Mamba 2, then experts, a shared MLP, or both."""
     if builder.of_layer("layer_types", is_needed=True) in ("attention", "full_attention"):
         bias = builder.flag("attention_bias")
-        mixer, cache = builder.attention("self_attn", bias=bias, output_bias=bias), builder.cache()
+        cache, mixer = builder.cache(), builder.attention("self_attn", bias=bias, output_bias=bias)
     else:
-        mixer, cache = mamba2(builder, "mamba")
+        cache, mixer = mamba2(builder, "mamba")
     shared = builder.get("shared_intermediate_size", 0)
     half = builder.mlp("shared_mlp", shared) if shared else []
     if builder.get("num_local_experts", 0):
         moe = "block_sparse_moe"
         half += experts_or_dense(builder, moe, count="num_local_experts", size="intermediate_size")
-    return DecoderLayer(block=block(mixer, half, builder.two_norms()), cache=cache)
+    return decoder_layer(cache, mixer, half, builder.two_norms())
 
 
 def falcon_h1(builder: LayerBuilder) -> DecoderLayer:
@@ -33,33 +33,33 @@ def falcon_h1(builder: LayerBuilder) -> DecoderLayer:
     width = builder.get("mamba_d_ssm", builder.get("mamba_expand", 2) * builder.hidden_size)
     if width != inner:
         raise InvalidRequestError(f"The config's mamba_d_ssm is {width} and its mamba_n_heads have {inner} in all.")
-    mixer, state = mamba2(builder, "mamba", has_norm=False)
-    weights = block(
+    state, mixer = mamba2(builder, "mamba", has_norm=False)
+    cache = replace(builder.cache(), state=state.state, state_groups=state.state_groups)
+    return decoder_layer(
+        cache,
         builder.attention("self_attn"),
         mixer,
         builder.mlp("feed_forward", builder.intermediate_size),
         builder.norms("input_layernorm", "pre_ff_layernorm"),
     )
-    cache = replace(builder.cache(), state=state.state, state_groups=state.state_groups)
-    return DecoderLayer(block=weights, cache=cache)
 
 
 def jamba(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of Jamba: attention in every `attn_layer_period`-th layer, experts by a period of their own."""
     if builder.index % builder.get("attn_layer_period", 8) == builder.get("attn_layer_offset", 4):
-        mixer, cache = builder.attention("self_attn"), builder.cache()
+        cache, mixer = builder.cache(), builder.attention("self_attn")
     else:
-        mixer, cache = _mamba1(builder, "mamba")
+        cache, mixer = _mamba1(builder, "mamba")
     count = builder.get("num_experts", 16)
     if count > 1 and builder.index % builder.get("expert_layer_period", 2) == builder.get("expert_layer_offset", 1):
         half = experts_or_dense(builder, "feed_forward", count="num_experts", size="intermediate_size")
     else:
         half = builder.mlp("feed_forward", builder.intermediate_size)
-    return DecoderLayer(block=block(mixer, half, builder.norms("input_layernorm", "pre_ff_layernorm")), cache=cache)
+    return decoder_layer(cache, mixer, half, builder.norms("input_layernorm", "pre_ff_layernorm"))
 
 
-def _mamba1(builder: LayerBuilder, prefix: str) -> tuple[list[Weight], LayerCache]:
-    """Return the weights of the first Mamba's mixer, which vLLM never quantizes, and its state."""
+def _mamba1(builder: LayerBuilder, prefix: str) -> tuple[LayerCache, list[Weight]]:
+    """Return the state of the first Mamba's mixer, and its weights, which vLLM never quantizes."""
     hidden, state_size = builder.hidden_size, builder.get("mamba_d_state", 16)
     kernel, inner = builder.get("mamba_d_conv", 4), builder.get("mamba_expand", 2) * builder.hidden_size
     rank = builder.get("mamba_dt_rank")
@@ -75,4 +75,4 @@ def _mamba1(builder: LayerBuilder, prefix: str) -> tuple[list[Weight], LayerCach
         builder.vector(f"{prefix}.norms", rank + 2 * state_size),
         builder.linear(f"{prefix}.out_proj", inner, [hidden], "row", bias=bias, plain=True),
     ]
-    return weights, LayerCache(kind="state", state=((inner * (kernel - 1), 0), (inner * state_size, 0)))
+    return LayerCache(kind="state", state=((inner * (kernel - 1), 0), (inner * state_size, 0))), weights

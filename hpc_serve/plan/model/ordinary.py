@@ -11,9 +11,9 @@ from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.catalog import ordinary_layers
-from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
 from hpc_serve.plan.model.moe import deepseek_half, experts_or_dense, qwen_moe_half
-from hpc_serve.plan.model.spec import DecoderLayer
+from hpc_serve.plan.model.spec import CacheKind, DecoderLayer
 from hpc_serve.plan.model.weights import Part, Weight
 
 _KINDS = ("full_attention", "sliding_attention")
@@ -27,17 +27,15 @@ def ordinary_layer(builder: LayerBuilder, *, name: str) -> DecoderLayer:
     window = _window(builder, about.get("window_pattern"))
     builder = _with_own_heads(builder, about, has_window=window > 0)
     bias, output_bias = (_flag(builder, about.get(key, _NO)) for key in ("bias", "output_bias"))
-    weights = block(
+    kind: CacheKind = "encoder" if about.get("is_encoder") else "sliding" if window else "full"
+    more = about.get("window_more", 0) if kind == "sliding" else 0
+    return decoder_layer(
+        builder.cache(window + more, kind),
         builder.attention("self_attn", bias=bias, output_bias=output_bias),
         _beside_attention(builder, about, has_window=window > 0),
         _second_half(builder, about),
         builder.norms(*about["norms"]),
     )
-    if about.get("is_encoder"):
-        return DecoderLayer(block=weights, cache=builder.cache(window, "encoder"))
-    if not window:
-        return DecoderLayer(block=weights, cache=builder.cache())
-    return DecoderLayer(block=weights, cache=builder.cache(window + about.get("window_more", 0), "sliding"))
 
 
 def _with_own_heads(builder: LayerBuilder, about: Mapping[str, Any], *, has_window: bool) -> LayerBuilder:

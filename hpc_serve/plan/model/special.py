@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hpc_serve.plan.model.config import CheckedConfig
-from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
 from hpc_serve.plan.model.spec import DecoderLayer
 from hpc_serve.plan.model.weights import Vocabulary, Weight
 
@@ -29,12 +29,12 @@ def falcon(builder: LayerBuilder) -> DecoderLayer:
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     if builder.get("parallel_attn", True):
         norms = ("ln_attn", "ln_mlp")[: builder.get("num_ln_in_parallel_attn", own_norms)]
-    weights = block(
+    return decoder_layer(
+        builder.cache(),
         builder.attention("self_attention", bias=bias, output_bias=bias),
         builder.mlp("mlp", size, bias=bias, gated=False),
         builder.norms(*norms, *(f"{norm}.bias" for norm in norms)),
     )
-    return DecoderLayer(block=weights, cache=builder.cache())
 
 
 def falcon_fields(config: CheckedConfig) -> None:
@@ -65,7 +65,7 @@ def nemotron_nas(builder: LayerBuilder) -> DecoderLayer:
         exact = int(2 * feed_forward["ffn_mult"] * builder.hidden_size / 3)
         weights += builder.mlp("mlp", -(-exact // 256) * 256)
         weights += builder.norms("post_attention_layernorm")
-    return DecoderLayer(block=block(weights), cache=cache)
+    return decoder_layer(cache, weights)
 
 
 def llama4(builder: LayerBuilder) -> DecoderLayer:
@@ -85,13 +85,13 @@ def llama4(builder: LayerBuilder) -> DecoderLayer:
     else:
         half = builder.mlp("feed_forward", builder.require("intermediate_size_mlp"))
     attention = builder.attention("self_attn", bias=bias, output_bias=bias)
-    weights = block(attention, half, builder.two_norms())
     chunk, has_rope = builder.get("attention_chunk_size", 0), builder.of_layer("no_rope_layers")
     interval, kind = builder.get("no_rope_layer_interval", 4), builder.of_layer("layer_types")
     has_chunks = bool(chunk) and bool((builder.index + 1) % interval if has_rope is None else has_rope)
     if chunk and kind and (kind == "chunked_attention") != has_chunks:
         raise builder.disagreement("layer_types and no_rope_layers")
-    return DecoderLayer(block=weights, cache=builder.cache(chunk, "chunked") if has_chunks else builder.cache())
+    cache = builder.cache(chunk, "chunked") if has_chunks else builder.cache()
+    return decoder_layer(cache, attention, half, builder.two_norms())
 
 
 def mimo_v2_fields(config: CheckedConfig) -> None:

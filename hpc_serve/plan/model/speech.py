@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpc_serve.plan.model.config import CheckedConfig
-from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
 from hpc_serve.plan.model.spec import DecoderLayer
 from hpc_serve.plan.model.weights import Part, Weight
 
@@ -41,16 +41,17 @@ def whisper(builder: LayerBuilder) -> DecoderLayer:
         builder.linear("encoder_attn.out_proj", heads, [hidden], "row", bias=True),
         builder.vector("encoder_attn.kv_proj.bias", hidden, split=True),
     ]
-    weights = block(
+    zeros = [builder.vector("key_biases", 2 * hidden, split=True)]
+    cache = replace(builder.cache(), encoder_positions=builder.require("max_source_positions"))
+    return decoder_layer(
+        cache,
         builder.attention("self_attn", output_bias=True),
         [builder.vector("self_attn.qkv_proj.bias", 2 * hidden, split=True)],
         cross,
         builder.mlp("mlp", builder.intermediate_size, bias=True, gated=False),
         builder.norms(*(f"norm_{number}" for number in range(6))),  # three, each with a bias
+        derived=zeros,
     )
-    zeros = block([builder.vector("key_biases", 2 * hidden, split=True)])
-    cache = replace(builder.cache(), encoder_positions=builder.require("max_source_positions"))
-    return DecoderLayer(block=weights, cache=cache, derived=zeros)
 
 
 def whisper_beside(builder: LayerBuilder) -> list[Weight]:

@@ -18,8 +18,7 @@ from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan.catalog import models
 from hpc_serve.plan.model.config import CheckedConfig, looks_like_size
-from hpc_serve.plan.model.weights import Linear
-from tests.support.configs import CONFIGS, EXCEPTIONS, MEASURED, PUBLISHED, built, config_of, with_value
+from tests.support.configs import CONFIGS, EXCEPTIONS, MEASURED, PUBLISHED, built, config_of, schemes_of, with_value
 
 LLAMA = config_of("LlamaForCausalLM")
 NAS = config_of("nvidia/Llama-3_3-Nemotron-Super-49B-v1")
@@ -108,18 +107,12 @@ def test_another_size_is_another_answer_or_is_refused() -> None:
 def test_every_field_that_a_family_reads_has_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a text or a list in its place would be an error of Python, as it was in fields of towers."""
     read: set[str] = set()
-    get, item = CheckedConfig.get, CheckedConfig.__getitem__
 
-    def noted_get(config: CheckedConfig, name: str, default: Any = None) -> Any:
-        read.add(name)
-        return get(config, name, default)
+    def note(config: CheckedConfig, *_: Any, **__: Any) -> tuple[str, ...]:
+        read.update(path.rpartition(".")[2] for path in config.read)
+        return ()
 
-    def noted_item(config: CheckedConfig, name: str) -> Any:
-        read.add(name)
-        return item(config, name)
-
-    monkeypatch.setattr(CheckedConfig, "get", noted_get)
-    monkeypatch.setattr(CheckedConfig, "__getitem__", noted_item)
+    monkeypatch.setattr("hpc_serve.plan.model.architectures.check_all_read", note)
     for config in (*configs(), *PUBLISHED.values()):
         built(config)
     assert len(read) >= 200
@@ -220,12 +213,9 @@ def test_many_names_of_modules_are_read() -> None:
         "ignored_layers": [*names, "model.layers.2.self_attn", "re:.*layers\\.1\\.mlp.*"],
     }
     model = built({**LLAMA, "quantization_config": quantized})
-    schemes = [
-        {weight.name: weight.scheme.name for weight in layer.block.weights if isinstance(weight, Linear)}
-        for layer in model.layers
-    ]
-    assert [one["mlp.up_proj"] for one in schemes] == ["fp8", "bfloat16", "fp8", "fp8"]
-    assert [one["self_attn.q_proj"] for one in schemes] == ["fp8", "fp8", "bfloat16", "fp8"]
+    schemes = schemes_of(model)
+    assert [one["mlp.up_proj"].name for one in schemes] == ["fp8", "bfloat16", "fp8", "fp8"]
+    assert [one["self_attn.q_proj"].name for one in schemes] == ["fp8", "fp8", "bfloat16", "fp8"]
 
 
 @pytest.mark.parametrize(

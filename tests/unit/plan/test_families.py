@@ -16,7 +16,7 @@ from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.memory.stages import pipeline_stages
 from hpc_serve.plan.model.architectures import function_named
 from hpc_serve.plan.speed.work import model_work
-from tests.support.configs import built, config_of, made
+from tests.support.configs import built, config_of, made, schemes_of
 from tests.support.plans import layout
 
 
@@ -163,10 +163,7 @@ def test_mixed_precision_names_the_scheme_of_each_module() -> None:
     quantized = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     config = config_of("Qwen3ForCausalLM", quantization_config=quantized)
     model = built(config)
-    of_layers = [
-        next(weight.scheme.name for weight in layer.block.weights if weight.name == "mlp.up_proj")  # type: ignore[union-attr]
-        for layer in model.layers
-    ]
+    of_layers = [schemes["mlp.up_proj"].name for schemes in schemes_of(model)]
     assert of_layers[0] != of_layers[1]
     assert of_layers[2:] == [model.quantization.plain.name] * 2
     assert model.head is not None

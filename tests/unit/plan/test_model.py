@@ -11,9 +11,8 @@ from hpc_serve.plan import model_from_config, resolve
 from hpc_serve.plan.catalog import models
 from hpc_serve.plan.memory.stages import pipeline_stages
 from hpc_serve.plan.model.scheme import FP8_BLOCK, FP8_CHANNEL
-from hpc_serve.plan.model.weights import Linear
 from hpc_serve.sizes import GIB
-from tests.support.configs import EXCEPTIONS, VLLM_BYTES, built, config_of, with_value
+from tests.support.configs import EXCEPTIONS, VLLM_BYTES, built, config_of, schemes_of, with_value
 from tests.support.plans import changed, spec
 
 KNOWN_DIFFERENCES = {name: more for name, (more, _) in EXCEPTIONS["published"].items()}
@@ -80,10 +79,7 @@ def test_active_parameters_of_a_mixture() -> None:
 
 def test_fp8_of_405b_is_in_the_middle_layers_alone() -> None:
     model = spec("405b-fp8")
-    schemes = [
-        {weight.name: weight.scheme for weight in layer.block.weights if isinstance(weight, Linear)}
-        for layer in model.layers
-    ]
+    schemes = schemes_of(model)
     assert schemes[60]["mlp.up_proj"] is FP8_CHANNEL
     assert schemes[60]["self_attn.q_proj"] is model.quantization.plain
     assert schemes[0]["mlp.up_proj"] is schemes[125]["mlp.up_proj"] is model.quantization.plain
@@ -137,7 +133,6 @@ def test_quantisation_asked_for_must_be_known_too() -> None:
         ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, 8.66),
         ({"quant_method": "mxfp4"}, 14.96),  # mxfp4 is for experts
         ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, 8.46),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:.*down_proj": {}}}, 7.91),
     ],
 )
 def test_sizes_of_quantised_8b(config: dict[str, Any], gib: float) -> None:

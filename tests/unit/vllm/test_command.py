@@ -102,12 +102,6 @@ def test_a_script_s_options_of_another_version_are_passed_on_as_they_are():
     assert command.tensor_parallel_size == 2
 
 
-@pytest.mark.parametrize("text", ["-pcp 2", "-dpl 1", "--data-parallel-backend ray"])
-def test_ranks_that_the_launcher_places_are_refused(text):
-    with pytest.raises(InvalidRequestError, match="cannot be given to the engine"):
-        read_command(words(f"vllm serve m -tp 2 {text}"))
-
-
 def test_middleware_of_the_owner_stays_and_the_gate_comes_last():
     command = read_command(words("vllm serve m --middleware a.B"))
     argv = [*command.argv, *server_args(command, tls_files=FILES)]
@@ -231,7 +225,7 @@ def test_over_ray_one_command_places_whole_ranks_on_nodes_or_spans_nodes_with_ea
     assert not ray_data_parallel_environ(read_command(words("vllm serve m -tp 8")), 4)
 
 
-@pytest.mark.parametrize("text", ["--api-key s3cret", "--api_key=s3cret", "--uds /x", "--headless", "--ssl-keyfile k"])
+@pytest.mark.parametrize("text", ["--api-key s3cret", "--api_key=s3cret", "--uds /x", "--headless", "-pcp 2", "-dpl 1"])
 def test_what_would_leak_or_hide_the_engine_is_refused_without_repeating_it(text):
     with pytest.raises(InvalidRequestError, match="cannot be given to the engine") as refused:
         read_command(words(f"vllm serve m {text}"))
