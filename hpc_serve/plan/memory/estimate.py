@@ -146,7 +146,6 @@ def profile_runs(
         ProfileRun(
             model=model,
             stage=stage,
-            is_pipelined=pipeline > 1,
             ranks=tensor,
             data_ranks=data,
             expert_ranks=tensor * data if expert_parallel else 1,

@@ -70,7 +70,6 @@ class ProfileRun:
 
     model: ModelSpec
     stage: PipelineStage
-    is_pipelined: bool
     ranks: int
     expert_ranks: int
     accelerator: AcceleratorSpec
@@ -95,7 +94,8 @@ def activation_bytes(run: ProfileRun) -> int:
     Either images pass through the tower, or the decoder runs. The decoder's peak is that of forward pass or sampling,
     plus the hidden state and the residual that go to the next pipeline stage. The tokens of the images stay throughout.
     """
-    to_next_stage = 2 * run.tokens * _row_bytes(run) if run.is_pipelined else 0
+    is_whole = run.stage.rank == 0 and run.stage.is_last
+    to_next_stage = 0 if is_whole else 2 * run.tokens * _row_bytes(run)
     decoder = to_next_stage + max(forward_bytes(run), sampling_bytes(run) if run.stage.is_last else 0)
     encoder, outputs = image_bytes(run)
     return outputs + max(encoder, decoder)

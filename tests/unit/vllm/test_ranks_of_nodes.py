@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.vllm.command import headless_argv, rank_args, read_command
+from hpc_serve.vllm.command import headless_argv
 from tests.support.moe_model import CONFIGS
-from tests.unit.vllm.conftest import Ask
+from tests.unit.vllm.conftest import Ask, of_node, read
 
 # By the line, the nodes and the backend: of each node that runs a command the first data-parallel rank, how many there
 # are, the node's place within a rank, vLLM's backend, and who balances. vLLM calls a hybrid of one rank each external.
@@ -25,18 +25,10 @@ CASES: dict[tuple[str, int, str], list[list[Any]]] = {
 
 
 def words_of_nodes(line: str, num_nodes: int, backend: str, model: Path) -> list[list[str]]:
-    command = read_command(["vllm", "serve", str(model), *line.split()])
-    found = []
+    command, found = read(f"{model} {line}"), []
+    file = str(model / "engine.yaml")
     for node in range(num_nodes if backend == "mp" else 1):
-        told = rank_args(
-            command,
-            device="GPU",
-            backend=backend,
-            num_nodes=num_nodes,
-            node_rank=node,
-            master_address="10.0.0.1",
-            settings_file=str(model / "engine.yaml"),
-        )
+        told = of_node(f"{model} {line}", backend=backend, num_nodes=num_nodes, rank=node, file=file)
         argv = headless_argv(command) if "--headless" in told else command.argv
         found.append([*argv[2:], *told])
     return found
