@@ -235,7 +235,7 @@ def _experts_per_token(builder: LayerBuilder, experts: int) -> int:
 def _layers(builder: LayerBuilder, family: Family) -> tuple[DecoderLayer, ...]:
     """Return all layers. Equal layers are one object, so that everything is computed once for them."""
     known: dict[DecoderLayer, DecoderLayer] = {}
-    layers = (family(builder.of(index)) for index in range(builder.num_layers))
+    layers = (family(builder.layer(index)) for index in range(builder.num_layers))
     return tuple(known.setdefault(layer, layer) for layer in layers)
 
 

@@ -1,6 +1,6 @@
 """Builds the modules that model families share, from the fields of a Hugging Face config.
 
-Modules are named as in the checkpoint, so that the skipped modules of a quantization can be matched.
+Quantization is asked by the names of the checkpoint: there, the name of a layer is before that of its module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class LayerBuilder:
     def __init__(self, config: CheckedConfig, quantization: Quantization, dtype: str) -> None:
         self.config = config
         self.quantization = quantization
-        self.dtype = dtype
         self.dtype_bytes = 4 if dtype == "float32" else 2
         self.outside, self.index, self.prefix = self, 0, ""
         self.hidden_size: int = self.require("hidden_size")
@@ -42,23 +41,22 @@ class LayerBuilder:
         if not isinstance(self.intermediate_size, int):
             raise InvalidRequestError("The config's intermediate_size is a list: this family has one for all layers.")
 
-    def of(self, index: int) -> LayerBuilder:
+    def layer(self, index: int) -> LayerBuilder:
         """Return the builder of one layer, where the checkpoint calls the layers model.layers."""
-        layer = copy.copy(self)
-        layer.index = index
-        return layer.named("model.layers")
-
-    def with_heads(self, **sizes: int | None) -> LayerBuilder:
-        """Return the builder of the same layer with other heads: sizes that are None or 0 stay."""
-        layer = copy.copy(self)
-        vars(layer).update({name: size for name, size in sizes.items() if size})
-        return layer
+        return self._with(index=index, prefix=f"model.layers.{index}.")
 
     def named(self, layers: str) -> LayerBuilder:
         """Return the builder of the same layer, where the checkpoint calls the `layers` so."""
-        layer = copy.copy(self)
-        layer.prefix = f"{layers}.{self.index}."
-        return layer
+        return self._with(prefix=f"{layers}.{self.index}.")
+
+    def with_heads(self, **sizes: int | None) -> LayerBuilder:
+        """Return the builder of the same layer with other heads: sizes that are None or 0 stay."""
+        return self._with(**{name: size for name, size in sizes.items() if size})
+
+    def _with(self, **changes: Any) -> LayerBuilder:
+        other = copy.copy(self)
+        vars(other).update(changes)
+        return other
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the field, or `default` where it is missing or null."""
