@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
@@ -16,11 +15,11 @@ from hpc_serve.plan.model.adapters import AdapterFiles, read_adapter
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def find_adapter(named: str, environ: Mapping[str, str] = os.environ) -> AdapterFiles:
+def find_adapter(named: str) -> AdapterFiles:
     """Return the adapter in a folder, or of a repository in the cache. Raises InvalidRequestError."""
     folder = Path(named).expanduser().absolute()
     if not folder.is_dir():
-        cached = snapshot_folder(read_hub_settings(environ).cache, named, "main", holds=_CONFIG)
+        cached = snapshot_folder(read_hub_settings(os.environ).cache, named, "main", holds=_CONFIG)
         if cached is None:
             cure = f" Fetch it first: hpc-serve fetch {named}" if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", named) else ""
             raise InvalidRequestError(f"{named} is neither a folder nor an adapter in the Hugging Face cache.{cure}")
@@ -35,7 +34,7 @@ def find_adapter(named: str, environ: Mapping[str, str] = os.environ) -> Adapter
             raise ValueError("it holds no JSON object")
         file = folder / _WEIGHTS
         header, _ = read_header(file)
-        shapes = {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InvalidRequestError(f"{file} cannot be read: {error}.") from error
     return read_adapter(str(folder), config, shapes)

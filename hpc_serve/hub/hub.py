@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.given_files import is_plain_path, parse_json, read_bounded
@@ -24,12 +24,10 @@ from hpc_serve.hub.hub_settings import HubSettings, read_hub_settings
 from hpc_serve.hub.local_weights import cached_folder, read_header, read_index
 from hpc_serve.hub.needed_files import SAFETENSORS_INDEX
 from hpc_serve.plan import EngineConfig, ModelSpec, catalog, model_from_config
-from hpc_serve.plan.model.architectures import draft_from_config, with_overrides
+from hpc_serve.plan.model.architectures import draft_from_config
 from hpc_serve.plan.model.checkpoint import StoredTensor, StoredWeights, match_checkpoint
+from hpc_serve.plan.model.config import with_overrides
 from hpc_serve.plan.model.quantization import QUANTIZATION_FILE, with_quantization_file
-
-if TYPE_CHECKING:
-    import httpx
 
 _EMBEDDERS_FILE = "modules.json"
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
@@ -54,29 +52,17 @@ class FoundModel:
     engine: Mapping[str, Any] = field(default_factory=dict)
 
 
-def find_model(
-    name: str, *, environ: Mapping[str, str] | None = None, transport: httpx.BaseTransport | None = None
-) -> FoundModel:
+def find_model(name: str, *, environ: Mapping[str, str] = os.environ) -> FoundModel:
     """Return the config of a catalogue alias, a repository, a folder, or a path to a config.json.
 
     Raises UnknownModelError where there is none (or it may not be seen), InvalidRequestError where it cannot be read.
-    `transport` stands in for the network in tests.
     """
-    environ = os.environ if environ is None else environ
     path = Path(name).expanduser()
     looks_like_a_path = name.startswith(("/", ".", "~")) or name.endswith(".json")
-    entry = None if looks_like_a_path else catalog.find(name)
-    if entry is not None:
+    if not looks_like_a_path and (entry := catalog.find(name)) is not None:
         names = (entry.name,) if name.lower() == entry.name.lower() else (entry.name, name.lower())
-        cached = cached_folder(entry.name, environ)
-        return FoundModel(
-            name=entry.name,
-            served_model_names=names,
-            config=entry.config,
-            note=entry.note,
-            folder=cached,
-            engine=entry.engine,
-        )
+        found = FoundModel(name=entry.name, served_model_names=names, config=entry.config, note=entry.note)
+        return replace(found, folder=cached_folder(entry.name, environ), engine=entry.engine)
     if path.is_dir() or path.is_file():
         return _from_folder(path)
     if looks_like_a_path:
@@ -86,7 +72,7 @@ def find_model(
             raise UnknownModelError(f"No model is known as {name!r}.")
         cached = cached_folder(name, environ)
         if cached is None:
-            config, origin = _config(partial(_on_hub, read_hub_settings(environ), name, transport)), "the hub"
+            config, origin = _config(partial(_on_hub, read_hub_settings(environ), name)), "the hub"
         else:
             config, origin = _config(partial(_in_folder, cached)), "the Hugging Face cache"
     except UnknownModelError as error:
@@ -102,8 +88,7 @@ def find_spec(
     *,
     stand_in: str | None = None,
     allow_unknown_keys: bool = False,
-    environ: Mapping[str, str] | None = None,
-    transport: httpx.BaseTransport | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> tuple[FoundModel, ModelSpec, ModelSpec | None]:
     """Return a model, its spec as the engine loads it, and the draft model's spec.
 
@@ -113,11 +98,11 @@ def find_spec(
     `find_model` and `model_from_config` raise.
     """
     engine = engine or EngineConfig()
-    found = find_model(name, environ=environ, transport=transport)
+    found = find_model(name, environ=environ)
     if stand_in is not None:
-        loaded = find_model(stand_in, environ=environ, transport=transport)
+        loaded = find_model(stand_in, environ=environ)
         found = replace(found, config=loaded.config, folder=loaded.folder, engine=loaded.engine)
-    draft_config = _draft_config(engine.draft_model, environ, transport) if engine.draft_model else None
+    draft_config = _draft_config(engine.draft_model, environ) if engine.draft_model else None
     stored = stored_weights(found.folder) if found.folder else None
 
     engine = engine.completed(found.engine)
@@ -137,13 +122,11 @@ def find_spec(
     return replace(found, warning=warning), spec, draft
 
 
-def _draft_config(
-    named: str, environ: Mapping[str, str] | None, transport: httpx.BaseTransport | None
-) -> Mapping[str, Any] | None:
+def _draft_config(named: str, environ: Mapping[str, str]) -> Mapping[str, Any] | None:
     """Return the config of a draft model; None if it is not known here. Raises UnknownModelError for a folder that is
     not there."""
     try:
-        return find_model(named, environ=environ, transport=transport).config
+        return find_model(named, environ=environ).config
     except UnknownModelError:
         if named.startswith(("/", ".", "~")):
             raise
@@ -182,8 +165,6 @@ def _tensors(file: Path) -> list[StoredTensor]:
         header, _ = read_header(file)
     found = []
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         try:
             (first, last), elements = entry["data_offsets"], math.prod(entry["shape"])
             size_bytes = int(last - first)
@@ -198,14 +179,8 @@ def _from_folder(path: Path) -> FoundModel:
     if not file.is_file():
         raise UnknownModelError(f"{path} has no config.json, so it is not a model's folder.")
     folder, config = file.parent.absolute(), _config(partial(_in_folder, file.parent), file.name)
-    return FoundModel(
-        name=str(folder),
-        served_model_names=(folder.name,),
-        config=config,
-        origin=str(file),
-        folder=folder,
-        engine=_options(folder),
-    )
+    found = FoundModel(name=str(folder), served_model_names=(folder.name,), config=config, origin=str(file))
+    return replace(found, folder=folder, engine=_options(folder))
 
 
 def _options(folder: Path | None) -> Mapping[str, Any]:
@@ -228,14 +203,12 @@ def _in_folder(folder: Path, name: str) -> Mapping[str, Any]:
         return _object(read_bounded(file, MAX_CONFIG_BYTES))
 
 
-def _on_hub(
-    settings: HubSettings, repository: str, transport: httpx.BaseTransport | None, name: str
-) -> Mapping[str, Any]:
+def _on_hub(settings: HubSettings, repository: str, name: str) -> Mapping[str, Any]:
     """Return a JSON file of a repository; {} for ModelOpt's if the hub has none or refuses it."""
     not_here = f"{repository} is not in the catalogue or the Hugging Face cache, and "
     if settings.is_offline:
         raise UnknownModelError(f"{not_here}HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE keeps from the hub.")
-    response = get_file(settings, repository, name, transport)
+    response = get_file(settings, repository, name)
     if response is None:
         raise UnknownModelError(
             f"{not_here}{settings.endpoint} cannot be reached: name a folder or a config.json instead."

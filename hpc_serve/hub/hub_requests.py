@@ -19,13 +19,13 @@ TIMEOUT_S = 5.0
 MAX_CONFIG_BYTES = 10 * MIB
 
 
-def check_access(repository: str, environ: Mapping[str, str], *, transport: httpx.BaseTransport | None = None) -> None:
+def check_access(repository: str, environ: Mapping[str, str]) -> None:
     """Ask whether this user may fetch a model.
 
     Raises UnknownModelError where not, InvalidRequestError where the hub does not answer.
     """
     settings = read_hub_settings(environ)
-    response = get_file(settings, repository, "config.json", transport)
+    response = get_file(settings, repository, "config.json")
     if response is None:
         raise InvalidRequestError(
             f"{settings.endpoint} cannot be reached from here, so whether the job may fetch them is not known: leave "
@@ -34,15 +34,13 @@ def check_access(repository: str, environ: Mapping[str, str], *, transport: http
     check_answer(response, repository, settings)
 
 
-def get_file(
-    settings: HubSettings, repository: str, file: str, transport: httpx.BaseTransport | None
-) -> httpx.Response | None:
+def get_file(settings: HubSettings, repository: str, file: str) -> httpx.Response | None:
     """Return the hub's answer for a file of a repository; None if the hub does not answer."""
     import httpx
 
     headers = {"Authorization": f"Bearer {settings.token}"} if settings.token else {}
     try:
-        with httpx.Client(timeout=TIMEOUT_S, follow_redirects=True, transport=transport) as client:
+        with httpx.Client(timeout=TIMEOUT_S, follow_redirects=True) as client:
             return client.get(f"{settings.endpoint}/{repository}/resolve/main/{file}", headers=headers)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError):
         return None

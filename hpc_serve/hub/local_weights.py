@@ -131,7 +131,9 @@ def read_index(index: Path) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header of a safetensors file: eight bytes of length (little endian), then JSON; and where it ends.
+    """Return the tensors in the header of a safetensors file, and where it ends.
+
+    It has eight bytes of length (little endian), then JSON.
 
     Raises OSError, and ValueError with what is wrong with it.
     """
@@ -142,7 +144,9 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         if length > _LONGEST_HEADER_BYTES or size < _HEADER_LENGTH_BYTES + length:
             raise ValueError(f"it ends within its header, after {size:,} bytes")
         try:
-            return dict(parse_json(file.read(length))), _HEADER_LENGTH_BYTES + length
+            header = dict(parse_json(file.read(length)))
+            header.pop("__metadata__", None)
+            return header, _HEADER_LENGTH_BYTES + length
         except (TypeError, ValueError):
             raise ValueError("it has a header that is not safetensors'") from None
 
@@ -153,7 +157,7 @@ def _damage(path: Path) -> str:
             with open_regular(path) as file:
                 return "" if file.read(1) else "is empty"
         header, begin = read_header(path)
-        ends = [int(tensor["data_offsets"][1]) for name, tensor in header.items() if name != "__metadata__"]
+        ends = [int(tensor["data_offsets"][1]) for tensor in header.values()]
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     except (IndexError, KeyError, TypeError, OverflowError):

@@ -55,12 +55,10 @@ def needed_files(
     )
 
 
-def has_weights(files: Iterable[RepositoryFile], *, include: Iterable[str] = ()) -> bool:
+def has_weights(files: Collection[RepositoryFile], *, include: Iterable[str] = ()) -> bool:
     """Return whether the files contain weights in a known format, or in one that `include` names."""
-    patterns = tuple(include)
-    return any(
-        file.path.endswith(_WEIGHTS) or any(fnmatchcase(file.path, pattern) for pattern in patterns) for file in files
-    )
+    endings = tuple(f"*{ending}" for ending in _WEIGHTS)
+    return any(fnmatchcase(file.path, pattern) for pattern in (*endings, *include) for file in files)
 
 
 def _weights(paths: list[str], indexed: frozenset[str]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError, ServiceFailedError
@@ -95,31 +96,21 @@ def submit(request: QuantizeRequest, home: Path) -> Submitted:
     scripts = make_private_folder(home / "quantize" / "scripts")
     if request.cluster == "local":
         pid, _ = executor.start_locally(script, scripts, log_dir)
-        job_id, end = f"local-{pid}", _end_of_process(pid)
+        job_id, end = f"local-{pid}", partial(_end_of_process, pid, process_start_time(pid))
     else:
         job_id, _ = executor.submit_to_slurm(script, scripts)
-        end = _end_of_job(job_id)
+        end = partial(_end_of_job, job_id, SchedulerView(max_age_s=_SCHEDULER_S))
     return Submitted(job_id=job_id, output=Path(request.output), log=log_dir / f"{job_id}.log", end=end)
 
 
-def _end_of_process(pid: int) -> Callable[[], JobState | None]:
-    started = process_start_time(pid)
-
-    def end() -> JobState | None:
-        is_alive = started is not None and process_start_time(pid) == started
-        return None if is_alive else JobState(job_id=f"local-{pid}", state=GONE, source="process")
-
-    return end
+def _end_of_process(pid: int, started: int | None) -> JobState | None:
+    is_alive = started is not None and process_start_time(pid) == started
+    return None if is_alive else JobState(job_id=f"local-{pid}", state=GONE, source="process")
 
 
-def _end_of_job(job_id: str) -> Callable[[], JobState | None]:
-    slurm = SchedulerView(max_age_s=_SCHEDULER_S)
-
-    def end() -> JobState | None:
-        state = slurm.state(job_id)
-        return state if state.is_over else None
-
-    return end
+def _end_of_job(job_id: str, slurm: SchedulerView) -> JobState | None:
+    state = slurm.state(job_id)
+    return state if state.is_over else None
 
 
 def lines_until_end(submitted: Submitted) -> Iterator[str]:

@@ -7,6 +7,7 @@ decided in `allowed`.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -281,11 +282,7 @@ def _merged(arguments: Iterable[Argument]) -> dict[str, Any]:
 
 
 def _json_or_size(text: str) -> Any:
-    try:
-        return parse_json(text)
-    except ValueError:
-        pass
-    try:
-        return read_size(text)
-    except ValueError:
-        return text
+    for read in (parse_json, read_size):
+        with contextlib.suppress(ValueError):
+            return read(text)
+    return text

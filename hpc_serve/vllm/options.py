@@ -37,22 +37,25 @@ _EXPECTED: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One option. `name` is its first long spelling; `negated` are the spellings that switch it off.
+    """One option, by its entry in the data. `names` are its spellings, first the long one; `negated` switch it off.
 
-    `values` says how many values follow: none ("0"), one ("1"), one or none ("?"), one or more ("+"). If
-    `is_optional`, "None" stands for no value. `choices` is empty where vLLM's parser takes any. `version` is vLLM's,
-    "" for the option as all known versions have it.
+    `values` says how many values follow: none ("0"), one ("1"), one or none ("?"), one or more ("+"). If `optional`,
+    "None" stands for no value. If it `repeats`, each use adds a value. `choices` is empty where vLLM's parser takes
+    any. `version` is vLLM's, "" for the option as all known versions have it.
     """
 
-    name: str
-    spellings: tuple[str, ...]
-    negated: tuple[str, ...]
+    names: tuple[str, ...]
     values: Literal["0", "1", "?", "+"]
     kind: Kind
-    is_optional: bool
-    repeats: bool
-    choices: tuple[str | int, ...]
+    negated: tuple[str, ...] = ()
+    optional: bool = False
+    repeats: bool = False
+    choices: tuple[str | int, ...] = ()
     version: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
 
     @property
     def takes_json(self) -> bool:
@@ -106,22 +109,14 @@ def options(version: str = "") -> Mapping[str, Option]:
         for name, entry in _entries(known).items():
             before = entries.get(name, {}).get("choices") or ()
             choices = dict.fromkeys((*before, *(entry.get("choices") or ())))
-            entries[name] = {**entry, "choices": tuple(choices)}
+            entries[name] = {**entry, "choices": choices, "version": version}
     found: dict[str, Option] = {}
     for entry in entries.values():
-        negated = tuple(entry.get("negated") or ())
-        option = Option(
-            name=entry["names"][0],
-            spellings=(*entry["names"], *negated),
-            negated=negated,
-            values=entry["values"],
-            kind=entry["kind"],
-            is_optional=bool(entry.get("optional")),
-            repeats=bool(entry.get("repeats")),
-            choices=entry["choices"],
-            version=version,
-        )
-        found |= dict.fromkeys(option.spellings, option)
+        fields: dict[str, Any] = {
+            key: value if isinstance(value, (str, bool)) else tuple(value or ()) for key, value in entry.items()
+        }
+        option = Option(**fields)
+        found |= dict.fromkeys((*option.names, *option.negated), option)
     return found
 
 
@@ -161,7 +156,7 @@ def convert(option: Option, text: str) -> Any:
     >>> convert(options()["--max-num-batched-tokens"], "8k"), convert(options()["--max-model-len"], "32K")
     (8000, 32768)
     """
-    if option.is_optional and text in ("", "None"):
+    if option.optional and text in ("", "None"):
         return None
     try:
         value = _convert(option.kind, text)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
+import httpx
 import pytest
 
 from hpc_serve.cli.main import run
 
 Ran: TypeAlias = Callable[..., Any]
 """Returns what pytest has captured: `out` and `err`."""
+HubAnswers: TypeAlias = Callable[[Callable[[httpx.Request], httpx.Response]], None]
+"""Has each request to the hub answered by a function."""
 
 
 @pytest.fixture(autouse=True)
@@ -31,3 +35,9 @@ def ran(capsys: pytest.CaptureFixture[str]) -> Ran:
         return capsys.readouterr()
 
     return run_it
+
+
+@pytest.fixture
+def hub_answers(monkeypatch: pytest.MonkeyPatch) -> HubAnswers:
+    client = httpx.Client
+    return lambda handle: monkeypatch.setattr(httpx, "Client", partial(client, transport=httpx.MockTransport(handle)))

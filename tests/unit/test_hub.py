@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 import pytest
@@ -14,18 +15,20 @@ from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.hub.hub import find_model, find_spec, stored_weights
 from hpc_serve.hub.local_weights import cached_folder
 from hpc_serve.plan.model.checkpoint import StoredTensor, StoredWeights, loaded_bytes
+from tests.unit.conftest import HubAnswers
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64}
 TOKEN = "hf_secretsecretsecret"
+Handler: TypeAlias = Callable[[httpx.Request], httpx.Response]
 
 
-def answering(status: int, body: object = CONFIG, seen: list[httpx.Request] | None = None) -> httpx.MockTransport:
+def answering(status: int, body: object = CONFIG, seen: list[httpx.Request] | None = None) -> Handler:
     def handle(request: httpx.Request) -> httpx.Response:
         if seen is not None:
             seen.append(request)
         return httpx.Response(status if status != 200 or request.url.path.endswith("/config.json") else 404, json=body)
 
-    return httpx.MockTransport(handle)
+    return handle
 
 
 @pytest.fixture
@@ -82,9 +85,10 @@ def test_a_folder_without_a_config_and_a_path_to_nothing(tmp_path: Path) -> None
         find_model(str(tmp_path / "missing"))
 
 
-def test_the_cache_is_looked_in_before_the_hub(environ: dict[str, str]) -> None:
+def test_the_cache_is_looked_in_before_the_hub(hub_answers: HubAnswers, environ: dict[str, str]) -> None:
     snapshot = cache(environ, "acme/rocket-7b", CONFIG)
-    found = find_model("acme/rocket-7b", environ=environ, transport=answering(500))
+    hub_answers(answering(500))
+    found = find_model("acme/rocket-7b", environ=environ)
     assert found.config == CONFIG
     assert found.folder == snapshot
     assert found.name == "acme/rocket-7b"
@@ -94,19 +98,22 @@ def test_the_cache_is_looked_in_before_the_hub(environ: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["https://huggingface.co", "https://mirror.example/"])
-def test_the_hub_is_asked_with_the_token_in_its_header_alone(environ: dict[str, str], endpoint: str) -> None:
+def test_the_hub_is_asked_with_the_token_in_its_header_alone(
+    hub_answers: HubAnswers, environ: dict[str, str], endpoint: str
+) -> None:
     seen: list[httpx.Request] = []
     own = {"HF_ENDPOINT": endpoint} if "mirror" in endpoint else {"HF_TOKEN": TOKEN}
     if "HF_TOKEN" not in own:
         Path(environ["HF_HOME"]).mkdir()
         (Path(environ["HF_HOME"]) / "token").write_text(TOKEN + "\n")
-    found = find_model("acme/rocket-7b", environ={**environ, **own}, transport=answering(200, seen=seen))
+    hub_answers(answering(200, seen=seen))
+    found = find_model("acme/rocket-7b", environ={**environ, **own})
     assert found.config == CONFIG
     assert str(seen[0].url) == f"{endpoint.rstrip('/')}/acme/rocket-7b/resolve/main/config.json"
     assert seen[0].headers["Authorization"] == f"Bearer {TOKEN}"
 
 
-def test_the_token_does_not_follow_a_redirect_to_another_host(environ: dict[str, str]) -> None:
+def test_the_token_does_not_follow_a_redirect_to_another_host(hub_answers: HubAnswers, environ: dict[str, str]) -> None:
     seen: list[httpx.Request] = []
 
     def handle(request: httpx.Request) -> httpx.Response:
@@ -117,7 +124,8 @@ def test_the_token_does_not_follow_a_redirect_to_another_host(environ: dict[str,
             return httpx.Response(302, headers={"Location": "https://cdn.example/config.json"})
         return httpx.Response(200, json=CONFIG)
 
-    find_model("acme/x", environ={**environ, "HF_TOKEN": TOKEN}, transport=httpx.MockTransport(handle))
+    hub_answers(handle)
+    find_model("acme/x", environ={**environ, "HF_TOKEN": TOKEN})
     assert [request.url.host for request in seen] == ["huggingface.co", "cdn.example"]
     assert "Authorization" not in seen[1].headers
 
@@ -131,32 +139,39 @@ def test_the_token_does_not_follow_a_redirect_to_another_host(environ: dict[str,
         (503, None, "answered HTTP 503"),
     ],
 )
-def test_what_the_hub_refuses(environ: dict[str, str], status: int, token: str | None, says: str) -> None:
+def test_what_the_hub_refuses(
+    hub_answers: HubAnswers, environ: dict[str, str], status: int, token: str | None, says: str
+) -> None:
     if token:
         environ["HF_TOKEN"] = token
+    hub_answers(answering(status))
     with pytest.raises(UnknownModelError, match=says) as caught:
-        find_model("acme/rocket-7b", environ=environ, transport=answering(status))
+        find_model("acme/rocket-7b", environ=environ)
     assert TOKEN not in str(caught.value)
 
 
-def test_without_a_network(environ: dict[str, str]) -> None:
+def test_without_a_network(hub_answers: HubAnswers, environ: dict[str, str]) -> None:
     def handle(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError(f"no route; {request.headers}")
 
     environ["HF_TOKEN"] = TOKEN
+    hub_answers(handle)
     with pytest.raises(UnknownModelError, match="cannot be reached") as caught:
-        find_model("acme/rocket-7b", environ=environ, transport=httpx.MockTransport(handle))
+        find_model("acme/rocket-7b", environ=environ)
     assert TOKEN not in str(caught.value)
     assert caught.value.__cause__ is None
+    hub_answers(answering(200))
     with pytest.raises(UnknownModelError, match="HF_HUB_OFFLINE"):
-        find_model("acme/rocket-7b", environ={**environ, "HF_HUB_OFFLINE": "1"}, transport=answering(200))
+        find_model("acme/rocket-7b", environ={**environ, "HF_HUB_OFFLINE": "1"})
 
 
-def test_names_that_are_nothing_get_a_suggestion(environ: dict[str, str]) -> None:
+def test_names_that_are_nothing_get_a_suggestion(hub_answers: HubAnswers, environ: dict[str, str]) -> None:
+    hub_answers(answering(500))
     with pytest.raises(UnknownModelError, match="Did you mean 405b"):
-        find_model("405", environ=environ, transport=answering(500))
+        find_model("405", environ=environ)
+    hub_answers(answering(404))
     with pytest.raises(UnknownModelError, match=r"meta-llama/Llama-3\.1-70B-Instruct"):
-        find_model("meta-llama/Llama-3.1-70B-Instrukt", environ=environ, transport=answering(404))
+        find_model("meta-llama/Llama-3.1-70B-Instrukt", environ=environ)
 
 
 def safetensors(file: Path, tensors: dict[str, tuple[str, list[int], int]]) -> None:
@@ -242,14 +257,15 @@ def test_modelopts_file_beside_the_config_says_how_it_is_quantized(tmp_path: Pat
     assert find_spec(str(tmp_path))[1].quantization.method == "fp8"
 
 
-def test_the_hub_is_asked_for_modelopts_file(environ: dict[str, str]) -> None:
+def test_the_hub_is_asked_for_modelopts_file(hub_answers: HubAnswers, environ: dict[str, str]) -> None:
     seen: list[str] = []
 
     def handle(request: httpx.Request) -> httpx.Response:
         seen.append(request.url.path)
         return httpx.Response(200, json=SIDECAR if "quant" in request.url.path else TINY)
 
-    _, spec, _ = find_spec("acme/rocket-8b", environ=environ, transport=httpx.MockTransport(handle))
+    hub_answers(handle)
+    _, spec, _ = find_spec("acme/rocket-8b", environ=environ)
     assert spec.quantization.method == "modelopt"
     assert seen == [f"/acme/rocket-8b/resolve/main/{file}" for file in ("config.json", "hf_quant_config.json")]
 

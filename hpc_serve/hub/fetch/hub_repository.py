@@ -34,19 +34,11 @@ class HubConnectionError(HpcServeError):
     """The hub does not answer, or the connection broke: it is worth another try."""
 
 
-def unwritable(folder: Path, what: str, error: OSError) -> StoreError:
-    """Return the error for a cache at `folder` that cannot be written, with the next step."""
-    cure = "make room, or raise the quota, and" if error.errno in _FULL else _ELSEWHERE
-    return StoreError(
-        f"{what} cannot be written to {folder}: {error.strerror or error}. The files that are whole are kept: {cure} "
-        "run the same command again."
-    )
-
-
 class HubRepository:
-    """One repository. Raises InvalidRequestError where huggingface_hub is not installed.
+    """One repository, at the commit that `revision` is now.
 
-    Its methods raise UnknownModelError for what the hub refuses, HubConnectionError where another try may help.
+    Raises InvalidRequestError where huggingface_hub is not installed, UnknownModelError for what the hub refuses,
+    HubConnectionError where another try may help: so do its methods.
     """
 
     def __init__(self, name: str, settings: HubSettings, revision: str) -> None:
@@ -74,20 +66,12 @@ class HubRepository:
         self._api = huggingface_hub.HfApi(**where)
         self._download = partial(huggingface_hub.hf_hub_download, name, cache_dir=settings.cache, **where)
         self.folder: Path = settings.cache / ("models--" + name.replace("/", "--"))
-        self.commit = ""
-
-    @property
-    def snapshot(self) -> Path:
-        """The folder where jobs find the model."""
-        return self.folder / "snapshots" / self.commit
-
-    def resolve(self) -> None:
-        """Find out which commit the revision is now."""
         with self._explained():
-            commit = str(self._api.model_info(self.name, revision=self.revision, timeout=_READ_TIMEOUT_S).sha)
-        if not _COMMIT.fullmatch(commit):  # it becomes a folder's name
-            raise UnknownModelError(f"{self.page}: the hub names {commit!r} as its commit, which is none.")
-        self.commit = commit
+            self.commit = str(self._api.model_info(name, revision=revision, timeout=_READ_TIMEOUT_S).sha)
+        if not _COMMIT.fullmatch(self.commit):  # it becomes a folder's name
+            raise UnknownModelError(f"{self.page}: the hub names {self.commit!r} as its commit, which is none.")
+        self.snapshot = self.folder / "snapshots" / self.commit
+        """The folder where jobs find the model."""
 
     def files(self) -> tuple[RepositoryFile, ...]:
         """Return all files of the commit."""
@@ -166,7 +150,7 @@ class HubRepository:
             temporary.write_text(self.commit)
             temporary.replace(file)
         except OSError as error:
-            raise unwritable(self.folder, f"refs/{self.revision}", error) from error
+            raise self._unwritable(f"refs/{self.revision}", error) from error
 
     @contextlib.contextmanager
     def _explained(self, path: str = "") -> Iterator[None]:
@@ -197,10 +181,17 @@ class HubRepository:
             raise HubConnectionError(f"the connection to {self._settings.endpoint} failed: {words}") from error
         except (RuntimeError, OSError) as error:  # of hf_xet, and of a file that came shorter than it should
             if isinstance(error, OSError) and error.errno is not None:
-                raise unwritable(self.folder, path or self.name, error) from error
+                raise self._unwritable(path or self.name, error) from error
             raise HubConnectionError(f"{path or self.name}: {_first_line(error)}") from error
         except ValueError as error:  # a file of more than 50 GB, which needs hf_xet
             raise InvalidRequestError(f"{self.name}: {_first_line(error)}") from error
+
+    def _unwritable(self, what: str, error: OSError) -> StoreError:
+        cure = "make room, or raise the quota, and" if error.errno in _FULL else _ELSEWHERE
+        return StoreError(
+            f"{what} cannot be written to {self.folder}: {error.strerror or error}. The files that are whole are kept: "
+            f"{cure} run the same command again."
+        )
 
     def _refused(self, error: Any, path: str) -> HpcServeError:
         status = error.response.status_code

@@ -128,7 +128,6 @@ def look_for_model(
     if settings.is_offline:
         raise HubConnectionError("HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE keeps from the hub")
     repository = HubRepository(name, settings, revision)
-    repository.resolve()
     files = repository.files()
     paths = {file.path for file in files}
     # The first small file also tells whether this user may read the others: anybody may list those of gated models.

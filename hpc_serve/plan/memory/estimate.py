@@ -25,7 +25,6 @@ from hpc_serve.plan.memory.kv_cache import cache_layout
 from hpc_serve.plan.memory.overhead import ProfileRun, activation_bytes, non_torch_bytes
 from hpc_serve.plan.memory.rocm import row_padding_bytes
 from hpc_serve.plan.memory.stages import (
-    PipelineStage,
     check_decode_context,
     check_layout,
     offloaded_bytes,
@@ -116,8 +115,8 @@ def estimate_memory(
     to_start = layout.for_one_to_start(batched_tokens)
     per_request = to_start.blocks_per_request(max_model_len, batched_tokens * batches)
     estimates = [
-        _stage_estimate(run, stage, layout, per_request)
-        for stage, run in profile_runs(
+        _stage_estimate(run, layout, per_request)
+        for run in profile_runs(
             model,
             accelerator,
             engine,
@@ -134,8 +133,8 @@ def profile_runs(
     engine: EngineConfig,
     sizes: tuple[int, int, int],
     max_model_len: int,
-) -> list[tuple[PipelineStage, ProfileRun]]:
-    """Return each stage of a layout with its profile run. `sizes` are those of tensor, pipeline and data parallelism.
+) -> list[ProfileRun]:
+    """Return the profile run of each stage of a layout. `sizes` are those of tensor, pipeline and data parallelism.
 
     Raises DoesNotFitError where vLLM refuses the layout.
     """
@@ -144,34 +143,28 @@ def profile_runs(
         raise DoesNotFitError("vLLM refuses it: EPLB requires tensor or data parallelism, and GPUs")
     expert_parallel = engine.enable_expert_parallel and bool(model.num_experts)
     return [
-        (
-            stage,
-            ProfileRun(
-                model=model,
-                layers=stage.layers,
-                is_first=stage.rank == 0,
-                is_last=stage.is_last,
-                is_pipelined=pipeline > 1,
-                ranks=tensor,
-                data_ranks=data,
-                expert_ranks=tensor * data if expert_parallel else 1,
-                accelerator=accelerator,
-                engine=engine,
-                max_model_len=max_model_len,
-            ),
+        ProfileRun(
+            model=model,
+            stage=stage,
+            ranks=tensor,
+            data_ranks=data,
+            expert_ranks=tensor * data if expert_parallel else 1,
+            accelerator=accelerator,
+            engine=engine,
+            max_model_len=max_model_len,
         )
         for stage in pipeline_stages(model, tensor, pipeline, data_parallel_size=data, expert_parallel=expert_parallel)
     ]
 
 
-def _stage_estimate(run: ProfileRun, stage: PipelineStage, layout: CacheLayout, per_request: int) -> MemoryEstimate:
-    engine, total = run.engine, run.accelerator.total_bytes
+def _stage_estimate(run: ProfileRun, layout: CacheLayout, per_request: int) -> MemoryEstimate:
+    engine, stage, total = run.engine, run.stage, run.accelerator.total_bytes
     sequences = max_num_seqs(engine, run.accelerator)
     counts_blocks = run.model.has_states and needs_state_blocks(engine) and run.accelerator.kind == "gpu"
     requested = math.ceil(total * gpu_memory_utilization(engine))
     activation, graphs = activation_bytes(run), cuda_graph_bytes(run)
-    non_torch = non_torch_bytes(run)
-    weights = stage.weight_bytes - offloaded_bytes(stage, engine)
+    non_torch, offloaded = non_torch_bytes(run), offloaded_bytes(stage, engine)
+    weights = stage.weight_bytes - offloaded
     padding = row_padding_bytes(run.model, stage.layers, run.accelerator, run.ranks, run.expert_ranks)
     loading = stage.loading_bytes + padding
     taken = weights + loading + activation + non_torch
@@ -205,6 +198,6 @@ def _stage_estimate(run: ProfileRun, stage: PipelineStage, layout: CacheLayout, 
         max_num_seqs=sequences,
         least_blocks=sequences if counts_blocks else 0,
         graphs_outside=not engine.subtracts_cuda_graphs,
-        offloaded_bytes=offloaded_bytes(stage, engine),
+        offloaded_bytes=offloaded,
         pinned_bytes=pinned_bytes(stage, engine),
     )

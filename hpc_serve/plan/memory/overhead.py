@@ -12,6 +12,7 @@ from functools import cached_property
 from hpc_serve.plan.engine import EngineConfig, max_num_batched_tokens, max_num_seqs
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.memory.rocm import RCCL_BYTES, ROCM_CONTEXT_BYTES, is_rocm
+from hpc_serve.plan.memory.stages import PipelineStage
 from hpc_serve.plan.model.scheme import MXFP4
 from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec, distinct_layers
 from hpc_serve.plan.model.weights import Linear
@@ -61,17 +62,14 @@ MLA_WORKSPACE_TOKENS = 64 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRun:
-    """The profile run of one pipeline stage on one rank.
+    """The profile run of one pipeline `stage` on one rank.
 
     `ranks` divide the layers. Each of `data_ranks` such groups profiles a full step at the same time, and the experts
     see the tokens of all of them.
     """
 
     model: ModelSpec
-    layers: tuple[DecoderLayer, ...]
-    is_first: bool
-    is_last: bool
-    is_pipelined: bool
+    stage: PipelineStage
     ranks: int
     expert_ranks: int
     accelerator: AcceleratorSpec
@@ -87,7 +85,7 @@ class ProfileRun:
     @cached_property
     def distinct_layers(self) -> list[tuple[DecoderLayer, int]]:
         """Each different layer once, and how often the stage has it."""
-        return distinct_layers(self.layers)
+        return distinct_layers(self.stage.layers)
 
 
 def activation_bytes(run: ProfileRun) -> int:
@@ -96,8 +94,9 @@ def activation_bytes(run: ProfileRun) -> int:
     Either images pass through the tower, or the decoder runs. The decoder's peak is that of forward pass or sampling,
     plus the hidden state and the residual that go to the next pipeline stage. The tokens of the images stay throughout.
     """
-    to_next_stage = 2 * run.tokens * _row_bytes(run) if run.is_pipelined else 0
-    decoder = to_next_stage + max(forward_bytes(run), sampling_bytes(run) if run.is_last else 0)
+    is_whole = run.stage.rank == 0 and run.stage.is_last
+    to_next_stage = 0 if is_whole else 2 * run.tokens * _row_bytes(run)
+    decoder = to_next_stage + max(forward_bytes(run), sampling_bytes(run) if run.stage.is_last else 0)
     encoder, outputs = image_bytes(run)
     return outputs + max(encoder, decoder)
 
@@ -109,7 +108,7 @@ def image_bytes(run: ProfileRun) -> tuple[int, int]:
     multimodal/encoder_budget.py). Model runner V2 encodes images on the first stage only.
     """
     images = run.model.images
-    if images is None or (_has_new_runner(run) and not run.is_first):
+    if images is None or (_has_new_runner(run) and run.stage.rank):
         return 0, 0
     element, tokens = run.model.dtype_bytes, visual_tokens(run)
     patch = images.patch_elements + images.split_patch_elements // run.ranks

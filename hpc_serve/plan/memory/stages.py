@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec, distinct_layers
-from hpc_serve.plan.model.weights import Block, Linear, Vocabulary, Weight, round_up
+from hpc_serve.plan.model.weights import Block, Linear, Vocabulary, round_up
 from hpc_serve.sizes import GIB, MIB
 
 _SHARED_EXPERT = "shared_expert"
@@ -104,13 +104,37 @@ def pipeline_stages(
     data_parallel_size: int = 1,
     expert_parallel: bool = False,
 ) -> tuple[PipelineStage, ...]:
-    """Return all stages of a layout. Each data-parallel rank has these stages, and its share of all experts.
+    """Return all stages of a layout.
 
-    Raises DoesNotFitError, which names what cannot be divided, where vLLM refuses it.
+    Data-parallel ranks each have all weights but the experts, which they and their tensor-parallel ranks divide: as
+    whole experts with expert parallelism, else as parts of each expert (`FusedMoEParallelConfig.make` in vLLM's
+    layers/fused_moe/config.py). If both sizes are above 1 with expert parallelism, each rank of some models has whole
+    shared experts, for a part of the tokens (`use_sequence_parallel_moe` in config/parallel.py). In pinned memory each
+    tensor is rounded up to a power of two. Raises DoesNotFitError, which names what cannot be divided, where vLLM
+    refuses it.
     """
     check_layout(model, tensor_parallel_size, pipeline_parallel_size)
-    sizer = _Sizer(model, tensor_parallel_size, data_parallel_size, expert_parallel=expert_parallel)
-    known = {id(layer): sizer.layer_sizes(layer) for layer, _ in distinct_layers(model.layers)}
+    all_ranks = tensor_parallel_size * data_parallel_size
+    expert_ranks = all_ranks if expert_parallel else 1
+    is_mixed = expert_parallel and tensor_parallel_size > 1 and data_parallel_size > 1
+    whole = _SHARED_EXPERT if is_mixed and model.has_whole_shared_experts else None
+
+    def sizes(block: Block | Vocabulary) -> list[int]:
+        """Return the bytes of each weight on a rank."""
+        found = []
+        for weight in block.weights if isinstance(block, Block) else (block,):
+            is_expert = isinstance(weight, Linear) and weight.is_expert
+            ranks = all_ranks if is_expert else 1 if whole and whole in weight.name else tensor_parallel_size
+            found.append(weight.bytes_per_rank(ranks, expert_ranks))
+        return found
+
+    def layer_sizes(layer: DecoderLayer) -> tuple[int, int, int]:
+        """Return (bytes of a layer's weights, further bytes while loading, bytes of the weights in pinned memory)."""
+        own, derived = sizes(layer.block), sizes(layer.derived)
+        pinned = sum(1 << (size - 1).bit_length() for size in own if size)
+        return sum(own), sum(derived) + sum(map(allocator_rounding, (*own, *derived))), pinned
+
+    known = {id(layer): layer_sizes(layer) for layer, _ in distinct_layers(model.layers)}
     found, start = [], 0
     counts = pipeline_layers(model.num_hidden_layers - model.draft_layers, pipeline_parallel_size)
     counts[-1] += model.draft_layers
@@ -119,7 +143,7 @@ def pipeline_stages(
         is_last = rank == pipeline_parallel_size - 1
         ends = _outside_layers(model, is_first=rank == 0, is_last=is_last)
         of_layers = [known[id(layer)] for layer in layers]
-        of_ends = [sizer.size_of(end) for end in ends]
+        of_ends = [size for end in ends for size in sizes(end)]
         layer_bytes, layer_loading, pinned = (sum(size[part] for size in of_layers) for part in range(3))
         found.append(
             PipelineStage(
@@ -128,10 +152,10 @@ def pipeline_stages(
                 end_layer=start + count,
                 layers=layers,
                 is_last=is_last,
-                weight_bytes=layer_bytes + sum(size for size, _ in of_ends),
+                weight_bytes=layer_bytes + sum(of_ends),
                 layer_bytes=layer_bytes,
                 pinned_layer_bytes=pinned,
-                loading_bytes=layer_loading + sum(rounding for _, rounding in of_ends) + model.rotary_bytes,
+                loading_bytes=layer_loading + sum(map(allocator_rounding, of_ends)) + model.rotary_bytes,
             )
         )
         start += count
@@ -167,46 +191,6 @@ def _outside_layers(model: ModelSpec, *, is_first: bool, is_last: bool) -> list[
     if model.head is not None and (is_last or "head" in everywhere):
         ends.append(model.head)
     return ends
-
-
-class _Sizer:
-    """Sizes of blocks on one rank.
-
-    Data-parallel ranks each have all weights but the experts, which they and their tensor-parallel ranks divide: as
-    whole experts with expert parallelism, else as parts of each expert (`FusedMoEParallelConfig.make` in vLLM's
-    layers/fused_moe/config.py). If both sizes are above 1 with expert parallelism, each rank of some models has whole
-    shared experts, for a part of the tokens (`use_sequence_parallel_moe` in config/parallel.py).
-    """
-
-    def __init__(self, model: ModelSpec, ranks: int, data_ranks: int, *, expert_parallel: bool) -> None:
-        self.ranks = ranks
-        self.all_ranks = ranks * data_ranks
-        self.expert_ranks = self.all_ranks if expert_parallel else 1
-        is_mixed = expert_parallel and ranks > 1 and data_ranks > 1
-        self.has_whole_shared_experts = is_mixed and model.has_whole_shared_experts
-
-    def size_of(self, block: Block | Vocabulary) -> tuple[int, int]:
-        """Return (bytes, bytes that the allocator adds by rounding up)."""
-        sizes = [self._bytes_of(weight) for weight in (block.weights if isinstance(block, Block) else (block,))]
-        return sum(sizes), sum(allocator_rounding(size) for size in sizes)
-
-    def layer_sizes(self, layer: DecoderLayer) -> tuple[int, int, int]:
-        """Return (bytes of a layer's weights, further bytes while loading, bytes of the weights in pinned memory).
-
-        In pinned memory each tensor is rounded up to a power of two.
-        """
-        weight_bytes, rounding = self.size_of(layer.block)
-        sizes = (self._bytes_of(weight) for weight in layer.block.weights)
-        pinned = sum(1 << (size - 1).bit_length() for size in sizes if size)
-        return weight_bytes, rounding + sum(self.size_of(layer.derived)), pinned
-
-    def _bytes_of(self, weight: Weight) -> int:
-        ranks = self.ranks
-        if isinstance(weight, Linear) and weight.is_expert:
-            ranks = self.all_ranks
-        elif self.has_whole_shared_experts and _SHARED_EXPERT in weight.name:
-            ranks = 1
-        return weight.bytes_per_rank(ranks, self.expert_ranks)
 
 
 def allocator_rounding(tensor_bytes: int) -> int:

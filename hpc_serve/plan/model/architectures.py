@@ -24,16 +24,8 @@ from hpc_serve.plan.model.scheme import plain_scheme
 from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec, distinct_layers
 from hpc_serve.plan.model.weights import Block, Vocabulary
 
-Family: TypeAlias = Callable[[LayerBuilder, int], DecoderLayer]
+Family: TypeAlias = Callable[[LayerBuilder], DecoderLayer]
 """What describes one layer."""
-
-_BY_LAYER = (
-    *("hybrid_layer_pattern", "layer_types", "block_configs", "hybrid_override_pattern", "no_rope_layers"),
-    *("mlp_layer_types", "indexer_types", "num_attention_heads_per_layer", "index_topk_pattern", "compress_ratios"),
-)
-"""Fields that have a value for each layer, and maybe more for layers that predict further tokens."""
-_MAY_BE_EMPTY = ("no_rope_layers",)
-"""Which of them count as missing where they are empty."""
 
 _PER_TOKEN = ("moe_k", "moe_top_k", "num_experts_per_token", "top_k_experts")
 """What some families call the number of experts of a token."""
@@ -53,27 +45,6 @@ _UNSCALED = (None, "default", "mrope", "su", "longrope", "llama3", "yarn", "deep
 _CLASSIFIER = "ForSequenceClassification"
 _POOLING = (_CLASSIFIER, "EmbeddingModel", "Model")
 """Endings of the names of embedders and rerankers that are decoders without an output head."""
-_NESTED = ("text_config", "vision_config")
-_ROPE = ("rope_scaling", "rope_parameters")
-
-
-def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the config as --hf-overrides changes it: `_apply_dict_overrides` in vLLM's config/model.py.
-
-    Fields of the decoder's or of the tower's config are changed one by one, every other field is replaced.
-
-    >>> with_overrides({"text_config": {"a": 1, "b": 2}, "c": 3}, {"text_config": {"a": 4}})
-    {'text_config': {'a': 4, 'b': 2}, 'c': 3}
-    """
-    changed = dict(config)
-    for name, value in (overrides or {}).items():
-        if name in _ROPE:
-            changed = {key: kept for key, kept in changed.items() if key not in _ROPE}
-        inner = changed.get(name)
-        if name in _NESTED and isinstance(inner, Mapping) and isinstance(value, Mapping):
-            value = with_overrides(inner, value)
-        changed[name] = value
-    return changed
 
 
 def model_from_config(
@@ -162,8 +133,8 @@ def model_from_config(
         model = replace(model, engine_options={**model.engine_options, "takes_whole_texts": True})
     if scheme.is_assumed:
         for key in _QUANTIZATION:
-            config.ignore(key)
-            text.ignore(key)
+            config.pop(key, None)
+            text.pop(key, None)
     unknown = check_all_read(config, architecture, name=name, allow=allow_unknown_keys)
     return replace(model, unknown_keys=unknown) if unknown else model
 
@@ -263,12 +234,8 @@ def _experts_per_token(builder: LayerBuilder, experts: int) -> int:
 
 def _layers(builder: LayerBuilder, family: Family) -> tuple[DecoderLayer, ...]:
     """Return all layers. Equal layers are one object, so that everything is computed once for them."""
-    for key in _BY_LAYER:
-        named = builder.config.peek(key)
-        if named is not None and len(named) < builder.num_layers and (named or key not in _MAY_BE_EMPTY):
-            raise InvalidRequestError(f"The config's {key} names {len(named)} of its {builder.num_layers} layers.")
     known: dict[DecoderLayer, DecoderLayer] = {}
-    layers = (family(builder, index) for index in range(builder.num_layers))
+    layers = (family(builder.layer(index)) for index in range(builder.num_layers))
     return tuple(known.setdefault(layer, layer) for layer in layers)
 
 

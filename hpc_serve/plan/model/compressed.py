@@ -5,19 +5,16 @@ Sources: vLLM's models/deepseek_v4 and models/minimax_m3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import CheckedConfig
-from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
 from hpc_serve.plan.model.moe import experts_or_dense, has_experts
 from hpc_serve.plan.model.spec import CacheTensor, DecoderLayer, LayerCache
 from hpc_serve.plan.model.weights import Part, Weight
 
-_TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 _ENTRY_SCALE_BYTES = 8
 """Scales of an entry of DeepSeek V4's cache, whose rotary part is in 16 bit and whose rest is in fp8."""
 _INDEX_BLOCK = 128
@@ -28,28 +25,30 @@ _STATE_BLOCKS = {4: 4, 128: 8}
 be compressed, by how many tokens become one (`CompressorStateCache` in compressor.py)."""
 
 
-def deepseek_v4(builder: LayerBuilder, index: int) -> DecoderLayer:
+def deepseek_v4(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of DeepSeek V4.
 
     It has a window of single tokens, and in most layers entries of 4 or 128 tokens. Entries of 4 tokens come with an
     indexer.
     """
-    prefix = f"layers.{index}"
-    ratio = max(1, builder.require("compress_ratios")[index])
+    builder = builder.named("layers")
+    ratio = max(1, builder.of_layer("compress_ratios", is_needed=True))
     if ratio not in (1, *_STATE_BLOCKS):
-        raise InvalidRequestError(f"The config's compress_ratios has {ratio} for layer {index}: use 0, 1, 4 or 128.")
+        raise InvalidRequestError(
+            f"The config's compress_ratios has {ratio} for layer {builder.index}: use 0, 1, 4 or 128."
+        )
     hidden, copies = builder.hidden_size, builder.require("hc_mult")
     mixing = (2 + copies) * copies * (copies * hidden + 1) + 3
-    weights = block(
-        _v4_attention(builder, f"{prefix}.attn", ratio),
-        _v4_experts(builder, index, f"{prefix}.ffn"),
+    return decoder_layer(
+        _v4_cache(builder, ratio),
+        _v4_attention(builder, ratio),
+        _v4_experts(builder),
         builder.norms("attn_norm", "ffn_norm"),
         [builder.vector("hyper_connections", 2 * mixing, element_bytes=4)],
     )
-    return DecoderLayer(block=weights, cache=_v4_cache(builder, ratio))
 
 
-def _v4_attention(builder: LayerBuilder, prefix: str, ratio: int) -> list[Weight]:
+def _v4_attention(builder: LayerBuilder, ratio: int) -> list[Weight]:
     """Return the weights of attention with keys that are values too, for all heads.
 
     Each group of heads has an output projection of low rank.
@@ -57,22 +56,22 @@ def _v4_attention(builder: LayerBuilder, prefix: str, ratio: int) -> list[Weight
     rank, width, groups = builder.require("q_lora_rank"), builder.head_dim, builder.require("o_groups")
     middle = Part(groups, builder.require("o_lora_rank"))
     weights: list[Weight] = [
-        builder.vector(f"{prefix}.attn_sink", builder.heads, split=True, element_bytes=4),
-        builder.linear(f"{prefix}.wq_a", builder.hidden_size, [rank, width]),
-        builder.vector(f"{prefix}.q_norm", rank),
-        builder.linear(f"{prefix}.wq_b", rank, [Part(builder.heads, width)], "column"),
-        builder.vector(f"{prefix}.kv_norm", width),
-        builder.linear(f"{prefix}.wo_a", builder.heads * width // groups, [middle], "column"),
-        builder.linear(f"{prefix}.wo_b", middle, [builder.hidden_size], "row"),
+        builder.vector("attn.attn_sink", builder.heads, split=True, element_bytes=4),
+        builder.linear("attn.wq_a", builder.hidden_size, [rank, width]),
+        builder.vector("attn.q_norm", rank),
+        builder.linear("attn.wq_b", rank, [Part(builder.heads, width)], "column"),
+        builder.vector("attn.kv_norm", width),
+        builder.linear("attn.wo_a", builder.heads * width // groups, [middle], "column"),
+        builder.linear("attn.wo_b", middle, [builder.hidden_size], "row"),
     ]
     if ratio > 1:
-        weights += _compressor(builder, f"{prefix}.compressor", ratio, width)
+        weights += _compressor(builder, "attn.compressor", ratio, width)
     if ratio == 4:
         heads, index_width = builder.require("index_n_heads"), builder.require("index_head_dim")
         weights += [
-            builder.linear(f"{prefix}.indexer.wq_b", rank, [heads * index_width]),
-            builder.linear(f"{prefix}.indexer.weights_proj", builder.hidden_size, [heads], plain=True),
-            *_compressor(builder, f"{prefix}.indexer.compressor", ratio, index_width),
+            builder.linear("attn.indexer.wq_b", rank, [heads * index_width]),
+            builder.linear("attn.indexer.weights_proj", builder.hidden_size, [heads], plain=True),
+            *_compressor(builder, "attn.indexer.compressor", ratio, index_width),
         ]
     return weights
 
@@ -91,20 +90,19 @@ def _halves(ratio: int) -> int:
     return 2 if ratio == 4 else 1
 
 
-def _v4_experts(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
+def _v4_experts(builder: LayerBuilder) -> list[Weight]:
     """Return the experts. In the first layers a table of tokens chooses them."""
-    by_table = index < builder.require("num_hash_layers")
+    by_table = builder.index < builder.require("num_hash_layers")
     weights = experts_or_dense(
         builder,
-        index,
-        prefix,
+        "ffn",
         count="n_routed_experts",
         correction=False if by_table else ("topk_method", "noaux_tc", None),
         shared_count="n_shared_experts",
     )
     if by_table:
         chosen = builder.require("num_experts_per_tok")
-        weights.append(builder.vector(f"{prefix}.gate.tid2eid", builder.vocab_size * chosen, element_bytes=4))
+        weights.append(builder.vector("ffn.gate.tid2eid", builder.vocab_size * chosen, element_bytes=4))
     return weights
 
 
@@ -161,26 +159,26 @@ def deepseek_v4_fields(config: CheckedConfig) -> None:
         declared.setdefault("expert_dtype", kind)
 
 
-def minimax_m3(builder: LayerBuilder, index: int) -> DecoderLayer:
+def minimax_m3(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of MiniMax-M3.
 
     It has norms over the queries and keys of each head, and an indexer that chooses blocks of tokens.
     """
-    prefix = f"model.layers.{index}"
     sparse = builder.get("sparse_attention_config") or {}
-    chooses = bool(sparse.get("use_sparse_attention")) and _says(sparse, "sparse_attention_freq", index)
+    chooses = bool(sparse.get("use_sparse_attention")) and builder.of_layer("sparse_attention_freq", inside=sparse) != 0
     cache = builder.cache()
-    attention = builder.attention(f"{prefix}.self_attn") + builder.query_key_norms(f"{prefix}.self_attn")
+    attention = builder.attention("self_attn") + builder.query_key_norms()
     if chooses:
-        if not _says(sparse, "sparse_disable_index_value", index):
+        if builder.of_layer("sparse_disable_index_value", inside=sparse) == 0:
             raise InvalidRequestError(
-                f"The config's sparse_disable_index_value is 0 for layer {index}: vLLM has no values in its indexer."
+                f"The config's sparse_disable_index_value is 0 for layer {builder.index}: vLLM has no values in its "
+                "indexer."
             )
         heads, width = sparse["sparse_num_index_heads"], sparse["sparse_index_dim"]
         parts = [Part(heads, width, replicate=True), Part(1, width, replicate=True)]
         attention += [
-            builder.linear(f"{prefix}.self_attn.index_q_proj", builder.hidden_size, parts, "column"),
-            builder.vector(f"{prefix}.self_attn.index_norms", 2 * width),
+            builder.linear("self_attn.index_q_proj", builder.hidden_size, parts, "column"),
+            builder.vector("self_attn.index_norms", 2 * width),
         ]
         cache = replace(
             cache,
@@ -188,27 +186,15 @@ def minimax_m3(builder: LayerBuilder, index: int) -> DecoderLayer:
             index_flops=2 * heads * width,
             chosen_tokens=sparse["sparse_topk_blocks"] * sparse["sparse_block_size"],
         )
-    weights = block(attention, _m3_half(builder, index, prefix), builder.norms(*_TWO_NORMS))
-    return DecoderLayer(block=weights, cache=cache)
+    return decoder_layer(cache, attention, _m3_half(builder), builder.two_norms())
 
 
-def _says(config: Mapping[str, Any], key: str, index: int) -> bool:
-    """Return whether a list with a 0 or a 1 for each layer has a 1 for the layer; True if there is no list."""
-    each = config.get(key)
-    if each is None:
-        return True
-    if index >= len(each):
-        raise InvalidRequestError(f"The config's {key} names {len(each)} layers, too few for layer {index}.")
-    return bool(each[index])
-
-
-def _m3_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
-    if not has_experts(builder, index):
-        return builder.mlp(f"{prefix}.mlp", builder.require("dense_intermediate_size"))
+def _m3_half(builder: LayerBuilder) -> list[Weight]:
+    if not has_experts(builder):
+        return builder.mlp("mlp", builder.require("dense_intermediate_size"))
     return experts_or_dense(
         builder,
-        index,
-        f"{prefix}.block_sparse_moe",
+        "block_sparse_moe",
         count="num_local_experts",
         size="intermediate_size",
         size_alias="moe_intermediate_size",

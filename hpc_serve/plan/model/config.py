@@ -62,13 +62,9 @@ class CheckedConfig(dict[str, Any]):
         self.read.add(self.path + name)
         return super().get(name, default)
 
-    def peek(self, name: str, default: Any = None) -> Any:
+    def peek(self, name: str) -> Any:
         """Return the field as `get` has it, which does not count as read."""
-        return super().get(name, default)
-
-    def ignore(self, name: str) -> None:
-        """Leave the field out, as if it were not there."""
-        self.pop(name, None)
+        return super().get(name)
 
     def _checked(self, name: str, value: Any) -> Any:
         of_path = "object" if self.path.endswith(_OBJECTS_OF_OBJECTS) else _kinds().get(self.path + name)
@@ -151,6 +147,8 @@ _RULES: dict[str, tuple[_Predicate, str]] = {
 }
 """The rule of each kind of field in catalog/config_fields.json: what is right, and what must be there."""
 
+_NESTED = ("text_config", "vision_config")
+_ROPE = ("rope_scaling", "rope_parameters")
 ALLOW_UNKNOWN_KEYS = "--allow-unknown-config-keys"
 
 _ENDINGS = re.compile(
@@ -167,6 +165,25 @@ _TELLING_TRUE = re.compile(
 )
 _TELLING_NUMBER = re.compile(r"(?:^|_)(?:mult|multiplier|ratio|expan\w*|width|dim|size)(?:_|$)")
 _TELLING_TEXT = re.compile(r"(?:^|_)pattern(?:_|$)")
+
+
+def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the config as --hf-overrides changes it: `_apply_dict_overrides` in vLLM's config/model.py.
+
+    Fields of the decoder's or of the tower's config are changed one by one, every other field is replaced.
+
+    >>> with_overrides({"text_config": {"a": 1, "b": 2}, "c": 3}, {"text_config": {"a": 4}})
+    {'text_config': {'a': 4, 'b': 2}, 'c': 3}
+    """
+    changed = dict(config)
+    for name, value in (overrides or {}).items():
+        if name in _ROPE:
+            changed = {key: kept for key, kept in changed.items() if key not in _ROPE}
+        inner = changed.get(name)
+        if name in _NESTED and isinstance(inner, Mapping) and isinstance(value, Mapping):
+            value = with_overrides(inner, value)
+        changed[name] = value
+    return changed
 
 
 def check_all_read(config: CheckedConfig, architecture: str, *, name: str, allow: bool) -> tuple[str, ...]:
@@ -193,7 +210,7 @@ def _unread(config: CheckedConfig, inner: CheckedConfig, architecture: str) -> I
     for name, value in inner.items():
         path = inner.path + name
         is_read = path in config.read
-        if name in ("rope_scaling", "rope_parameters"):
+        if name in _ROPE:
             continue  # they say how positions are turned, and architectures.py reads what of them makes contexts longer
         if is_read and isinstance(value, CheckedConfig):
             yield from _unread(config, value, architecture)

@@ -45,7 +45,7 @@ def pooled_classifier(builder: LayerBuilder, *, pooler_bias: bool = True) -> lis
 
 def modernbert_classifier(builder: LayerBuilder) -> list[Weight]:
     """Return ModernBERT's head: a layer, a norm and a classifier."""
-    head = pooled_classifier(builder, pooler_bias=bool(builder.get("classifier_bias", False)))
+    head = pooled_classifier(builder, pooler_bias=builder.flag("classifier_bias"))
     return [_of_head("head.norm", builder.hidden_size), *head]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import CheckedConfig
 from hpc_serve.plan.model.gemma4 import per_layer_input
-from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
 from hpc_serve.plan.model.spec import DecoderLayer
 from hpc_serve.plan.model.weights import Weight
 
@@ -25,38 +25,39 @@ def gemma3n_fields(config: CheckedConfig) -> None:
     config[_SIZES], config["intermediate_size"] = sizes, max(sizes)
 
 
-def gemma3n(builder: LayerBuilder, index: int) -> DecoderLayer:
+def gemma3n(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of Gemma 3n. A layer that takes keys and values from another has queries alone."""
-    prefix, hidden = f"model.language_model.layers.{index}", builder.hidden_size
+    builder = builder.named("model.language_model.layers")
+    hidden = builder.hidden_size
     streams, rank = builder.require("altup_num_inputs"), builder.require("laurel_rank")
-    is_shared = index >= builder.num_layers - builder.get("num_kv_shared_layers", 0)
-    bias = bool(builder.get("attention_bias", False))
+    is_shared = builder.index >= builder.num_layers - builder.get("num_kv_shared_layers", 0)
+    bias = builder.flag("attention_bias")
     altup: list[Weight] = [
-        builder.linear(f"{prefix}.altup.correction_coefs", streams, [streams]),
-        builder.linear(f"{prefix}.altup.prediction_coefs", streams, [streams**2]),
-        builder.linear(f"{prefix}.altup.modality_router", hidden, [streams]),
-        builder.vector(f"{prefix}.altup.correct_output_scale", hidden, element_bytes=4),
+        builder.linear("altup.correction_coefs", streams, [streams]),
+        builder.linear("altup.prediction_coefs", streams, [streams**2]),
+        builder.linear("altup.modality_router", hidden, [streams]),
+        builder.vector("altup.correct_output_scale", hidden, element_bytes=4),
         *builder.norms("altup.router_norm"),
     ]
     laurel: list[Weight] = [
-        builder.linear(f"{prefix}.laurel.linear_left", hidden, [rank], "column"),
-        builder.linear(f"{prefix}.laurel.linear_right", rank, [hidden], "row"),
+        builder.linear("laurel.linear_left", hidden, [rank], "column"),
+        builder.linear("laurel.linear_right", rank, [hidden], "row"),
         *builder.norms("laurel.post_laurel_norm"),
     ]
-    weights = block(
-        builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias, has_keys=not is_shared),
-        builder.query_key_norms(f"{prefix}.self_attn")[: 1 if is_shared else 2],
-        builder.mlp(f"{prefix}.mlp", builder.require(_SIZES)[index]),
-        altup,
-        laurel,
-        per_layer_input(builder, prefix),
-        builder.norms("input_layernorm", "post_attention_layernorm"),
-        builder.norms("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-    )
-    slides = builder.require("layer_types")[index] == "sliding_attention"
+    slides = builder.of_layer("layer_types", is_needed=True) == "sliding_attention"
     window = builder.require("sliding_window") if slides else 0
     cache = None if is_shared else builder.cache(window, "sliding" if window else "full")
-    return DecoderLayer(block=weights, cache=cache)
+    return decoder_layer(
+        cache,
+        builder.attention("self_attn", bias=bias, output_bias=bias, has_keys=not is_shared),
+        builder.query_key_norms()[: 1 if is_shared else 2],
+        builder.mlp("mlp", builder.of_layer(_SIZES, is_needed=True)),
+        altup,
+        laurel,
+        per_layer_input(builder),
+        builder.two_norms(),
+        builder.norms("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    )
 
 
 def gemma3n_beside(builder: LayerBuilder) -> list[Weight]:

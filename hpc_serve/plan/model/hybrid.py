@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import CheckedConfig
-from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
 from hpc_serve.plan.model.moe import experts_or_dense, qwen_moe_half
 from hpc_serve.plan.model.spec import DecoderLayer, LayerCache
 from hpc_serve.plan.model.weights import Part, Weight, round_up
@@ -15,38 +15,32 @@ from hpc_serve.plan.model.weights import Part, Weight, round_up
 _LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
 
 
-def qwen3_next(builder: LayerBuilder, index: int) -> DecoderLayer:
+def qwen3_next(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of Qwen3-Next.
 
     Every fourth layer has attention with a gate on its output, the others are gated delta nets.
     """
-    return _qwen_hybrid(builder, index, f"model.layers.{index}", ("in_proj_qkvz", "in_proj_ba"))
+    return _qwen_hybrid(builder, ("in_proj_qkvz", "in_proj_ba"))
 
 
-def qwen3_5(builder: LayerBuilder, index: int) -> DecoderLayer:
+def qwen3_5(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of Qwen 3.5 to 3.8, dense or with experts: the layers of Qwen3-Next, stored in more tensors."""
-    return _qwen_hybrid(builder, index, f"model.language_model.layers.{index}", ("in_proj_qkv", "in_proj_b"))
+    return _qwen_hybrid(builder.named("model.language_model.layers"), ("in_proj_qkv", "in_proj_b"))
 
 
-def _qwen_hybrid(builder: LayerBuilder, index: int, prefix: str, names: tuple[str, str]) -> DecoderLayer:
-    kinds = builder.get("layer_types")
-    interval = builder.get("full_attention_interval", 4)
-    attends = kinds[index] == "full_attention" if kinds else (index + 1) % interval == 0
+def _qwen_hybrid(builder: LayerBuilder, names: tuple[str, str]) -> DecoderLayer:
+    kind, interval = builder.of_layer("layer_types"), builder.get("full_attention_interval", 4)
+    attends = kind == "full_attention" if kind else (builder.index + 1) % interval == 0
     if attends:
-        mixer = builder.attention(f"{prefix}.self_attn", bias=bool(builder.get("qkv_bias", False)), gated=True)
-        mixer += builder.query_key_norms(f"{prefix}.self_attn")
+        mixer = builder.attention("self_attn", bias=builder.flag("qkv_bias"), gated=True)
+        mixer += builder.query_key_norms()
         cache = builder.cache()
     else:
-        mixer, cache = _gated_delta_net(builder, f"{prefix}.linear_attn", names)
-    weights = block(
-        mixer,
-        qwen_moe_half(builder, index, f"{prefix}.mlp"),
-        builder.norms("input_layernorm", "post_attention_layernorm"),
-    )
-    return DecoderLayer(block=weights, cache=cache)
+        cache, mixer = _gated_delta_net(builder, "linear_attn", names)
+    return decoder_layer(cache, mixer, qwen_moe_half(builder, "mlp"), builder.two_norms())
 
 
-def _gated_delta_net(builder: LayerBuilder, prefix: str, names: tuple[str, str]) -> tuple[list[Weight], LayerCache]:
+def _gated_delta_net(builder: LayerBuilder, prefix: str, names: tuple[str, str]) -> tuple[LayerCache, list[Weight]]:
     key_heads, key_dim = builder.require("linear_num_key_heads"), builder.require("linear_key_head_dim")
     value_heads, value_dim = builder.require("linear_num_value_heads"), builder.require("linear_value_head_dim")
     kernel = builder.get("linear_conv_kernel_dim", 4)
@@ -62,29 +56,29 @@ def _gated_delta_net(builder: LayerBuilder, prefix: str, names: tuple[str, str])
         builder.linear(f"{prefix}.out_proj", values, [builder.hidden_size], "row"),
     ]
     state = ((convolved * (kernel - 1), 0), (value_heads * value_dim * key_dim, _state_bytes(builder)))
-    return weights, LayerCache(kind="state", state=state)
+    return LayerCache(kind="state", state=state), weights
 
 
-def nemotron_h(builder: LayerBuilder, index: int) -> DecoderLayer:
+def nemotron_h(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of Nemotron-H.
 
     The config has a letter for each layer: Mamba (M), attention (*), MLP (-) or experts (E).
     """
-    prefix = f"backbone.layers.{index}.mixer"
-    kind = builder.require("hybrid_override_pattern")[index]
+    builder = builder.named("backbone.layers")
+    kind = builder.of_layer("hybrid_override_pattern", is_needed=True)
     cache = None
     if kind == "M":
         # 32 bit where the config does not say: NemotronHForCausalLMConfig in vLLM's models/config.py
-        mixer, cache = mamba2(builder, prefix, state_bytes=4)
+        cache, mixer = mamba2(builder, "mixer", state_bytes=4)
     elif kind == "*":
-        mixer, cache = builder.attention(prefix), builder.cache()
+        cache, mixer = builder.cache(), builder.attention("mixer")
     elif kind == "-":
-        mixer = builder.mlp(prefix, builder.intermediate_size, bias=bool(builder.get("mlp_bias", False)), gated=False)
+        mixer = builder.mlp("mixer", builder.intermediate_size, bias=builder.flag("mlp_bias"), gated=False)
     elif kind == "E":
-        mixer = _squared_relu_experts(builder, prefix)
+        mixer = _squared_relu_experts(builder)
     else:
         raise InvalidRequestError(f"hybrid_override_pattern has the letter {kind!r}: use M, *, - or E.")
-    return DecoderLayer(block=block(mixer, builder.norms("norm")), cache=cache)
+    return decoder_layer(cache, mixer, builder.norms("norm"))
 
 
 def nemotron_h_fields(config: CheckedConfig) -> None:
@@ -102,52 +96,47 @@ def nemotron_h_fields(config: CheckedConfig) -> None:
     config.setdefault("num_hidden_layers", len(letters))
 
 
-def lfm2(builder: LayerBuilder, index: int) -> DecoderLayer:
+def lfm2(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of LFM2 or LFM2.5: attention in some layers, a gated convolution over a few tokens in the
     others."""
-    prefix = f"model.layers.{index}"
-    mixer, cache = _lfm2_mixer(builder, index)
     size = builder.either("intermediate_size", "block_ff_dim", 0)
     factor, multiple = builder.get("block_ffn_dim_multiplier", 1.0), builder.get("block_multiple_of", 256)
     if builder.get("block_auto_adjust_ff_dim", True):
         size = round_up(int(factor * int(2 * size / 3)), multiple)
-    norms = builder.norms("operator_norm", "ffn_norm")
-    return DecoderLayer(block=block(mixer, builder.mlp(f"{prefix}.feed_forward", size), norms), cache=cache)
+    half = builder.mlp("feed_forward", size)
+    return decoder_layer(*_lfm2_mixer(builder), half, builder.norms("operator_norm", "ffn_norm"))
 
 
-def lfm2_moe(builder: LayerBuilder, index: int) -> DecoderLayer:
+def lfm2_moe(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of LFM2 with experts after the first layers."""
-    prefix = f"model.layers.{index}.feed_forward"
-    mixer, cache = _lfm2_mixer(builder, index)
     correction = ("use_expert_bias", True, True)
     half = experts_or_dense(
-        builder, index, prefix, count="num_experts", dense_before="num_dense_layers", correction=correction
+        builder, "feed_forward", count="num_experts", dense_before="num_dense_layers", correction=correction
     )
-    return DecoderLayer(block=block(mixer, half, builder.norms("operator_norm", "ffn_norm")), cache=cache)
+    return decoder_layer(*_lfm2_mixer(builder), half, builder.norms("operator_norm", "ffn_norm"))
 
 
-def _lfm2_mixer(builder: LayerBuilder, index: int) -> tuple[list[Weight], LayerCache]:
-    kinds, attends = builder.get("layer_types"), builder.get("full_attn_idxs")
-    if kinds and attends and (kinds[index] == "full_attention") != (index in attends):
-        raise InvalidRequestError(f"The config's layer_types and full_attn_idxs do not agree about layer {index}.")
-    prefix = f"model.layers.{index}"
-    if kinds[index] == "full_attention" if kinds else attends is None or index in attends:
-        mixer = builder.attention(f"{prefix}.self_attn") + builder.query_key_norms(f"{prefix}.self_attn")
-        return mixer, builder.cache()
+def _lfm2_mixer(builder: LayerBuilder) -> tuple[LayerCache, list[Weight]]:
+    kind, attending = builder.of_layer("layer_types"), builder.get("full_attn_idxs")
+    if kind and attending and (kind == "full_attention") != (builder.index in attending):
+        raise builder.disagreement("layer_types and full_attn_idxs")
+    if kind == "full_attention" if kind else attending is None or builder.index in attending:
+        mixer = builder.attention("self_attn") + builder.query_key_norms()
+        return builder.cache(), mixer
     width, kernel = builder.get("conv_dim", builder.hidden_size), builder.require("conv_L_cache")
-    bias = bool(builder.get("conv_bias", False))
+    bias = builder.flag("conv_bias")
     weights: list[Weight] = [
-        builder.linear(f"{prefix}.conv.in_proj", width, [width] * 3, "column", bias=bias),
-        builder.vector(f"{prefix}.conv.conv", width * (kernel + bias), split=True),
-        builder.linear(f"{prefix}.conv.out_proj", width, [width], "row", bias=bias),
+        builder.linear("conv.in_proj", width, [width] * 3, "column", bias=bias),
+        builder.vector("conv.conv", width * (kernel + bias), split=True),
+        builder.linear("conv.out_proj", width, [width], "row", bias=bias),
     ]
-    return weights, LayerCache(kind="state", state=((width * (kernel - 1), 0),))
+    return LayerCache(kind="state", state=((width * (kernel - 1), 0),)), weights
 
 
 def mamba2(
     builder: LayerBuilder, prefix: str, *, has_norm: bool = True, state_bytes: int = 0
-) -> tuple[list[Weight], LayerCache]:
-    """Return the weights of a Mamba 2 mixer, and its state.
+) -> tuple[LayerCache, list[Weight]]:
+    """Return the state of a Mamba 2 mixer, and its weights.
 
     Where the config says nothing, `has_norm` and `state_bytes` (of an element; 0: the model's type) count.
     """
@@ -156,7 +145,7 @@ def mamba2(
     kernel = builder.get("conv_kernel", 4)
     # vLLM copies one group to all ranks, and refuses to divide several that ranks do not divide
     inner, group = Part(heads, head_dim), Part(groups, state_size, replicate=groups == 1)
-    bias = bool(builder.get("use_bias", False))
+    bias = builder.flag("use_bias")
     conv_bias = 1 if builder.get("use_conv_bias", True) else 0
     norm = [builder.vector(f"{prefix}.norm", inner.size, split=True)]
     weights: list[Weight] = [
@@ -173,21 +162,21 @@ def mamba2(
     ]
     state = ((inner.size * (kernel - 1), 0), (heads * head_dim * state_size, _state_bytes(builder) or state_bytes))
     by_group = Part(groups, 2 * state_size * (kernel - 1), replicate=True)
-    return weights, LayerCache(kind="state", state=state, state_groups=by_group)
+    return LayerCache(kind="state", state=state, state_groups=by_group), weights
 
 
-def _squared_relu_experts(builder: LayerBuilder, prefix: str) -> list[Weight]:
+def _squared_relu_experts(builder: LayerBuilder) -> list[Weight]:
     count, size = builder.require("n_routed_experts"), builder.require("moe_intermediate_size")
     shared = builder.get("moe_shared_expert_intermediate_size", 0) * builder.get("n_shared_experts", 1)
-    latent, bias = builder.get("moe_latent_size"), bool(builder.get("mlp_bias", False))
-    weights = builder.router(prefix, count, correction=True)
-    weights += builder.experts(prefix, count, size, hidden_size=latent, gated=False)
+    latent, bias = builder.get("moe_latent_size"), builder.flag("mlp_bias")
+    weights = builder.router("mixer", count, correction=True)
+    weights += builder.experts("mixer.experts", count, size, hidden_size=latent, gated=False)
     if latent:
         weights += [
-            builder.linear(f"{prefix}.fc1_latent_proj", builder.hidden_size, [latent], bias=bias),
-            builder.linear(f"{prefix}.fc2_latent_proj", latent, [builder.hidden_size], bias=bias),
+            builder.linear("mixer.fc1_latent_proj", builder.hidden_size, [latent], bias=bias),
+            builder.linear("mixer.fc2_latent_proj", latent, [builder.hidden_size], bias=bias),
         ]
-    return weights + (builder.mlp(f"{prefix}.shared_experts", shared, bias=bias, gated=False) if shared else [])
+    return weights + (builder.mlp("mixer.shared_experts", shared, bias=bias, gated=False) if shared else [])
 
 
 def _state_bytes(builder: LayerBuilder) -> int:

@@ -6,38 +6,32 @@ Source: vLLM's models/kimi_k3 (nvidia/model.py, kda.py, mla.py).
 from __future__ import annotations
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.model.latent import latent_attention, latent_cache, latent_derived
-from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.latent import latent_attention
+from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
 from hpc_serve.plan.model.moe import has_experts
 from hpc_serve.plan.model.spec import DecoderLayer, LayerCache
-from hpc_serve.plan.model.weights import Block, Part, Weight
-
-_TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
+from hpc_serve.plan.model.weights import Part, Weight
 
 
-def kimi_linear(builder: LayerBuilder, index: int) -> DecoderLayer:
+def kimi_linear(builder: LayerBuilder) -> DecoderLayer:
     """Return a layer of Kimi Linear or Kimi K3. The config counts layers from 1."""
-    prefix, linear = f"model.layers.{index}", builder.require("linear_attn_config")
-    is_delta, is_full = (index + 1 in linear[kind] for kind in ("kda_layers", "full_attn_layers"))
+    linear = builder.require("linear_attn_config")
+    is_delta, is_full = (builder.index + 1 in linear[kind] for kind in ("kda_layers", "full_attn_layers"))
     if is_delta == is_full:
         raise InvalidRequestError(
-            f"The config's kda_layers and full_attn_layers must name each layer once: see layer {index + 1}."
+            f"The config's kda_layers and full_attn_layers must name each layer once: see layer {builder.index + 1}."
         )
-    norms = builder.norms(*_TWO_NORMS)
+    norms = builder.two_norms()
     if builder.get("attn_res_block_size") is not None:
         norms += builder.norms("self_attention_res_norm", "mlp_res_norm")
         norms += builder.norms("self_attention_res_proj", "mlp_res_proj")
     if is_delta:
-        mixer, cache = _delta_attention(builder, f"{prefix}.self_attn")
-        derived = Block()
-    else:
-        gated = bool(builder.get("mla_use_output_gate"))
-        mixer = latent_attention(builder, f"{prefix}.self_attn", gated=gated)
-        cache, derived = latent_cache(builder), latent_derived(builder, mixer)
-    return DecoderLayer(block=block(mixer, _kimi_half(builder, index, prefix), norms), cache=cache, derived=derived)
+        return decoder_layer(*_delta_attention(builder), _kimi_half(builder), norms)
+    cache, mixer, derived = latent_attention(builder, gated=builder.flag("mla_use_output_gate"))
+    return decoder_layer(cache, mixer, _kimi_half(builder), norms, derived=derived)
 
 
-def _delta_attention(builder: LayerBuilder, prefix: str) -> tuple[list[Weight], LayerCache]:
+def _delta_attention(builder: LayerBuilder) -> tuple[LayerCache, list[Weight]]:
     """Return Kimi's delta attention. Its gate has one matrix in K3, and two of low rank before K3."""
     config = builder.require("linear_attn_config")
     heads, width, kernel = config["num_heads"], config["head_dim"], config["short_conv_kernel_size"]
@@ -45,33 +39,33 @@ def _delta_attention(builder: LayerBuilder, prefix: str) -> tuple[list[Weight], 
     has_full_gate = bool(config.get("use_full_rank_gate", False))
     fused = [inner] * (4 if has_full_gate else 3)
     weights: list[Weight] = [
-        builder.linear(f"{prefix}.q_proj", hidden, [*fused, heads], "column"),
-        builder.linear(f"{prefix}.f_a_proj", hidden, [width]),
-        builder.linear(f"{prefix}.f_b_proj", width, [inner], "column"),
-        builder.vector(f"{prefix}.dt_bias", inner.size, split=True, element_bytes=4),
-        builder.vector(f"{prefix}.conv1d", 3 * inner.size * kernel, split=True, element_bytes=4),
-        builder.vector(f"{prefix}.A_log", heads, split=True, element_bytes=4),
-        builder.vector(f"{prefix}.o_norm", width),
-        builder.linear(f"{prefix}.o_proj", inner, [hidden], "row"),
+        builder.linear("self_attn.q_proj", hidden, [*fused, heads], "column"),
+        builder.linear("self_attn.f_a_proj", hidden, [width]),
+        builder.linear("self_attn.f_b_proj", width, [inner], "column"),
+        builder.vector("self_attn.dt_bias", inner.size, split=True, element_bytes=4),
+        builder.vector("self_attn.conv1d", 3 * inner.size * kernel, split=True, element_bytes=4),
+        builder.vector("self_attn.A_log", heads, split=True, element_bytes=4),
+        builder.vector("self_attn.o_norm", width),
+        builder.linear("self_attn.o_proj", inner, [hidden], "row"),
     ]
     if not has_full_gate:
         weights += [
-            builder.linear(f"{prefix}.g_a_proj", hidden, [width]),
-            builder.linear(f"{prefix}.g_b_proj", width, [inner], "column"),
+            builder.linear("self_attn.g_a_proj", hidden, [width]),
+            builder.linear("self_attn.g_b_proj", width, [inner], "column"),
         ]
     state = ((3 * inner.size * (kernel - 1), 0), (heads * width * width, 4))
-    return weights, LayerCache(kind="state", state=state)
+    return LayerCache(kind="state", state=state), weights
 
 
-def _kimi_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
+def _kimi_half(builder: LayerBuilder) -> list[Weight]:
     """Return the MLP: dense, or experts, which in K3 work on a projection of the hidden state."""
     count = builder.get("num_experts", 0)
-    if not count or not has_experts(builder, index):
-        return builder.mlp(f"{prefix}.mlp", builder.intermediate_size)
-    name, size = f"{prefix}.block_sparse_moe", builder.require("moe_intermediate_size")
+    if not count or not has_experts(builder):
+        return builder.mlp("mlp", builder.intermediate_size)
+    name, size = "block_sparse_moe", builder.require("moe_intermediate_size")
     latent = builder.get("routed_expert_hidden_size")
     weights = builder.router(name, count, correction=True)
-    weights += builder.experts(name, count, size, hidden_size=latent)
+    weights += builder.experts(f"{name}.experts", count, size, hidden_size=latent)
     if latent:
         weights += [
             builder.linear(f"{name}.routed_expert_down_proj", builder.hidden_size, [latent]),

@@ -1,59 +1,70 @@
 """Builds the modules that model families share, from the fields of a Hugging Face config.
 
-Modules are named as in the checkpoint, so that the skipped modules of a quantization can be matched.
+Quantization is asked by the names of the checkpoint: there, the name of a layer is before that of its module.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import CheckedConfig
 from hpc_serve.plan.model.quantization import Quantization
 from hpc_serve.plan.model.scheme import Scheme
-from hpc_serve.plan.model.spec import LayerCache
+from hpc_serve.plan.model.spec import CacheKind, DecoderLayer, LayerCache
 from hpc_serve.plan.model.weights import Block, Linear, Part, Vector, Weight
-
-_LAYER = re.compile(r"^.*?\.\d+\.")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeadSizes:
-    """The heads of one layer's attention. `head_dim` is the width of a query and a key, `value_dim` that of a value."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
 
 
 class LayerBuilder:
-    """Builds the weights of decoder layers from the text part of a config and its quantization."""
+    """Builds weights from the text part of a config and its quantization.
+
+    The builder of a layer knows the layer's `index`, and names modules within it: equal layers compare equal. `outside`
+    builds what is in no layer. Of its attention there are `heads` and `kv_heads`, `head_dim` is the width of a query
+    and a key, `value_dim` that of a value.
+    """
 
     def __init__(self, config: CheckedConfig, quantization: Quantization, dtype: str) -> None:
         self.config = config
         self.quantization = quantization
-        self.dtype = dtype
         self.dtype_bytes = 4 if dtype == "float32" else 2
+        self.outside, self.index, self.prefix = self, 0, ""
         self.hidden_size: int = self.require("hidden_size")
         self.vocab_size: int = self.require("vocab_size")
         self.num_layers: int = self.require("num_hidden_layers")
         self.heads: int = self.require("num_attention_heads")
         self.kv_heads: int = self.either("num_key_value_heads", "num_kv_heads", self.heads)
         self.head_dim: int = self.either("head_dim", "attention_head_dim", self.hidden_size // self.heads)
-        self.sizes = HeadSizes(
-            heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.head_dim
-        )
+        self.value_dim = self.head_dim
         self.intermediate_size: int = self.either("intermediate_size", "ffn_hidden_size", 0)
         if not isinstance(self.intermediate_size, int):
             raise InvalidRequestError("The config's intermediate_size is a list: this family has one for all layers.")
 
+    def layer(self, index: int) -> LayerBuilder:
+        """Return the builder of one layer, where the checkpoint calls the layers model.layers."""
+        return self._with(index=index, prefix=f"model.layers.{index}.")
+
+    def named(self, layers: str) -> LayerBuilder:
+        """Return the builder of the same layer, where the checkpoint calls the `layers` so."""
+        return self._with(prefix=f"{layers}.{self.index}.")
+
+    def with_heads(self, **sizes: int | None) -> LayerBuilder:
+        """Return the builder of the same layer with other heads: sizes that are None or 0 stay."""
+        return self._with(**{name: size for name, size in sizes.items() if size})
+
+    def _with(self, **changes: Any) -> LayerBuilder:
+        other = copy.copy(self)
+        vars(other).update(changes)
+        return other
+
     def get(self, key: str, default: Any = None) -> Any:
         """Return the field, or `default` where it is missing or null."""
         return self.config.get(key, default)
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        """Return whether the field is true."""
+        return bool(self.get(key, default))
 
     def first(self, *keys: str, default: Any = None) -> Any:
         """Return the first of these fields that there is. Later fields are not read."""
@@ -76,6 +87,22 @@ class LayerBuilder:
         """Return the field. Raises InvalidRequestError where it is missing or null."""
         return self.config[key]
 
+    def of_layer(self, key: str, *, is_needed: bool = False, inside: Mapping[str, Any] | None = None) -> Any:
+        """Return the layer's value in a field that has one for each layer, and maybe more for layers that predict.
+
+        None: the field is missing or empty. `inside`: the object that has the field. Raises InvalidRequestError where
+        it has too few values, or `is_needed` and missing.
+        """
+        config = self.config if inside is None else inside
+        each = config[key] if is_needed else config.get(key) or None
+        if each is not None and len(each) < self.num_layers:
+            raise InvalidRequestError(f"The config's {key} names {len(each)} of its {self.num_layers} layers.")
+        return None if each is None else each[self.index]
+
+    def disagreement(self, fields: str) -> InvalidRequestError:
+        """Return the error for fields that say different things of this layer."""
+        return InvalidRequestError(f"The config's {fields} do not agree about layer {self.index}.")
+
     def linear(
         self,
         name: str,
@@ -94,9 +121,11 @@ class LayerBuilder:
         """
         if scheme is None:
             fused = len(outputs) > 1
-            scheme = self.quantization.plain if plain else self.quantization.scheme_of(name, is_fused=fused)
+            scheme = (
+                self.quantization.plain if plain else self.quantization.scheme_of(self.prefix + name, is_fused=fused)
+            )
         return Linear(
-            name=_within_layer(name),
+            name=name,
             inputs=inputs if isinstance(inputs, Part) else Part(inputs),
             outputs=tuple(part if isinstance(part, Part) else Part(part) for part in outputs),
             split=split,
@@ -111,11 +140,15 @@ class LayerBuilder:
     ) -> Vector:
         """Return a weight that is not a matrix."""
         width = element_bytes or self.dtype_bytes
-        return Vector(name=_within_layer(name), size=size, split=split, element_bytes=width, units=units)
+        return Vector(name=name, size=size, split=split, element_bytes=width, units=units)
 
     def norms(self, *names: str) -> list[Weight]:
         """Return norms over the hidden size."""
         return [self.vector(name, self.hidden_size) for name in names]
+
+    def two_norms(self) -> list[Weight]:
+        """Return the norms of most decoders: before attention, and before the second half."""
+        return self.norms("input_layernorm", "post_attention_layernorm")
 
     def attention(
         self,
@@ -126,25 +159,25 @@ class LayerBuilder:
         gated: bool = False,
         has_keys: bool = True,
         inputs: int | None = None,
-        sizes: HeadSizes | None = None,
     ) -> list[Weight]:
         """Return grouped-query attention: q, k and v fused, and the output projection. `gated`: q has a gate of its
         size.
 
-        Without `has_keys`, the layer takes keys and values from another one. `inputs` and `sizes` are this layer's own,
-        where layers differ.
+        Without `has_keys`, the layer takes keys and values from another one. `inputs` are this layer's own, where
+        layers differ.
         """
-        of = sizes or self.sizes
-        query = Part(of.heads, 2 * of.head_dim if gated else of.head_dim)
-        keys = [Part(of.kv_heads, width, replicate=True) for width in (of.head_dim, of.value_dim) if has_keys]
+        query = Part(self.heads, 2 * self.head_dim if gated else self.head_dim)
+        keys = [Part(self.kv_heads, width, replicate=True) for width in (self.head_dim, self.value_dim) if has_keys]
         return [
             self.linear(f"{prefix}.q_proj", inputs or self.hidden_size, [query, *keys], "column", bias=bias),
-            self.linear(f"{prefix}.o_proj", Part(of.heads, of.value_dim), [self.hidden_size], "row", bias=output_bias),
+            self.linear(
+                f"{prefix}.o_proj", Part(self.heads, self.value_dim), [self.hidden_size], "row", bias=output_bias
+            ),
         ]
 
-    def query_key_norms(self, prefix: str) -> list[Weight]:
+    def query_key_norms(self) -> list[Weight]:
         """Return norms over the queries and the keys of each head."""
-        return [self.vector(f"{prefix}.q_norm", self.head_dim), self.vector(f"{prefix}.k_norm", self.head_dim)]
+        return [self.vector(f"self_attn.{name}", self.head_dim) for name in ("q_norm", "k_norm")]
 
     def mlp(self, prefix: str, size: int, *, bias: bool = False, gated: bool = True) -> list[Weight]:
         """Return an MLP: gate and up fused, and down. Without `gated`: up and down."""
@@ -156,7 +189,7 @@ class LayerBuilder:
 
     def experts(
         self,
-        prefix: str,
+        name: str,
         count: int,
         size: int,
         *,
@@ -165,15 +198,14 @@ class LayerBuilder:
         bias: bool = False,
     ) -> list[Weight]:
         """Return routed experts, fused into two tensors."""
-        scheme = self.quantization.scheme_of(f"{prefix}.experts", is_expert=True)
+        scheme = self.quantization.scheme_of(self.prefix + name, is_expert=True)
         hidden_align, size_align = scheme.expert_align
         hidden = Part(hidden_size or self.hidden_size, align=hidden_align)
         part = Part(size, align=size_align)
         first = (part, part) if gated else (part,)
-        up, down = f"{prefix}.experts.up_proj", f"{prefix}.experts.down_proj"
         return [
-            self.linear(up, hidden, first, "column", bias=bias, scheme=scheme, experts=count),
-            self.linear(down, part, [hidden], "row", bias=bias, scheme=scheme, experts=count),
+            self.linear(f"{name}.up_proj", hidden, first, "column", bias=bias, scheme=scheme, experts=count),
+            self.linear(f"{name}.down_proj", part, [hidden], "row", bias=bias, scheme=scheme, experts=count),
         ]
 
     def router(
@@ -188,26 +220,18 @@ class LayerBuilder:
             return [gate]
         return [gate, self.vector(f"{prefix}.gate.e_score_correction_bias", count, element_bytes=4)]
 
-    def cache(
-        self,
-        window: int = 0,
-        kind: Literal["full", "sliding", "chunked", "encoder"] = "full",
-        sizes: HeadSizes | None = None,
-    ) -> LayerCache:
+    def cache(self, window: int = 0, kind: CacheKind = "full") -> LayerCache:
         """Return the cache of a layer with attention."""
-        of = sizes or self.sizes
-        return LayerCache(kind=kind, kv_heads=of.kv_heads, head_dim=of.head_dim, value_dim=of.value_dim, window=window)
-
-
-def _within_layer(name: str) -> str:
-    """Return the name without the number of its layer, so that equal layers compare equal.
-
-    >>> _within_layer("model.layers.12.mlp.up_proj")
-    'mlp.up_proj'
-    """
-    return _LAYER.sub("", name, count=1)
+        return LayerCache(
+            kind=kind, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_dim, window=window
+        )
 
 
 def block(*groups: Sequence[Weight]) -> Block:
     """Return one block of all weights in these groups."""
     return Block(weights=tuple(weight for group in groups for weight in group))
+
+
+def decoder_layer(cache: LayerCache | None, *groups: Sequence[Weight], derived: Sequence[Weight] = ()) -> DecoderLayer:
+    """Return a layer with all weights in these groups."""
+    return DecoderLayer(block=block(*groups), cache=cache, derived=block(derived))

@@ -6,70 +6,65 @@ from dataclasses import replace
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.hybrid import mamba2
-from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
 from hpc_serve.plan.model.moe import experts_or_dense
 from hpc_serve.plan.model.spec import DecoderLayer, LayerCache
 from hpc_serve.plan.model.weights import Weight
 
 
-def granite_hybrid(builder: LayerBuilder, index: int) -> DecoderLayer:
+def granite_hybrid(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of Granite 4: attention or Mamba 2, then experts, a shared MLP, or both."""
-    prefix = f"model.layers.{index}"
-    if builder.require("layer_types")[index] in ("attention", "full_attention"):
-        bias = bool(builder.get("attention_bias", False))
-        mixer, cache = builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias), builder.cache()
+    if builder.of_layer("layer_types", is_needed=True) in ("attention", "full_attention"):
+        bias = builder.flag("attention_bias")
+        cache, mixer = builder.cache(), builder.attention("self_attn", bias=bias, output_bias=bias)
     else:
-        mixer, cache = mamba2(builder, f"{prefix}.mamba")
+        cache, mixer = mamba2(builder, "mamba")
     shared = builder.get("shared_intermediate_size", 0)
-    half = builder.mlp(f"{prefix}.shared_mlp", shared) if shared else []
+    half = builder.mlp("shared_mlp", shared) if shared else []
     if builder.get("num_local_experts", 0):
-        moe = f"{prefix}.block_sparse_moe"
-        half += experts_or_dense(builder, index, moe, count="num_local_experts", size="intermediate_size")
-    return DecoderLayer(
-        block=block(mixer, half, builder.norms("input_layernorm", "post_attention_layernorm")), cache=cache
-    )
+        moe = "block_sparse_moe"
+        half += experts_or_dense(builder, moe, count="num_local_experts", size="intermediate_size")
+    return decoder_layer(cache, mixer, half, builder.two_norms())
 
 
-def falcon_h1(builder: LayerBuilder, index: int) -> DecoderLayer:
+def falcon_h1(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of Falcon-H1: attention and Mamba 2 side by side, which both keep a cache, then an MLP."""
-    prefix = f"model.layers.{index}"
     inner = builder.require("mamba_num_heads") * builder.require("mamba_head_dim")
     width = builder.get("mamba_d_ssm", builder.get("mamba_expand", 2) * builder.hidden_size)
     if width != inner:
         raise InvalidRequestError(f"The config's mamba_d_ssm is {width} and its mamba_n_heads have {inner} in all.")
-    mixer, state = mamba2(builder, f"{prefix}.mamba", has_norm=False)
-    weights = block(
-        builder.attention(f"{prefix}.self_attn"),
+    state, mixer = mamba2(builder, "mamba", has_norm=False)
+    cache = replace(builder.cache(), state=state.state, state_groups=state.state_groups)
+    return decoder_layer(
+        cache,
+        builder.attention("self_attn"),
         mixer,
-        builder.mlp(f"{prefix}.feed_forward", builder.intermediate_size),
+        builder.mlp("feed_forward", builder.intermediate_size),
         builder.norms("input_layernorm", "pre_ff_layernorm"),
     )
-    cache = replace(builder.cache(), state=state.state, state_groups=state.state_groups)
-    return DecoderLayer(block=weights, cache=cache)
 
 
-def jamba(builder: LayerBuilder, index: int) -> DecoderLayer:
+def jamba(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of Jamba: attention in every `attn_layer_period`-th layer, experts by a period of their own."""
-    prefix = f"model.layers.{index}"
-    if index % builder.get("attn_layer_period", 8) == builder.get("attn_layer_offset", 4):
-        mixer, cache = builder.attention(f"{prefix}.self_attn"), builder.cache()
+    if builder.index % builder.get("attn_layer_period", 8) == builder.get("attn_layer_offset", 4):
+        cache, mixer = builder.cache(), builder.attention("self_attn")
     else:
-        mixer, cache = _mamba1(builder, f"{prefix}.mamba")
+        cache, mixer = _mamba1(builder, "mamba")
     count = builder.get("num_experts", 16)
-    if count > 1 and index % builder.get("expert_layer_period", 2) == builder.get("expert_layer_offset", 1):
-        half = experts_or_dense(builder, index, f"{prefix}.feed_forward", count="num_experts", size="intermediate_size")
+    if count > 1 and builder.index % builder.get("expert_layer_period", 2) == builder.get("expert_layer_offset", 1):
+        half = experts_or_dense(builder, "feed_forward", count="num_experts", size="intermediate_size")
     else:
-        half = builder.mlp(f"{prefix}.feed_forward", builder.intermediate_size)
-    return DecoderLayer(block=block(mixer, half, builder.norms("input_layernorm", "pre_ff_layernorm")), cache=cache)
+        half = builder.mlp("feed_forward", builder.intermediate_size)
+    return decoder_layer(cache, mixer, half, builder.norms("input_layernorm", "pre_ff_layernorm"))
 
 
-def _mamba1(builder: LayerBuilder, prefix: str) -> tuple[list[Weight], LayerCache]:
-    """Return the weights of the first Mamba's mixer, which vLLM never quantizes, and its state."""
+def _mamba1(builder: LayerBuilder, prefix: str) -> tuple[LayerCache, list[Weight]]:
+    """Return the state of the first Mamba's mixer, and its weights, which vLLM never quantizes."""
     hidden, state_size = builder.hidden_size, builder.get("mamba_d_state", 16)
     kernel, inner = builder.get("mamba_d_conv", 4), builder.get("mamba_expand", 2) * builder.hidden_size
     rank = builder.get("mamba_dt_rank")
     rank = rank if isinstance(rank, int) else -(-hidden // 16)  # "auto"
-    bias, conv_bias = bool(builder.get("mamba_proj_bias", False)), bool(builder.get("mamba_conv_bias", True))
+    bias, conv_bias = builder.flag("mamba_proj_bias"), builder.flag("mamba_conv_bias", default=True)
     weights: list[Weight] = [
         builder.linear(f"{prefix}.in_proj", hidden, [inner, inner], "column", bias=bias, plain=True),
         builder.vector(f"{prefix}.conv1d", inner * (kernel + conv_bias), split=True),
@@ -80,4 +75,4 @@ def _mamba1(builder: LayerBuilder, prefix: str) -> tuple[list[Weight], LayerCach
         builder.vector(f"{prefix}.norms", rank + 2 * state_size),
         builder.linear(f"{prefix}.out_proj", inner, [hidden], "row", bias=bias, plain=True),
     ]
-    return weights, LayerCache(kind="state", state=((inner * (kernel - 1), 0), (inner * state_size, 0)))
+    return LayerCache(kind="state", state=((inner * (kernel - 1), 0), (inner * state_size, 0))), weights

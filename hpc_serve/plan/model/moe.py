@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.layers import LayerBuilder
 from hpc_serve.plan.model.scheme import FP32
 from hpc_serve.plan.model.weights import Weight
@@ -16,7 +15,6 @@ from hpc_serve.plan.model.weights import Weight
 
 def experts_or_dense(
     builder: LayerBuilder,
-    index: int,
     prefix: str,
     *,
     count: str,
@@ -43,7 +41,7 @@ def experts_or_dense(
     value (field, value, default). `mlp_bias`: the dense MLP and the shared experts have biases.
     """
     is_dense = (
-        index < builder.get(dense_before, 0) if dense_before else dense_by_layer and not has_experts(builder, index)
+        builder.index < builder.get(dense_before, 0) if dense_before else dense_by_layer and not has_experts(builder)
     )
     if is_dense:
         return builder.mlp(prefix, builder.intermediate_size, bias=mlp_bias)
@@ -52,7 +50,7 @@ def experts_or_dense(
         features = builder.intermediate_size if size == "intermediate_size" else builder.require(size)
     corrected, is_wide = _holds(builder, correction), _holds(builder, wide_router)
     weights = builder.router(prefix, number, bias=bias, correction=corrected, scheme=FP32 if is_wide else None)
-    weights += builder.experts(prefix, number, features, bias=bias)
+    weights += builder.experts(f"{prefix}.experts", number, features, bias=bias)
     shared_field = shared_size or shared_count
     shared = builder.get(shared_field, 0) if shared_field else 0
     if shared:
@@ -68,22 +66,22 @@ def _holds(builder: LayerBuilder, spec: bool | Sequence[Any]) -> bool:
     return bool(builder.get(field, default) == value)
 
 
-def qwen_moe_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
+def qwen_moe_half(builder: LayerBuilder, prefix: str) -> list[Weight]:
     """Return the MLP of a Qwen layer: dense, or routed experts with or without a shared expert."""
     count = builder.either("num_experts", "num_local_experts", 0)
-    is_sparse = (index + 1) % builder.get("decoder_sparse_step", 1) == 0
-    if not count or not is_sparse or index in builder.get("mlp_only_layers", ()):
-        return builder.mlp(f"{prefix}", builder.intermediate_size)
+    is_sparse = (builder.index + 1) % builder.get("decoder_sparse_step", 1) == 0
+    if not count or not is_sparse or builder.index in builder.get("mlp_only_layers", ()):
+        return builder.mlp(prefix, builder.intermediate_size)
     shared = builder.get("shared_expert_intermediate_size", 0)
-    weights = builder.router(f"{prefix}", count)
-    weights += builder.experts(f"{prefix}", count, builder.require("moe_intermediate_size"))
+    weights = builder.router(prefix, count)
+    weights += builder.experts(f"{prefix}.experts", count, builder.require("moe_intermediate_size"))
     if shared:
         weights += builder.mlp(f"{prefix}.shared_expert", shared)
         weights.append(builder.linear(f"{prefix}.shared_expert_gate", builder.hidden_size, [1], plain=True))
     return weights
 
 
-def deepseek_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
+def deepseek_half(builder: LayerBuilder, prefix: str) -> list[Weight]:
     """Return the MLP of a DeepSeek layer: dense, or routed experts and shared ones."""
     count = builder.either("n_routed_experts", "num_experts", 0)
     if not count:
@@ -92,30 +90,22 @@ def deepseek_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight
     named = "n_routed_experts" if builder.config.peek("n_routed_experts") is not None else "num_experts"
     shared = "n_shared_experts"
     return experts_or_dense(
-        builder, index, prefix, count=named, dense_by_layer=True, correction=correction, shared_count=shared
+        builder, prefix, count=named, dense_by_layer=True, correction=correction, shared_count=shared
     )
 
 
-def has_experts(builder: LayerBuilder, index: int) -> bool:
+def has_experts(builder: LayerBuilder) -> bool:
     """Return whether a layer has experts, by `mlp_layer_types` or by the number of dense layers at the beginning.
 
     `moe_layer_freq` is a number (every so many layers) or has a 0 or a 1 for each layer.
     """
-    kinds, frequency = builder.get("mlp_layer_types"), builder.get("moe_layer_freq", 1)
+    kind, frequency = builder.of_layer("mlp_layer_types"), builder.get("moe_layer_freq", 1)
     first = builder.get("first_k_dense_replace")
     if isinstance(frequency, (list, tuple)):
-        if index >= len(frequency):
-            raise InvalidRequestError(
-                f"The config's moe_layer_freq names {len(frequency)} of {builder.num_layers} layers."
-            )
-        each = frequency[index] == 1
+        each = builder.of_layer("moe_layer_freq", is_needed=True) == 1
     else:
-        each = index % frequency == 0
-    if kinds:
-        if first is not None and (kinds[index] == "sparse") != (index >= first and each):
-            raise InvalidRequestError(
-                "The config's first_k_dense_replace, moe_layer_freq and mlp_layer_types do not agree about layer "
-                f"{index}."
-            )
-        return bool(kinds[index] == "sparse")
-    return bool(index >= (first or 0) and each)
+        each = builder.index % frequency == 0
+    found = bool(builder.index >= (first or 0) and each)
+    if kind and first is not None and (kind == "sparse") != found:
+        raise builder.disagreement("first_k_dense_replace, moe_layer_freq and mlp_layer_types")
+    return kind == "sparse" if kind else found

@@ -7,99 +7,91 @@ have an ordinary layer and say so in fields of their own, it has the functions t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
-from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import CheckedConfig
-from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
 from hpc_serve.plan.model.spec import DecoderLayer
 from hpc_serve.plan.model.weights import Vocabulary, Weight
 
-_TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 _SWA_HEADS_FACTOR = 2
 """KV heads of MiMo-V2's layers with a window, where a config does not have their number: transformers' default."""
 
 
-def falcon(builder: LayerBuilder, index: int) -> DecoderLayer:
+def falcon(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of Falcon: no gate.
 
     Attention and MLP run in parallel after one norm with bias, or each after its own norm.
     """
-    prefix = f"transformer.h.{index}"
-    bias = bool(builder.get("bias", False))
+    builder = builder.named("transformer.h")
+    bias = builder.flag("bias")
     size = builder.intermediate_size or 4 * builder.hidden_size
     own_norms = 2 if builder.get("new_decoder_architecture", False) else 1
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     if builder.get("parallel_attn", True):
         norms = ("ln_attn", "ln_mlp")[: builder.get("num_ln_in_parallel_attn", own_norms)]
-    else:
-        norms = _TWO_NORMS
-    weights = block(
-        builder.attention(f"{prefix}.self_attention", bias=bias, output_bias=bias),
-        builder.mlp(f"{prefix}.mlp", size, bias=bias, gated=False),
+    return decoder_layer(
+        builder.cache(),
+        builder.attention("self_attention", bias=bias, output_bias=bias),
+        builder.mlp("mlp", size, bias=bias, gated=False),
         builder.norms(*norms, *(f"{norm}.bias" for norm in norms)),
     )
-    return DecoderLayer(block=weights, cache=builder.cache())
 
 
 def falcon_fields(config: CheckedConfig) -> None:
     """Write Falcon's KV heads where all families have them. Only its new decoder reads `num_kv_heads`."""
     if not config.get("new_decoder_architecture", False):
-        config.ignore("num_kv_heads")
+        config.pop("num_kv_heads", None)
         config["num_key_value_heads"] = 1 if config.get("multi_query", True) else config["num_attention_heads"]
     else:
         config.get("multi_query")
 
 
-def nemotron_nas(builder: LayerBuilder, index: int) -> DecoderLayer:
+def nemotron_nas(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of Nemotron from architecture search.
 
     Each layer has its own KV heads and MLP size, or lacks one of the two.
     """
-    prefix = f"model.layers.{index}"
-    config = builder.require("block_configs")[index]
+    config = builder.of_layer("block_configs", is_needed=True)
     attention = config.get("attention", CheckedConfig({}, path=f"{config.path}attention."))
     feed_forward = config.get("ffn", CheckedConfig({}, path=f"{config.path}ffn."))
     weights, cache = [], None
     if not attention.get("no_op") and not attention.get("replace_with_linear"):
-        sizes = replace(builder.sizes, kv_heads=builder.heads // attention["n_heads_in_group"])
-        bias = bool(builder.get("attention_bias", False))
-        weights += builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias, sizes=sizes)
+        builder = builder.with_heads(kv_heads=builder.heads // attention["n_heads_in_group"])
+        bias = builder.flag("attention_bias")
+        weights += builder.attention("self_attn", bias=bias, output_bias=bias)
         weights += builder.norms("input_layernorm")
-        cache = builder.cache(sizes=sizes)
+        cache = builder.cache()
     if not feed_forward.get("no_op") and not feed_forward.get("replace_with_linear"):
         exact = int(2 * feed_forward["ffn_mult"] * builder.hidden_size / 3)
-        weights += builder.mlp(f"{prefix}.mlp", -(-exact // 256) * 256)
+        weights += builder.mlp("mlp", -(-exact // 256) * 256)
         weights += builder.norms("post_attention_layernorm")
-    return DecoderLayer(block=block(weights), cache=cache)
+    return decoder_layer(cache, weights)
 
 
-def llama4(builder: LayerBuilder, index: int) -> DecoderLayer:
+def llama4(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of Llama 4.
 
     Every `interleave_moe_layer_step`-th layer has experts. Three of four layers attend within chunks.
     """
-    prefix = f"model.layers.{index}"
-    bias = bool(builder.get("attention_bias", False))
+    bias = builder.flag("attention_bias")
     step, sparse = builder.get("interleave_moe_layer_step", 1), builder.get("moe_layers")
-    has_experts = bool(step) and (index + 1) % step == 0
-    if sparse is not None and (index in sparse) != has_experts:
-        raise InvalidRequestError(
-            f"The config's moe_layers and interleave_moe_layer_step do not agree about layer {index}."
-        )
+    has_experts = bool(step) and (builder.index + 1) % step == 0
+    if sparse is not None and (builder.index in sparse) != has_experts:
+        raise builder.disagreement("moe_layers and interleave_moe_layer_step")
     if has_experts:
         count, size = builder.require("num_local_experts"), builder.intermediate_size
-        half = builder.router(f"{prefix}.feed_forward", count) + builder.experts(f"{prefix}.feed_forward", count, size)
-        half += builder.mlp(f"{prefix}.feed_forward.shared_expert", size)
+        half = builder.router("feed_forward", count) + builder.experts("feed_forward.experts", count, size)
+        half += builder.mlp("feed_forward.shared_expert", size)
     else:
-        half = builder.mlp(f"{prefix}.feed_forward", builder.require("intermediate_size_mlp"))
-    attention = builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias)
-    weights = block(attention, half, builder.norms(*_TWO_NORMS))
-    chunk, without_rope = builder.get("attention_chunk_size", 0), builder.get("no_rope_layers")
-    interval, kinds = builder.get("no_rope_layer_interval", 4), builder.get("layer_types")
-    has_chunks = bool(chunk) and bool(without_rope[index] if without_rope else (index + 1) % interval)
-    if chunk and kinds and (kinds[index] == "chunked_attention") != has_chunks:
-        raise InvalidRequestError(f"The config's layer_types and no_rope_layers do not agree about layer {index}.")
-    return DecoderLayer(block=weights, cache=builder.cache(chunk, "chunked") if has_chunks else builder.cache())
+        half = builder.mlp("feed_forward", builder.require("intermediate_size_mlp"))
+    attention = builder.attention("self_attn", bias=bias, output_bias=bias)
+    chunk, has_rope = builder.get("attention_chunk_size", 0), builder.of_layer("no_rope_layers")
+    interval, kind = builder.get("no_rope_layer_interval", 4), builder.of_layer("layer_types")
+    has_chunks = bool(chunk) and bool((builder.index + 1) % interval if has_rope is None else has_rope)
+    if chunk and kind and (kind == "chunked_attention") != has_chunks:
+        raise builder.disagreement("layer_types and no_rope_layers")
+    cache = builder.cache(chunk, "chunked") if has_chunks else builder.cache()
+    return decoder_layer(cache, attention, half, builder.two_norms())
 
 
 def mimo_v2_fields(config: CheckedConfig) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpc_serve.plan.model.config import CheckedConfig
-from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
 from hpc_serve.plan.model.spec import DecoderLayer
 from hpc_serve.plan.model.weights import Part, Weight
 
@@ -30,26 +30,28 @@ def whisper_fields(config: CheckedConfig) -> None:
     config["position_embedding_type"] = "absolute"
 
 
-def whisper(builder: LayerBuilder, index: int) -> DecoderLayer:
+def whisper(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of the decoder. vLLM gives keys a bias of zeros, which the files do not have."""
-    prefix, hidden = f"model.decoder.layers.{index}", builder.hidden_size
+    builder = builder.named("model.decoder.layers")
+    hidden = builder.hidden_size
     heads = Part(builder.heads, builder.head_dim)
     cross: list[Weight] = [
-        builder.linear(f"{prefix}.encoder_attn.q_proj", hidden, [heads], "column", bias=True),
-        builder.linear(f"{prefix}.encoder_attn.kv_proj", hidden, [heads, heads], "column"),
-        builder.linear(f"{prefix}.encoder_attn.out_proj", heads, [hidden], "row", bias=True),
-        builder.vector(f"{prefix}.encoder_attn.kv_proj.bias", hidden, split=True),
+        builder.linear("encoder_attn.q_proj", hidden, [heads], "column", bias=True),
+        builder.linear("encoder_attn.kv_proj", hidden, [heads, heads], "column"),
+        builder.linear("encoder_attn.out_proj", heads, [hidden], "row", bias=True),
+        builder.vector("encoder_attn.kv_proj.bias", hidden, split=True),
     ]
-    weights = block(
-        builder.attention(f"{prefix}.self_attn", output_bias=True),
-        [builder.vector(f"{prefix}.self_attn.qkv_proj.bias", 2 * hidden, split=True)],
-        cross,
-        builder.mlp(f"{prefix}.mlp", builder.intermediate_size, bias=True, gated=False),
-        builder.norms(*(f"norm_{number}" for number in range(6))),  # three, each with a bias
-    )
-    zeros = block([builder.vector(f"{prefix}.key_biases", 2 * hidden, split=True)])
+    zeros = [builder.vector("key_biases", 2 * hidden, split=True)]
     cache = replace(builder.cache(), encoder_positions=builder.require("max_source_positions"))
-    return DecoderLayer(block=weights, cache=cache, derived=zeros)
+    return decoder_layer(
+        cache,
+        builder.attention("self_attn", output_bias=True),
+        [builder.vector("self_attn.qkv_proj.bias", 2 * hidden, split=True)],
+        cross,
+        builder.mlp("mlp", builder.intermediate_size, bias=True, gated=False),
+        builder.norms(*(f"norm_{number}" for number in range(6))),  # three, each with a bias
+        derived=zeros,
+    )
 
 
 def whisper_beside(builder: LayerBuilder) -> list[Weight]:

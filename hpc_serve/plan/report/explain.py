@@ -30,14 +30,14 @@ def explain(
         (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size),
         inputs.max_model_len,
     )
-    stage, run = runs[memory.pipeline_rank]
+    run = runs[memory.pipeline_rank]
     return [
         *_model_lines(inputs),
         *([f"  note: {note}"] if note else []),
         "",
         *_minimum_lines(inputs, minimum),
         "",
-        f"Tightest GPU of {layout}: " + _stage_name(stage, layout),
+        f"Tightest GPU of {layout}: " + _stage_name(run.stage, layout),
         *_budget_lines(inputs, memory, run),
         "",
         *_cache_lines(inputs, memory),
@@ -132,7 +132,7 @@ def _budget_lines(inputs: PlanInputs, memory: MemoryEstimate, run: ProfileRun) -
 
 def _activation_text(run: ProfileRun) -> str:
     """Say which of images, forward pass and sampling is the largest, with its calculation."""
-    forward, sampling = overhead.forward_bytes(run), overhead.sampling_bytes(run) if run.is_last else 0
+    forward, sampling = overhead.forward_bytes(run), overhead.sampling_bytes(run) if run.stage.is_last else 0
     encoder, _ = overhead.image_bytes(run)
     if run.model.images and encoder > max(forward, sampling):
         return f"{overhead.visual_tokens(run):,} tokens of images, or of a video, through the vision tower"

@@ -7,10 +7,9 @@ import re
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.catalog import find
 from hpc_serve.plan.model.adapters import RANKS, check_shapes, least_rank, read_adapter
-from hpc_serve.plan.model.architectures import model_from_config
 from hpc_serve.vllm.options import options
+from tests.support.configs import built
 
 CONFIG = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "org/base"}
 
@@ -18,11 +17,6 @@ CONFIG = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "org/base"}
 def shapes(module: str, layer: int, inputs: int, outputs: int, rank: int = 8) -> dict[str, tuple[int, int]]:
     name = f"base_model.model.model.layers.{layer}.{module}"
     return {f"{name}.lora_A.weight": (rank, inputs), f"{name}.lora_B.weight": (outputs, rank)}
-
-
-def model(name: str):
-    entry = find(name)
-    return model_from_config(entry.config, name=entry.name)
 
 
 @pytest.mark.parametrize(
@@ -73,16 +67,16 @@ def test_ranks_are_those_that_the_option_takes():
     ],
 )
 def test_a_matrix_of_the_model_fits_alone_or_as_a_part_of_fused_ones(name, module, inputs, outputs):
-    layer = len(model(name).layers) - 1
-    check_shapes(read_adapter("/a", CONFIG, shapes(module, layer, inputs, outputs)), model(name))
+    layer = len(built(name).layers) - 1
+    check_shapes(read_adapter("/a", CONFIG, shapes(module, layer, inputs, outputs)), built(name))
     for wrong in ((inputs + 8, outputs), (inputs, outputs + 8)):
         with pytest.raises(InvalidRequestError, match=r"has no such matrix\. It was trained on org/base\."):
-            check_shapes(read_adapter("/a", CONFIG, shapes(module, layer, *wrong)), model(name))
+            check_shapes(read_adapter("/a", CONFIG, shapes(module, layer, *wrong)), built(name))
 
 
 @pytest.mark.parametrize(("module", "outputs"), [("in_proj_qkv", 10240), ("in_proj_z", 6144), ("in_proj_a", 48)])
 def test_a_matrix_may_be_several_of_those_that_vllm_fuses(module, outputs):
-    qwen = model("Qwen/Qwen3.5-27B")
+    qwen = built("Qwen/Qwen3.5-27B")
     check_shapes(read_adapter("/a", CONFIG, shapes(f"linear_attn.{module}", 0, 5120, outputs)), qwen)
 
 
@@ -98,12 +92,12 @@ def test_a_matrix_may_be_several_of_those_that_vllm_fuses(module, outputs):
 )
 def test_matrices_outside_of_the_decoders_layers_are_left_to_vllm(module):
     tensors = {f"{module}.lora_A.weight": (8, 3), f"{module}.lora_B.weight": (5, 8)}
-    check_shapes(read_adapter("/a", CONFIG, tensors), model("8b"))
+    check_shapes(read_adapter("/a", CONFIG, tensors), built("8b"))
 
 
 def test_a_layer_that_the_model_lacks_is_another_models():
     with pytest.raises(InvalidRequestError, match=r"changes layer 32, and .* has 32 layers"):
-        check_shapes(read_adapter("/a", CONFIG, shapes("self_attn.q_proj", 32, 4096, 4096)), model("8b"))
+        check_shapes(read_adapter("/a", CONFIG, shapes("self_attn.q_proj", 32, 4096, 4096)), built("8b"))
 
 
 def test_two_matrices_must_fit_each_other():

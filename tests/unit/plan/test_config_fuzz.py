@@ -7,7 +7,6 @@ of quantization. Each key is changed by itself.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,17 +14,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.accuracy import published_configs
 from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.hub.hub import find_spec
-from hpc_serve.plan import model_from_config, resolve
 from hpc_serve.plan.catalog import models
 from hpc_serve.plan.model.config import CheckedConfig, looks_like_size
-from hpc_serve.plan.model.weights import Linear
+from tests.support.configs import CONFIGS, EXCEPTIONS, MEASURED, PUBLISHED, built, config_of, schemes_of, with_value
 
-MEASURED = json.loads(Path(__file__).with_name("config_key_effects.json").read_text())["architectures"]
-LLAMA = MEASURED["LlamaForCausalLM"]["config"]
-NAS = dict(resolve("nvidia/Llama-3_3-Nemotron-Super-49B-v1").config)
+LLAMA = config_of("LlamaForCausalLM")
+NAS = config_of("nvidia/Llama-3_3-Nemotron-Super-49B-v1")
 NAS.update(num_hidden_layers=4, block_configs=NAS["block_configs"][:4])
 
 SHORT_LAYERS = 6
@@ -47,53 +43,12 @@ def shortened(config: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 OTHER_NAMED = {
-    entry["name"].split("/")[1]: shortened(entry["config"], entry["config"].get("num_hidden_layers", 1000))
-    for entry in published_configs()
-    if entry["name"].split("/")[1]
-    in ("DeepSeek-V4-Flash", "MiniMax-M3", "Kimi-K3", "Kimi-Linear-48B-A3B-Instruct", "Step-3.7-Flash")
+    name: shortened(PUBLISHED[name], PUBLISHED[name].get("num_hidden_layers", 1000))
+    for name in ("DeepSeek-V4-Flash", "MiniMax-M3", "Kimi-K3", "Kimi-Linear-48B-A3B-Instruct", "Step-3.7-Flash")
 }
 """Families of which config_key_effects.json has none: what transformers writes of them has other names."""
 
-FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
-INT4_WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": False}
-QUANTIZED: list[dict[str, Any]] = [
-    {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"},
-    {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:x": {}}, "sym": True, "damp_percent": 0.1},
-    {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
-    {
-        "quant_method": "compressed-tensors",
-        "config_groups": {"group_0": {"weights": FP8_WEIGHTS, "targets": ["Linear"]}},
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": {"num_bits": 8, "type": "float"},
-    },
-    {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": INT4_WEIGHTS}}},
-    {
-        "quant_method": "modelopt",
-        "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]},
-        "producer": {"name": "modelopt", "version": "0.29"},
-    },
-    {
-        "quant_method": "modelopt",
-        "quant_algo": "NVFP4",
-        "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
-        "ignore": ["lm_head"],
-    },
-    {
-        "quant_method": "quark",
-        "global_quant_config": {"weight": {"dtype": "int4", "qscheme": "per_group", "group_size": 128, "ch_axis": -1}},
-        "exclude": ["lm_head"],
-    },
-    {
-        "quant_method": "bitsandbytes",
-        "load_in_4bit": True,
-        "bnb_4bit_use_double_quant": True,
-        "llm_int8_skip_modules": ["lm_head"],
-        "llm_int8_threshold": 6.0,
-    },
-]
-
-
-QUANTIZED_LLAMAS = [{**LLAMA, "quantization_config": quantized} for quantized in QUANTIZED]
+QUANTIZED_LLAMAS = [{**LLAMA, "quantization_config": quantized} for quantized in CONFIGS["quantized"]]
 
 
 def configs() -> Iterator[dict[str, Any]]:
@@ -123,12 +78,6 @@ def at(config: Any, path: tuple[Any, ...]) -> Any:
     return config
 
 
-def changed(config: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    copied = copy.deepcopy(config)
-    at(copied, path[:-1])[path[-1]] = value
-    return copied
-
-
 def other_sizes(value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value]
@@ -141,83 +90,33 @@ def other_sizes(value: Any) -> list[Any]:
     return []
 
 
-NO_EFFECT: dict[str, set[str]] = {
-    "DeciLMForCausalLM": {"factor", "original_max_position_embeddings"},
-    "DeepseekV4ForCausalLM": {
-        *("beta_fast", "beta_slow", "compress_rope_theta", "factor", "original_max_position_embeddings"),
-        "hc_sinkhorn_iters",
-    },
-    "MiniMaxM3SparseForConditionalGeneration": {
-        # vLLM takes intermediate_size for shared experts, and sizes beside the tower's own for none of its weights
-        *("shared_intermediate_size", "spatial_merge_size", "temporal_patch_size", "sparse_local_block"),
-        *("use_gemma_norm", "image_seq_length", "num_attention_heads", "projection_dim", "vision_feature_layer"),
-        *("vision_segment_max_frames", "vocab_size"),
-    },
-    "KimiK3ForConditionalGeneration": {
-        # that there is an attn_res_block_size matters; another order of kda_layers has the same layers
-        *("attn_res_block_size", "kda_layers", "activation_situ_beta", "activation_situ_linear_beta", "ignore_index"),
-        *("init_pos_emb_time", "mm_hidden_size", "text_hidden_size", "vt_num_attention_heads", "moe_renormalize"),
-        *("num_expert_group", "targets"),
-    },
-    "KimiLinearForCausalLM": {"head_dim", "kda_layers", "moe_renormalize", "num_expert_group", "topk_group"},
-    "Step3p7ForConditionalGeneration": {
-        # no layer of the shortened model has a window, and intermediate_size decides beside mlp_ratio
-        *("num_sliding_attention_heads", "mlp_ratio", "num_attention_heads", "max_position_embeddings"),
-        *("image_token_id", "pad_token_id", "query_pre_attn_scalar", "rope_theta"),
-    },
-    "LlamaForCausalLM": {"ch_axis", "group_size", "llm_int8_threshold", "num_bits", "targets"},
-}
-"""Fields whose every change leaves the answer as it is. "group_size" and "num_bits": where the format has none."""
-
-
 def test_another_size_is_another_answer_or_is_refused() -> None:
     """Of the configs that test_config_keys.py cannot compare with transformers' own models."""
     for config in (NAS, *OTHER_NAMED.values(), *QUANTIZED_LLAMAS):
-        base = model_from_config(config, name="x")
+        base = built(config)
         for path in paths(config):
             name, value = next(key for key in reversed(path) if isinstance(key, str)), at(config, path)
             if config in QUANTIZED_LLAMAS and path[0] != "quantization_config":
                 continue
             for other in other_sizes(value) if looks_like_size(name, value) else ():
                 with contextlib.suppress(InvalidRequestError):
-                    after = model_from_config(changed(config, path, other), name="x")
-                    assert after != base or name in NO_EFFECT[config["architectures"][0]], path
-
-
-ANY_VALUE = {
-    "dynamic": "only an object is one of patterns",
-    "group_0": "the name of a group",
-    "a": "the name of a group",
-    "index_topk_pattern": "a text or a list, of which F and S matter",
-    "kv_cache_scheme": "whoever reads it asks what it is",
-    "layer_quant_config": "only whether there is any",
-    "lm_head": "only whether there is any",
-    "per_layer_config": "gemma4.py checks it",
-    "rope_type": "what is not known is refused",
-    "type": "what is not known is refused",
-}
-"""Fields that families read and that config.py has no rule for."""
+                    after = built(with_value(config, path, other))
+                    assert after != base or name in EXCEPTIONS["no_effect"][config["architectures"][0]], path
 
 
 def test_every_field_that_a_family_reads_has_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a text or a list in its place would be an error of Python, as it was in fields of towers."""
     read: set[str] = set()
-    get, item = CheckedConfig.get, CheckedConfig.__getitem__
 
-    def noted_get(config: CheckedConfig, name: str, default: Any = None) -> Any:
-        read.add(name)
-        return get(config, name, default)
+    def note(config: CheckedConfig, *_: Any, **__: Any) -> tuple[str, ...]:
+        read.update(path.rpartition(".")[2] for path in config.read)
+        return ()
 
-    def noted_item(config: CheckedConfig, name: str) -> Any:
-        read.add(name)
-        return item(config, name)
-
-    monkeypatch.setattr(CheckedConfig, "get", noted_get)
-    monkeypatch.setattr(CheckedConfig, "__getitem__", noted_item)
-    for config in (*configs(), *(entry["config"] for entry in published_configs())):
-        model_from_config(config, name="x")
+    monkeypatch.setattr("hpc_serve.plan.model.architectures.check_all_read", note)
+    for config in (*configs(), *PUBLISHED.values()):
+        built(config)
     assert len(read) >= 200
-    assert {name for name in read if not is_refused(name, object())} == set(ANY_VALUE)
+    assert {name for name in read if not is_refused(name, object())} == set(EXCEPTIONS["any_value"])
 
 
 def is_refused(name: str, value: Any) -> bool:
@@ -247,12 +146,6 @@ def test_a_value_of_another_kind_is_refused(name: str, value: Any, wanted: str) 
         CheckedConfig({name: value})
 
 
-def test_an_image_smaller_than_a_patch_is_refused() -> None:
-    config = MEASURED["Mistral3ForConditionalGeneration"]["config"]
-    with pytest.raises(InvalidRequestError, match="the largest image becomes 0 tokens"):
-        model_from_config(changed(config, ("vision_config", "image_size"), 7), name="x")
-
-
 def nested(depth: int, key: str | None = None) -> Any:
     value: Any = {} if key else []
     for _ in range(depth):
@@ -276,7 +169,7 @@ TRIED = (
 def tried() -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
     """Each config with each place in it. What is the same in all is tried in one."""
     yield from ((LLAMA, path) for path in paths(LLAMA))
-    for config in (*(MEASURED[name]["config"] for name in TRIED), NAS, *OTHER_NAMED.values()):
+    for config in (*map(config_of, TRIED), NAS, *OTHER_NAMED.values()):
         yield from ((config, path) for path in paths(config) if path[-1] not in LLAMA)
     for config in QUANTIZED_LLAMAS:
         yield from ((config, path) for path in paths(config) if path[0] == "quantization_config")
@@ -287,7 +180,7 @@ def test_nonsense_is_an_error_in_words(thinned: Any) -> None:
     for config, path in places:
         for value in NONSENSE:
             try:
-                model = model_from_config(changed(config, path, value), name="x")
+                model = built(with_value(config, path, value))
                 assert model.weight_bytes >= model.parameters // 8, path
             except HpcServeError as error:
                 refusals.append(str(error))
@@ -310,7 +203,7 @@ def test_nonsense_is_an_error_in_words(thinned: Any) -> None:
 def test_patterns_that_would_take_for_ever_are_refused(patterns: list[str], says: str) -> None:
     quantized = {"quant_method": "fp8", "ignored_layers": patterns}
     with pytest.raises(InvalidRequestError, match=says):
-        model_from_config({**LLAMA, "quantization_config": quantized}, name="x")
+        built({**LLAMA, "quantization_config": quantized})
 
 
 def test_many_names_of_modules_are_read() -> None:
@@ -319,13 +212,10 @@ def test_many_names_of_modules_are_read() -> None:
         "quant_method": "fp8",
         "ignored_layers": [*names, "model.layers.2.self_attn", "re:.*layers\\.1\\.mlp.*"],
     }
-    model = model_from_config({**LLAMA, "quantization_config": quantized}, name="x")
-    schemes = [
-        {weight.name: weight.scheme.name for weight in layer.block.weights if isinstance(weight, Linear)}
-        for layer in model.layers
-    ]
-    assert [one["mlp.up_proj"] for one in schemes] == ["fp8", "bfloat16", "fp8", "fp8"]
-    assert [one["self_attn.q_proj"] for one in schemes] == ["fp8", "fp8", "bfloat16", "fp8"]
+    model = built({**LLAMA, "quantization_config": quantized})
+    schemes = schemes_of(model)
+    assert [one["mlp.up_proj"].name for one in schemes] == ["fp8", "bfloat16", "fp8", "fp8"]
+    assert [one["self_attn.q_proj"].name for one in schemes] == ["fp8", "fp8", "bfloat16", "fp8"]
 
 
 @pytest.mark.parametrize(

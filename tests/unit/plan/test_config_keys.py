@@ -6,9 +6,6 @@ the parameters after a change of each key. `python -m tests.support.config_keys`
 
 from __future__ import annotations
 
-import copy
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,106 +13,24 @@ import pytest
 from benchmarks.accuracy import published_configs
 from benchmarks.accuracy.memory_cases import load_cases, load_later_cases
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan import EngineConfig, ModelSpec, model_from_config, resolve
-from hpc_serve.plan.asked import PlanRequest
+from hpc_serve.plan import EngineConfig, model_from_config, resolve
 from hpc_serve.plan.catalog import architectures, models
-from hpc_serve.plan.hardware.cluster import cluster_named
-from hpc_serve.plan.make import FoundParts, make_plan
 from tests.support.config_keys import NOT_MEASURED
+from tests.support.configs import EXCEPTIONS, MEASURED, built, config_of, made, with_value
+from tests.support.plans import made_plan
 
-HERE = Path(__file__).parent
-MEASURED = json.loads((HERE / "config_key_effects.json").read_text())["architectures"]
 PUBLISHED = published_configs()
-
-NOT_IN_TRANSFORMERS = {
-    *("DeciLMForCausalLM", "DeepseekForCausalLM", "KimiK25ForConditionalGeneration", "MiMoV2ForCausalLM"),
-    *("Step3p5ForCausalLM", "KimiK3ForConditionalGeneration", "MiMoForCausalLM", "MiniMaxM3ForCausalLM"),
-    *("MiniMaxM3SparseForCausalLM", "PhiMoEForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
-    *("InternVLChatModel", "GteNewModel", "GteNewForSequenceClassification"),
-    *("HF_ColBERT", "ColBERTModernBertModel", "ColBERTJinaRobertaModel"),
-}
-
-BUFFERS = {
-    **{"Glm4MoeForCausalLM": 3 * 128, "Glm4vMoeForConditionalGeneration": 3 * 128, "HYV3ForCausalLM": 3 * 192},
-    **{"Lfm2MoeForCausalLM": 2 * 32, "MiMoV2FlashForCausalLM": 3 * 256, "NemotronHForCausalLM": 8},
-    "Lfm2VlForConditionalGeneration": -7_087_104,
-}
-"""What vLLM has and transformers does not count: correction biases of routers, which are in the files. vLLM leaves out
-the head of SigLIP 2."""
-
-VLLM_DIFFERS = {
-    **dict.fromkeys(
-        [
-            ("Olmo2ForCausalLM", "attention_bias"),
-            ("Olmo3ForCausalLM", "attention_bias"),
-            ("Qwen3ForCausalLM", "attention_bias"),
-            ("Qwen3ASRForConditionalGeneration", "text_config.attention_bias"),
-            ("Qwen3MoeForCausalLM", "attention_bias"),
-            ("Qwen3VLForConditionalGeneration", "text_config.attention_bias"),
-            ("Qwen3VLMoeForConditionalGeneration", "text_config.attention_bias"),
-        ],
-        "vLLM's output projection has no bias",
-    ),
-    ("Llama4ForConditionalGeneration", "text_config.tie_word_embeddings"): "the outer config's counts",
-    ("Llama4ForConditionalGeneration", "tie_word_embeddings"): "the outer config's counts",
-    ("Llama4ForConditionalGeneration", "vision_config.projector_input_dim"): "transformers ties two widths",
-    ("Llama4ForConditionalGeneration", "vision_config.projector_output_dim"): "transformers ties two widths",
-    ("FalconH1ForCausalLM", "mamba_proj_bias"): "vLLM's output projection has a bias too",
-    ("NemotronHForCausalLM", "n_shared_experts"): "vLLM multiplies the shared expert's size by it",
-    ("NemotronHForCausalLM", "tie_word_embeddings"): "transformers does not tie them",
-    **dict.fromkeys(
-        [
-            ("Glm4MoeForCausalLM", "first_k_dense_replace"),
-            ("Glm4vMoeForConditionalGeneration", "text_config.first_k_dense_replace"),
-            ("Glm4vMoeForConditionalGeneration", "text_config.n_routed_experts"),
-            ("Glm4vMoeForConditionalGeneration", "text_config.num_hidden_layers"),
-            ("HYV3ForCausalLM", "num_experts"),
-            ("HYV3ForCausalLM", "num_hidden_layers"),
-            ("Lfm2MoeForCausalLM", "num_dense_layers"),
-            ("Lfm2MoeForCausalLM", "num_experts"),
-            ("Lfm2MoeForCausalLM", "use_expert_bias"),
-            ("MiMoV2FlashForCausalLM", "n_routed_experts"),
-        ],
-        "correction biases",
-    ),
-    ("DeepseekV32ForCausalLM", "first_k_dense_replace"): "it must agree with mlp_layer_types",
-    ("GlmMoeDsaForCausalLM", "first_k_dense_replace"): "it must agree with mlp_layer_types",
-    ("Glm4vMoeForConditionalGeneration", "text_config.tie_word_embeddings"): "the outer config's counts",
-    ("LagunaForCausalLM", "gating"): "vLLM has no gate then",
-    ("MuseGlimmerForConditionalGeneration", "text_config.tie_word_embeddings"): "transformers does not tie them",
-    ("Ernie4_5_MoeForCausalLM", "use_bias"): "vLLM's output head has no bias",
-    ("Lfm2VlForConditionalGeneration", "vision_config.hidden_size"): "the head of SigLIP 2",
-    ("Lfm2VlForConditionalGeneration", "vision_config.intermediate_size"): "the head of SigLIP 2",
-    ("Glm4MoeForCausalLM", "n_routed_experts"): "correction biases",
-    ("Glm4MoeForCausalLM", "num_hidden_layers"): "correction biases",
-    ("NemotronHForCausalLM", "n_routed_experts"): "correction biases",
-}
-
-
-def built(config: Any, **options: Any) -> ModelSpec:
-    return model_from_config(config, name="x", **options)
-
-
-def changed(config: Any, path: str, value: Any) -> dict[str, Any]:
-    """The config with another value at a dotted path."""
-    copied: dict[str, Any] = copy.deepcopy(dict(config))
-    *outer, last = path.split(".")
-    inner = copied
-    for key in outer:
-        inner = inner[key]
-    inner[last] = value
-    return copied
 
 
 def test_every_family_was_measured_or_is_not_in_transformers() -> None:
     whole = {name for name, about in architectures().items() if not about.get("is_draft_head")}
-    assert set(MEASURED) == whole - NOT_IN_TRANSFORMERS - set(NOT_MEASURED)
+    assert set(MEASURED) == whole - set(EXCEPTIONS["not_in_transformers"]) - set(NOT_MEASURED)
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_default_configs_of_transformers_are_known_and_counted_alike(name: str) -> None:
     measured = MEASURED[name]
-    assert built(measured["config"]).parameters == measured["parameters"] + BUFFERS.get(name, 0)
+    assert built(measured["config"]).parameters == measured["parameters"] + EXCEPTIONS["buffers"].get(name, 0)
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -123,10 +38,10 @@ def test_a_key_that_changes_transformers_model_changes_ours_alike_or_is_refused(
     measured = MEASURED[name]
     base, checked, refusals = built(measured["config"]), 0, {}
     for path, (value, parameters, changes) in measured["effects"].items():
-        if parameters is None or (name, path) in VLLM_DIFFERS:
+        if parameters is None or path in EXCEPTIONS["differs"].get(name, ()):
             continue
         try:
-            after = built(changed(measured["config"], path, value))
+            after = built(with_value(measured["config"], path, value))
         except InvalidRequestError as error:
             refusals[path] = str(error)
             continue
@@ -176,14 +91,8 @@ def test_counts_are_the_publishers(entry: dict[str, Any]) -> None:
 def test_a_size_that_nobody_reads_is_refused_by_its_name(name: str, path: str, value: Any, says: str) -> None:
     config = resolve(name).config
     with pytest.raises(InvalidRequestError, match=rf"{says}.*does not know.*--allow-unknown-config-keys"):
-        built(changed(config, path, value))
-    assert len(built(changed(config, path, value), allow_unknown_keys=True).unknown_keys) == 1
-
-
-def test_a_kind_of_layer_that_a_family_does_not_have_is_refused() -> None:
-    config = resolve("8b").config
-    with pytest.raises(InvalidRequestError, match="layer_types has 'linear_attention': use full_attention or sliding"):
-        built({**config, "layer_types": ["full_attention"] * 31 + ["linear_attention"]})
+        built(with_value(config, path, value))
+    assert len(built(with_value(config, path, value), allow_unknown_keys=True).unknown_keys) == 1
 
 
 def test_many_unknown_keys_are_counted() -> None:
@@ -193,104 +102,62 @@ def test_many_unknown_keys_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("eos_token_id", [1, 2]),
-        ("rope_theta", 500_000),
-        ("max_length", 20),
-        ("attention_dropout", 1),
-        ("use_cache", True),
-        ("hidden_act", "silu"),
-        ("new_size", 0),
-        ("new_sizes", []),
-        ("new_size", None),
-        ("use_new_norm", False),
-        ("layer_types", ["full_attention"] * 32),
-        ("id2label", {"0": "a"}),
-    ],
-)
-def test_what_changes_no_size_is_passed_over(key: str, value: Any) -> None:
-    config = resolve("8b").config
-    assert built({**config, key: value}) == built(config)
-
-
-@pytest.mark.parametrize(
     ("name", "extra"),
     [
+        ("8b", {"eos_token_id": [1, 2], "rope_theta": 500_000, "max_length": 20, "attention_dropout": 1}),
+        ("8b", {"use_cache": True, "hidden_act": "silu", "use_new_norm": False, "id2label": {"0": "a"}}),
+        ("8b", {"new_size": 0, "new_sizes": [], "newer_size": None}),
+        ("8b", {"layer_types": ["full_attention"] * 32}),
+        # what published configs have beside transformers' fields
         ("microsoft/phi-4", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "embd_pdrop": 0.0}),
         ("tiiuae/falcon-180B", {"ff_factor": 4, "num_ln_in_parallel_attn": 2}),
         ("allenai/OLMo-2-1124-7B", {"clip_qkv": 8.0}),
         ("Qwen/Qwen3-30B-A3B", {"num_local_experts": 128}),
         ("8b", {"tokenizer_model_max_length": 4096, "unsloth_fixed": True, "max_sequence_length": 200_000}),
         ("8b", {"auto_map": {"AutoConfig": "x.Y"}, "num_labels": 2, "task_specific_params": None}),
+        ("lfm2-1.2b", {"block_dim": 2048, "conv_dim": 2048, "conv_dim_out": 2048, "num_heads": 32, "theta": 1e6}),
+        ("lfm2-1.2b", {"block_out_init_scale": 1.0}),
     ],
 )
-def test_fields_that_published_configs_have_beside_transformers(name: str, extra: dict[str, Any]) -> None:
-    config = resolve(name).config
-    assert built({**config, **extra}) == built(config)
-
-
-def test_a_text_config_of_lfm2_names_sizes_twice() -> None:
-    """LiquidAI/LFM2-1.2B has these fields; transformers makes 1,170,340,608 parameters of them."""
-    config = {
-        **{"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 2048, "num_hidden_layers": 16},
-        **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 65536, "conv_L_cache": 3},
-        **{"full_attn_idxs": [2, 5, 8, 10, 12, 14], "block_ff_dim": 12288, "block_multiple_of": 256},
-        **{"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "max_position_embeddings": 128000},
-    }
-    said = {"block_dim": 2048, "conv_dim": 2048, "conv_dim_out": 2048, "num_heads": 32, "theta": 1000000.0}
-    assert built({**config, **said, "block_out_init_scale": 1.0}) == built(config)
-    assert built(config).parameters == 1_170_340_608
-
-
-def test_one_size_by_two_names_must_be_one() -> None:
-    config = resolve("Qwen/Qwen3-30B-A3B").config
-    with pytest.raises(InvalidRequestError, match="num_experts is 128 and its num_local_experts is 64: they must be"):
-        built({**config, "num_local_experts": 64})
+def test_what_changes_no_size_is_passed_over(name: str, extra: dict[str, Any]) -> None:
+    assert made(name, **extra) == made(name)
 
 
 def test_the_shortest_context_counts_as_in_vllm() -> None:
-    config = resolve("8b").config
-    assert built({**config, "max_sequence_length": 2048}).max_model_len == 2048
-    assert built({**config, "max_sequence_length": 2048, "model_max_length": 4096}).max_model_len == 4096
+    assert made("8b", max_sequence_length=2048).max_model_len == 2048
+    assert made("8b", max_sequence_length=2048, model_max_length=4096).max_model_len == 4096
 
 
 def test_quantization_by_an_older_name() -> None:
     """As compressed-tensors wrote it, and vLLM's `_parse_quant_hf_config` reads it."""
     groups = {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}, "targets": ["Linear"]}}
-    config = {
-        **resolve("8b").config,
-        "compression_config": {"quant_method": "compressed-tensors", "config_groups": groups},
-    }
+    config = config_of("8b", compression_config={"quant_method": "compressed-tensors", "config_groups": groups})
     assert built(config).quantization.linear.name == "fp8 (per channel)"
     assert built(config, quantization="fp8").quantization.is_assumed
-    with pytest.raises(InvalidRequestError, match=r"has quantization \(an object of 2 fields\)"):
-        built({**resolve("8b").config, "quantization": {"group_size": 64, "bits": 4}})  # as MLX writes it
 
 
 def test_the_plan_tells_what_was_left_out() -> None:
-    config = {**resolve("8b").config, "moe_latent_size": 1024}
-    model = built(config, allow_unknown_keys=True)
-    found = FoundParts(model=model, cluster=cluster_named("h100-80gb"))
-    reasons = make_plan(PlanRequest(model="x", allow_unknown_config_keys=True), found).chosen.reasons
+    model = built(config_of("8b", moe_latent_size=1024), allow_unknown_keys=True)
+    reasons = made_plan(model, allow_unknown_config_keys=True).chosen.reasons
     assert "Note: the config has moe_latent_size (1024), which this planner does not know" in reasons[-1]
 
 
-@pytest.mark.parametrize(("version", "notes"), [("0.20.0", 0), ("0.32.1", 0), ("0.33", 0), ("0.34.0", 1)])
-def test_a_plan_for_a_version_without_data_says_so_and_names_the_nearest(version: str, notes: int) -> None:
-    found = FoundParts(model=built(resolve("8b").config), cluster=cluster_named("h100-80gb"))
-    reasons = make_plan(PlanRequest(model="8b", engine=EngineConfig(vllm_version=version)), found).chosen.reasons
-    says = f"no data of vLLM {version}: the plan and its options are those of 0.33.0, the nearest"
-    assert sum(says in reason for reason in reasons) == notes
+NO_DATA = "no data of vLLM {}: the plan and its options are those of 0.33.0, the nearest"
+TOO_OLD = "moonshotai/Kimi-K3 needs vLLM 0.27.1 by vLLM's recipe, and this plan is for {}"
 
 
-@pytest.mark.parametrize(("version", "notes"), [("0.20.0", 1), ("0.27.0", 0), ("0.32.0", 0)])
-def test_a_vllm_that_is_too_old_for_a_model_is_named(version: str, notes: int) -> None:
-    name = "moonshotai/Kimi-K3"
-    found = FoundParts(model=model_from_config(resolve(name).config, name=name), cluster=cluster_named("b200"))
-    reasons = make_plan(PlanRequest(model=name, engine=EngineConfig(vllm_version=version)), found).chosen.reasons
-    asks = f"{name} needs vLLM 0.27.1 by vLLM's recipe, and this plan is for {version}"
-    assert sum(asks in reason for reason in reasons) == notes
+@pytest.mark.parametrize(
+    ("name", "version", "says", "notes"),
+    [
+        *(("8b", version, NO_DATA, 0) for version in ("0.20.0", "0.32.1", "0.33")),
+        ("8b", "0.34.0", NO_DATA, 1),
+        ("moonshotai/Kimi-K3", "0.20.0", TOO_OLD, 1),
+        *(("moonshotai/Kimi-K3", version, TOO_OLD, 0) for version in ("0.27.0", "0.32.0")),
+    ],
+)
+def test_a_version_without_data_or_too_old_for_a_model_is_named(name: str, version: str, says: str, notes: int) -> None:
+    reasons = made_plan(made(name), "b200", engine=EngineConfig(vllm_version=version)).chosen.reasons
+    assert sum(says.format(version) in reason for reason in reasons) == notes
 
 
 def test_layers_of_transformers_5_are_those_of_the_pattern() -> None:

@@ -8,31 +8,14 @@ import pytest
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.hub.hub import find_spec
-from hpc_serve.plan import EngineConfig, catalog, model_from_config
+from hpc_serve.plan import EngineConfig, catalog
 from hpc_serve.plan.engine import Workload, max_num_batched_tokens
 from hpc_serve.plan.hardware.cluster import cluster_named
+from tests.support.configs import built, config_of
 from tests.support.plans import made_plan
 
 XLM_ROBERTA = dict(catalog.resolve("bge-m3").config)
-NOMIC = {
-    **{"architectures": ["NomicBertModel"], "activation_function": "swiglu", "n_embd": 768, "n_head": 12},
-    **{"n_inner": 3072, "n_layer": 12, "n_positions": 8192, "vocab_size": 30528, "type_vocab_size": 2},
-    **{"qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False},
-}
-COLBERT = {
-    **{"architectures": ["HF_ColBERT"], "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
-    **{"intermediate_size": 3072, "vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2},
-    **{"hidden_act": "gelu"},
-}
-GTE = {
-    **{"architectures": ["GteModel"], "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
-    **{"intermediate_size": 3072, "vocab_size": 250048, "max_position_embeddings": 8192, "type_vocab_size": 1},
-    **{"position_embedding_type": "rope", "hidden_act": "gelu"},
-}
-
-
-def plan_of(name: str, gpu: str = "l40s", **asked):
-    return made_plan(name, gpu, **asked)
+NOMIC, COLBERT, GTE = map(config_of, ("nomic", "colbert", "gte"))
 
 
 @pytest.mark.parametrize(
@@ -43,11 +26,12 @@ def plan_of(name: str, gpu: str = "l40s", **asked):
         ({**XLM_ROBERTA, "architectures": ["XLMRobertaForSequenceClassification"], "num_labels": 1}, 567_755_777),
         (XLM_ROBERTA, 567_754_752 - 1024 * 1025),  # vLLM leaves out the pooler
         (COLBERT, 109_482_240 - 768 * 769 + 768 * 128),  # BERT's, without the pooler, with the projection
+        ("lfm2-1.2b", 1_170_340_608),  # as transformers makes it; its config names some sizes twice
         ({**COLBERT, "dim": 96}, 109_482_240 - 768 * 769 + 768 * 96),
     ],
 )
 def test_parameters_are_those_of_the_hub(config, published):
-    assert model_from_config(config, name="x").parameters == published
+    assert built(config).parameters == published
 
 
 def test_robertas_first_positions_are_not_for_tokens():
@@ -58,7 +42,7 @@ def test_robertas_first_positions_are_not_for_tokens():
 
 @pytest.mark.parametrize("name", ["bge-m3", "bge-reranker", "gte-modernbert", "all-minilm-l6-v2"])
 def test_an_encoder_caches_nothing_and_needs_one_gpu(name):
-    plan = plan_of(name).chosen
+    plan = made_plan(name, "l40s").chosen
     assert plan.layout.num_gpus == 1
     assert (plan.memory.kv_bytes_per_token, plan.memory.blocks_per_request) == (0, 0)
     assert plan.vllm_args[-2:] == ("--runner", "pooling")
@@ -66,7 +50,7 @@ def test_an_encoder_caches_nothing_and_needs_one_gpu(name):
 
 def test_a_decoder_that_embeds_has_no_head_and_keeps_a_cache():
     embedder, decoder = find_spec("qwen3-embedding-8b", environ={})[1], find_spec("qwen3-8b", environ={})[1]
-    plan = plan_of("qwen3-embedding-8b").chosen
+    plan = made_plan("qwen3-embedding-8b", "l40s").chosen
     assert plan.memory.blocks_per_request > 0
     head = 4096 * 151_936 * 2
     assert decoder.weight_bytes - plan.memory.weight_bytes >= head
@@ -74,7 +58,7 @@ def test_a_decoder_that_embeds_has_no_head_and_keeps_a_cache():
 
 
 def test_a_reranker_of_the_catalogue_is_told_what_it_is():
-    words = plan_of("qwen3-reranker-8b").chosen.vllm_args
+    words = made_plan("qwen3-reranker-8b", "l40s").chosen.vllm_args
     assert json.loads(words[words.index("--hf-overrides") + 1])["architectures"] == ["Qwen3ForSequenceClassification"]
 
 
@@ -84,8 +68,8 @@ def test_a_reranker_of_the_catalogue_is_told_what_it_is():
 )
 def test_a_decoder_by_another_ending_is_that_decoder_without_a_head(architecture, base):
     config = dict(catalog.resolve("qwen3-8b" if base.startswith("Qwen3") else "e5-mistral").config)
-    made = model_from_config({**config, "architectures": [architecture], "id2label": {"0": "x"}}, name="x")
-    whole = model_from_config({**config, "architectures": [base]}, name="x")
+    made = built({**config, "architectures": [architecture], "id2label": {"0": "x"}})
+    whole = built({**config, "architectures": [base]})
     classifier = config["hidden_size"] if architecture.endswith("Classification") else 0
     assert whole.parameters - made.parameters == config["hidden_size"] * config["vocab_size"] - classifier
     assert made.engine_options == {"runner": "pooling"}
@@ -109,7 +93,7 @@ def test_a_step_of_an_encoder_holds_a_whole_text():
 
 def test_longer_texts_take_more_than_their_share():
     """Attention grows with the square of the length: 16 times as many tokens take more than 16 times as long."""
-    short, long = (plan_of("bge-m3", input_tokens=tokens).estimates()[-1].ideal for tokens in (512, 8192))
+    short, long = (made_plan("bge-m3", "l40s", input_tokens=tokens).estimates()[-1].ideal for tokens in (512, 8192))
     assert short.requests_per_s > 16 * long.requests_per_s
     assert short.output_tokens_per_s == short.requests_per_s
 
@@ -126,10 +110,10 @@ def test_longer_texts_take_more_than_their_share():
 )
 def test_what_an_embedder_cannot_do_is_refused(asked, words):
     with pytest.raises(InvalidRequestError, match=words):
-        plan_of("bge-m3", **asked)
+        made_plan("bge-m3", "l40s", **asked)
 
 
 def test_more_texts_at_once_than_one_wait_for_their_step():
-    found = plan_of("bge-m3", workload=Workload(concurrency=64)).estimates()
+    found = made_plan("bge-m3", "l40s", workload=Workload(concurrency=64)).estimates()
     rates = [one.speed.requests_per_s for one in found]
     assert rates == sorted(rates)

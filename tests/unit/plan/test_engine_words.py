@@ -18,7 +18,7 @@ from hpc_serve.plan.choice.vllm_flags import read_fields
 from hpc_serve.plan.engine import EngineConfig, Workload
 from hpc_serve.plan.hardware.cluster import cluster_named
 from hpc_serve.plan.make import FoundParts, make_plan
-from hpc_serve.plan.model.architectures import with_overrides
+from hpc_serve.plan.model.config import with_overrides
 from hpc_serve.vllm.allowed import check_arguments, classes
 from hpc_serve.vllm.options import load_data
 

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.accuracy import DATA, published_configs
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.plan import EngineConfig, ModelSpec, accelerator, model_from_config
+from hpc_serve.plan import EngineConfig, ModelSpec, accelerator
 from hpc_serve.plan.catalog import architectures, load_data
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
 from hpc_serve.plan.memory.loaded import loaded_model
-from hpc_serve.plan.memory.stages import check_decode_context, pipeline_stages
+from hpc_serve.plan.memory.stages import pipeline_stages
 from hpc_serve.plan.model.architectures import function_named
 from hpc_serve.plan.speed.work import model_work
+from tests.support.configs import built, config_of, made, schemes_of
 from tests.support.plans import layout
-
-HERE = Path(__file__).parent
-MEASURED = json.loads((HERE / "config_key_effects.json").read_text())["architectures"]
-
-
-def of(architecture: str, **changes: Any) -> ModelSpec:
-    """The architecture with transformers' default sizes and four layers."""
-    return model_from_config({**MEASURED[architecture]["config"], **changes}, name=architecture)
 
 
 def token_bytes(model: ModelSpec, **options: Any) -> list[int]:
@@ -37,22 +27,20 @@ def token_bytes(model: ModelSpec, **options: Any) -> list[int]:
 @pytest.mark.parametrize(("dtype", "latent"), [("auto", 576 * 2), ("fp8", 656)])
 def test_an_indexer_caches_a_key_in_fp8_with_its_scale(dtype: str, latent: int) -> None:
     for architecture in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"):
-        assert token_bytes(of(architecture), kv_cache_dtype=dtype) == [latent + 128 + 4] * 4
+        assert token_bytes(made(architecture), kv_cache_dtype=dtype) == [latent + 128 + 4] * 4
 
 
 def test_layers_that_take_the_tokens_of_the_one_before_have_no_indexer() -> None:
     """GLM-5.2: each fourth layer from the third on has one, and those before it."""
     kinds = ["full", "full", "full", "shared"]
-    model = of("GlmMoeDsaForCausalLM", indexer_types=kinds, index_topk_freq=4, index_skip_topk_offset=3)
+    model = made("GlmMoeDsaForCausalLM", indexer_types=kinds, index_topk_freq=4, index_skip_topk_offset=3)
     assert token_bytes(model) == [1284, 1284, 1284, 1152]
     indexer = 2048 * 32 * 128 + 6144 * (128 + 32) + 2 * 128
-    assert of("GlmMoeDsaForCausalLM").parameters - model.parameters == indexer
-    with pytest.raises(InvalidRequestError, match="indexer_types and index_topk_freq do not agree about layer 3"):
-        of("GlmMoeDsaForCausalLM", indexer_types=kinds)
+    assert made("GlmMoeDsaForCausalLM").parameters - model.parameters == indexer
 
 
 def test_sparse_attention_reads_the_chosen_tokens_and_every_key_of_the_indexer() -> None:
-    model = of("DeepseekV32ForCausalLM")
+    model = made("DeepseekV32ForCausalLM")
     (stage,) = model_work(model, accelerator("h200"), EngineConfig(), layout()).stages
     short, long = 1_000, 100_000
     assert stage.cache_bytes(short) == 4 * short * (1152 + 132)
@@ -64,160 +52,74 @@ def test_sparse_attention_reads_the_chosen_tokens_and_every_key_of_the_indexer()
 
 def test_a_window_may_have_other_heads_and_narrower_values() -> None:
     """MiMo-V2 by the names of its own config, which are not those of transformers."""
-    config = {key: value for key, value in MEASURED["MiMoV2FlashForCausalLM"]["config"].items() if "_types" not in key}
+    config = {key: value for key, value in config_of("MiMoV2FlashForCausalLM").items() if "_types" not in key}
     own = {"hybrid_layer_pattern": [0, 1, 1, 0], "moe_layer_freq": [0, 1, 1, 1], "swa_num_key_value_heads": 8}
-    model = model_from_config({**config, **own}, name="x")
+    model = built({**config, **own})
     assert token_bytes(model) == [2 * 4 * 320, 2 * 8 * 320, 2 * 8 * 320, 2 * 4 * 320]
     assert [layer.cache.window for layer in model.layers if layer.cache] == [0, 128, 128, 0]
-    with pytest.raises(InvalidRequestError, match="moe_layer_freq"):
-        model_from_config({**config, **own, "moe_layer_freq": [0, 2, 1, 1]}, name="x")
-    with pytest.raises(InvalidRequestError, match="moe_layer_freq names 1 of 4 layers"):
-        model_from_config({**config, **own, "moe_layer_freq": [0]}, name="x")
 
 
-def test_a_short_convolution_keeps_two_tokens() -> None:
-    model = of("Lfm2ForCausalLM")
-    kinds = [layer.cache.kind for layer in model.layers if layer.cache]
-    assert kinds == ["state", "state", "full", "state"]
-    assert model.layers[0].cache is not None
-    assert model.layers[0].cache.state == ((2 * 2560, 0),)
+@pytest.mark.parametrize(
+    ("name", "field", "of_first_layers"),
+    [
+        ("Lfm2ForCausalLM", "kind", ["state", "state", "full", "state"]),
+        ("Lfm2ForCausalLM", "state", [((2 * 2560, 0),)] * 2),  # of a short convolution
+        ("command-r7b", "window", [4097, 4097, 4097, 0]),  # vLLM keeps a token more
+        ("gemma-3n-e4b", "window", [512, 512, 512, 512, 0] * 4),
+        ("MiniMax-M3", "chosen_tokens", [0, 0, 0, 16 * 128]),
+        ("Kimi-K3", "kind", ["state", "state", "state", "mla"]),
+        ("Kimi-K3", "state", [((3 * 12_288 * 3, 0), (96 * 128 * 128, 4))] * 3),
+    ],
+)
+def test_what_layers_keep(name: str, field: str, of_first_layers: list[Any]) -> None:
+    caches = [layer.cache for layer in made(name).layers]
+    assert [getattr(cache, field) for cache in caches[: len(of_first_layers)]] == of_first_layers
 
 
 def test_gates_are_for_each_head_or_each_of_its_elements() -> None:
-    none, heads, elements = (of("LagunaForCausalLM", gating=kind) for kind in (False, "per-head", "per-element"))
+    none, heads, elements = (made("LagunaForCausalLM", gating=kind) for kind in (False, "per-head", "per-element"))
     assert heads.parameters - none.parameters == 2048 * (48 + 64 + 48 + 64)
     assert elements.parameters - none.parameters == 128 * (heads.parameters - none.parameters)
 
 
-VLLM_CONFIGS = json.loads((DATA / "vllm_weight_bytes.json").read_text())["configs"]
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks", "shapes"),
-    [
-        ("granite-4-h-10-layers", 1, [(3 * 8448, 2), (128 * 64 * 128, 2)]),
-        ("granite-4-h-10-layers", 2, [(3 * 4352, 2), (64 * 64 * 128, 2)]),
-        ("granite-4-h-10-layers", 8, [(3 * 1280, 2), (16 * 64 * 128, 2)]),
-        ("jamba-16-layers", 1, [(3 * 8192, 2), (8192 * 16, 2)]),
-        ("jamba-16-layers", 8, [(3 * 1024, 2), (1024 * 16, 2)]),
-    ],
-)
-def test_states_of_mamba_are_vllms_and_one_group_is_on_every_rank(
-    name: str, ranks: int, shapes: list[tuple[int, int]]
-) -> None:
-    """The shapes and types are those that vLLM 0.32's model classes return on GPUs. On some CPUs the state is wider."""
-    model = model_from_config(VLLM_CONFIGS[name], name=name)
-    (state,) = {layer.cache for layer in model.layers if layer.cache and layer.cache.kind == "state"}
-    assert state.state_bytes(ranks, model.dtype_bytes) == sum(elements * size for elements, size in shapes)
-
-
-def published_shape(name: str, **changes: Any) -> ModelSpec:
-    return model_from_config({**VLLM_CONFIGS[name], **changes}, name=name)
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks", "elements"),
-    [
-        ("falcon-h1-7b", 1, 3 * 3584 + 24 * 128 * 256),
-        ("falcon-h1-7b", 4, 3 * 1280 + 6 * 128 * 256),
-        ("falcon-h1-34b-shape", 2, 3 * 2560 + 16 * 128 * 256),
-    ],
-)
-def test_a_layer_of_falcon_h1_keeps_keys_and_a_state(name: str, ranks: int, elements: int) -> None:
-    """The shapes of the states are those that vLLM 0.32's model class returns, in the model's type."""
-    model = published_shape(name)
-    count = model.num_hidden_layers
-    (cache,) = {layer.cache for layer in model.layers if layer.cache}
-    assert cache.state_bytes(ranks, 2) == 2 * elements
-    layout = cache_layout(model, EngineConfig(), ranks)
-    keys, states = layout.groups
-    assert [(group.kind, len(group.layers)) for group in layout.groups] == [("full", count), ("state", count)]
-    assert keys.page_bytes == states.page_bytes
-    token = 2 * 2 * 128 * max(1, model.num_key_value_heads // ranks)
-    assert layout.bytes_per_token == (token,) * count
-    page = keys.block_size * token
-    assert 2 * elements <= page < 2 * elements + 16 * token
-    assert layout.bytes_per_block(0, count // 2) == count // 2 * page
-    assert layout.blocks_per_request(10_000, 8192) == -(-10_000 // keys.block_size) + layout.state_blocks
-
-
-def test_falcon_h1_is_read_as_a_whole_at_each_token() -> None:
-    model = published_shape("falcon-h1-7b")
-    (stage,) = model_work(model, accelerator("h100"), EngineConfig(), layout()).stages
-    state = 2 * (3 * 3584 + 24 * 128 * 256)
-    assert stage.cache_bytes(1000) == 44 * (1000 * 1024 + 2 * state)
-    assert full_context_bytes(model, EngineConfig(), 1000) == 44 * (1000 * 1024 + state)
-
-
-def test_vllm_refuses_ranks_that_do_not_divide_falcon_h1s_groups_or_its_cache() -> None:
-    model = published_shape("falcon-h1-34b-shape")
-    with pytest.raises(DoesNotFitError, match="2 units of 256, which 4 ranks do not divide"):
-        pipeline_stages(model, 4, 1)
-    shared = EngineConfig(decode_context_parallel_size=2)
-    with pytest.raises(DoesNotFitError, match="layers with windows, states or a compressed cache"):
-        check_decode_context(published_shape("falcon-h1-7b"), shared, 4)
-    with pytest.raises(InvalidRequestError, match="mamba_d_ssm is 8192 and its mamba_n_heads have 4096 in all"):
-        published_shape("falcon-h1-34b-shape", mamba_d_ssm=8192)
-
-
 def test_gemma_3n_has_a_cache_in_its_first_layers_and_one_stage() -> None:
-    model = published_shape("gemma-3n-e4b")
-    windows = [layer.cache.window for layer in model.layers if layer.cache]
-    assert windows == [512, 512, 512, 512, 0] * 4
+    model = made("gemma-3n-e4b")
+    assert sum(layer.cache is not None for layer in model.layers) == 20
     with pytest.raises(DoesNotFitError, match="Pipeline parallelism is not supported for this model"):
         pipeline_stages(model, 1, 2)
-    small, large = (published_shape("gemma-3n-e4b-text", intermediate_size=size) for size in (8192, [16384] * 35))
-    mixed = published_shape("gemma-3n-text-of-two-sizes")
+    small, large = (made("gemma-3n-e4b-text", intermediate_size=size) for size in (8192, [16384] * 35))
+    mixed = made("gemma-3n-text-of-two-sizes")
     assert (small.intermediate_size, mixed.intermediate_size) == (8192, 16384)
     assert 35 * (large.parameters - mixed.parameters) == 10 * (large.parameters - small.parameters)
-    with pytest.raises(InvalidRequestError, match="intermediate_size names 2 of its 35 layers"):
-        published_shape("gemma-3n-e4b-text", intermediate_size=[1, 2])
-    with pytest.raises(InvalidRequestError, match="intermediate_size is a list: this family has one"):
-        of("LlamaForCausalLM", intermediate_size=[1, 2])
 
 
 def test_text_alone_leaves_out_gemma_3ns_towers_and_keeps_the_layers_embeddings() -> None:
-    model = published_shape("gemma-3n-e4b")
+    model = made("gemma-3n-e4b")
     text = loaded_model(model, EngineConfig(language_model_only=True))
-    assert text.parameters == published_shape("gemma-3n-e4b-text").parameters
+    assert text.parameters == made("gemma-3n-e4b-text").parameters
     assert loaded_model(model, EngineConfig(limit_mm_per_prompt={"image": 0, "audio": 0})) == text
     assert loaded_model(model, EngineConfig(limit_mm_per_prompt={"image": 0})) == model
-    tower = {**VLLM_CONFIGS["gemma-3n-e4b"]["vision_config"], "architecture": "mobilenetv5_base"}
-    with pytest.raises(InvalidRequestError, match=r"vision_config.architecture \(mobilenetv5_base\)"):
-        published_shape("gemma-3n-e4b", vision_config=tower)
-
-
-def test_command_r7b_keeps_a_token_more_than_its_window() -> None:
-    caches = [layer.cache for layer in model_from_config(VLLM_CONFIGS["command-r7b"], name="x").layers]
-    assert [cache.window for cache in caches[:4] if cache] == [4097, 4097, 4097, 0]
 
 
 def test_the_decoder_of_internvl_is_of_the_architecture_that_its_config_names() -> None:
-    config = VLLM_CONFIGS["internvl3.5-8b-shape"]
+    config = config_of("internvl3.5-8b-shape")
     inner = config["llm_config"]
-    model = model_from_config(config, name="x")
+    model = built(config)
     assert model.images is not None
     assert model.images.image_tokens == 13 * 256
-    decoder = model_from_config(inner, name="x")
+    decoder = built(inner)
     assert model.parameters - model.everywhere.parameters == decoder.parameters
     other = {**config, "llm_config": {**inner, "architectures": ["Qwen2ForCausalLM"]}}
     biases = (32 + 2 * 8) * 128 - 2 * 128  # in place of norms over queries and keys
-    assert model_from_config(other, name="x").parameters - model.parameters == 36 * biases
-    with pytest.raises(InvalidRequestError, match="architecture RwkvForCausalLM"):
-        model_from_config({**config, "llm_config": {**inner, "architectures": ["RwkvForCausalLM"]}}, name="x")
+    assert built(other).parameters - model.parameters == 36 * biases
 
 
-GEMMA: dict[str, Any] = {
-    **{"model_type": "gemma4_text", "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "head_dim": 32},
-    **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "attention_k_eq_v": True},
-    **{"global_head_dim": 64, "num_global_key_value_heads": 1, "sliding_window": 128, "max_position_embeddings": 4096},
-    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-}
+GEMMA = config_of("gemma-4-of-three-layers")
 
 
 def gemma(**changes: Any) -> ModelSpec:
     config = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": {**GEMMA, **changes}}
-    return model_from_config(config, name="gemma")
+    return built(config)
 
 
 def test_values_that_are_keys_are_not_in_the_files_and_yet_in_memory() -> None:
@@ -243,11 +145,11 @@ def test_per_layer_config_is_read_or_refused() -> None:
     named = {key: value for key, value in GEMMA.items() if "global" not in key}
     outer = {"architectures": ["Gemma4ForConditionalGeneration"]}
     each = {"1": {"head_dim": 64, "num_key_value_heads": 1}, "02": {"head_dim": 64, "num_key_value_heads": 1}}
-    found = model_from_config({**outer, "text_config": {**named, "per_layer_config": each}}, name="x")
+    found = built({**outer, "text_config": {**named, "per_layer_config": each}})
     assert found.parameters == gemma().parameters
     for wrong in ({"1": {"heads": 64}}, {"1": {"head_dim": "64"}}, {"1": 64}):
         with pytest.raises(InvalidRequestError, match="per_layer_config"):
-            model_from_config({**outer, "text_config": {**named, "per_layer_config": wrong}}, name="x")
+            built({**outer, "text_config": {**named, "per_layer_config": wrong}})
 
 
 def test_mixed_precision_names_the_scheme_of_each_module() -> None:
@@ -259,12 +161,9 @@ def test_mixed_precision_names_the_scheme_of_each_module() -> None:
         "lm_head": {"quant_algo": "FP8"},
     }
     quantized = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    config = {**MEASURED["Qwen3ForCausalLM"]["config"], "quantization_config": quantized}
-    model = model_from_config(config, name="x")
-    of_layers = [
-        next(weight.scheme.name for weight in layer.block.weights if weight.name == "mlp.up_proj")  # type: ignore[union-attr]
-        for layer in model.layers
-    ]
+    config = config_of("Qwen3ForCausalLM", quantization_config=quantized)
+    model = built(config)
+    of_layers = [schemes["mlp.up_proj"].name for schemes in schemes_of(model)]
     assert of_layers[0] != of_layers[1]
     assert of_layers[2:] == [model.quantization.plain.name] * 2
     assert model.head is not None
@@ -272,26 +171,13 @@ def test_mixed_precision_names_the_scheme_of_each_module() -> None:
     assert model.quantization.scheme_of("model.layers.1.mlp.experts.up_proj", is_expert=True).name == of_layers[1]
     layers["model.layers.1.mlp.experts.7.up_proj"] = {"quant_algo": "FP8"}
     with pytest.raises(InvalidRequestError, match=r"experts of different kinds in layers\.1\.mlp\.experts"):
-        model_from_config(config, name="x")
+        built(config)
     with pytest.raises(InvalidRequestError, match="MIXED_PRECISION has no quantized_layers"):
-        model_from_config({**config, "quantization_config": {**quantized, "quantized_layers": {}}}, name="x")
-
-
-STEP: dict[str, Any] = {
-    **{"architectures": ["Step3p5ForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024},
-    **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_attention_groups": 2, "head_dim": 64},
-    **{"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": 128},
-    "attention_other_setting": {
-        **{"attention_type": "sliding_attention", "num_attention_heads": 6, "num_attention_groups": 3},
-        **{"head_dim": 64, "true_head_dim": 64},
-    },
-    **{"moe_layers_enum": "1,2", "moe_num_experts": 8, "moe_top_k": 2, "moe_intermediate_size": 128},
-    **{"share_expert_dim": 64, "use_head_wise_attn_gate": True, "max_position_embeddings": 4096},
-}
+        built({**config, "quantization_config": {**quantized, "quantized_layers": {}}})
 
 
 def test_step_names_its_sizes_in_its_own_way() -> None:
-    model = model_from_config(STEP, name="step")
+    model = made("step-3.5-of-three-layers")
     full = 256 * 64 * (4 + 2 + 2 + 4) + 256 * 4 + 2 * 64 + 2 * 256
     slides = 256 * 64 * (6 + 3 + 3 + 6) + 256 * 6 + 2 * 64 + 2 * 256
     experts = 256 * 8 + 8 + 8 * 3 * 256 * 128 + 3 * 256 * 64
@@ -301,32 +187,23 @@ def test_step_names_its_sizes_in_its_own_way() -> None:
 
 
 def test_kimi_k2_5_is_k2_with_a_tower() -> None:
-    text = {**MEASURED["DeepseekV3ForCausalLM"]["config"], "architectures": ["DeepseekV3ForCausalLM"]}
+    text = config_of("DeepseekV3ForCausalLM", architectures=["DeepseekV3ForCausalLM"])
     tower = {"vt_hidden_size": 64, "vt_intermediate_size": 128, "vt_num_hidden_layers": 2, "patch_size": 14}
     outer = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": text}
-    with_tower = model_from_config({**outer, "vision_config": tower}, name="x")
+    with_tower = built({**outer, "vision_config": tower})
     layer = 64 * 192 + 192 + 64 * 64 + 64 + 2 * 64 * 128 + 128 + 64 + 4 * 64
     ends = 588 * 64 + 64 + 64 * 64 * 64 + 2 * 64 + 2 * 64 + 256 * 256 + 256 + 256 * 7168 + 7168
     assert with_tower.everywhere.parameters == 2 * layer + ends
-    assert with_tower.parameters - with_tower.everywhere.parameters == of("DeepseekV3ForCausalLM").parameters
+    assert with_tower.parameters - with_tower.everywhere.parameters == made("DeepseekV3ForCausalLM").parameters
 
 
 def test_mistral_small_4_has_latent_attention() -> None:
     """119B: transformers' Mistral4Config has these sizes, and 118,972,826,624 parameters."""
-    text = {
-        **{"model_type": "mistral4", "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 12288},
-        **{"moe_intermediate_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 32, "n_shared_experts": 1},
-        **{"n_routed_experts": 128, "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_rope_head_dim": 64},
-        **{"v_head_dim": 128, "qk_nope_head_dim": 64, "num_experts_per_tok": 4, "first_k_dense_replace": 0},
-        **{"max_position_embeddings": 1048576, "tie_word_embeddings": False, "num_key_value_heads": 32},
-    }
-    model = model_from_config({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}, name="x")
+    text = config_of("mistral-small-4-text")
+    model = built({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text})
     assert model.parameters == 118_972_826_624
     assert model.is_mla
     assert model.images is None
-
-
-PUBLISHED = {entry["name"].split("/")[1]: entry["config"] for entry in published_configs()}
 
 
 @pytest.mark.parametrize(
@@ -350,16 +227,16 @@ def test_tensors_of_a_compressed_cache_share_blocks_as_in_vllm(
     name: str, groups: list[tuple[int, int, int]], block: int, request_blocks: int
 ) -> None:
     """The numbers are those of vLLM 0.32's `_get_packed_kv_cache_groups` for the specs of these layers."""
-    layout = cache_layout(model_from_config(PUBLISHED[name], name=name), EngineConfig(), 8)
+    layout = cache_layout(made(name), EngineConfig(), 8)
     assert sorted((one.block_size, len(one.layers), sum(one.page_bytes)) for one in layout.groups) == groups
     assert layout.bytes_per_block(0, 100) == block
     assert layout.blocks_per_request(131_072, 16_384) == request_blocks
     with pytest.raises(InvalidRequestError, match="kv_cache_dtype is 'bfloat16': vLLM keeps this cache in fp8"):
-        cache_layout(model_from_config(PUBLISHED[name], name=name), EngineConfig(kv_cache_dtype="bfloat16"), 8)
+        cache_layout(made(name), EngineConfig(kv_cache_dtype="bfloat16"), 8)
 
 
 def test_a_compressed_entry_is_read_once_for_all_its_tokens() -> None:
-    model = model_from_config(PUBLISHED["DeepSeek-V4-Flash"], name="v4")
+    model = made("DeepSeek-V4-Flash")
     (stage,) = model_work(model, accelerator("b200"), EngineConfig(), layout()).stages
     length = 100_000
     window, fours, hundreds = 43 * 128 * 584, 21 * (4 * 512 * 584 / 4 + length * 33), 20 * length * 584 / 128
@@ -368,39 +245,18 @@ def test_a_compressed_entry_is_read_once_for_all_its_tokens() -> None:
 
 
 def test_experts_of_deepseek_v4_are_of_the_type_that_its_config_says() -> None:
-    config = PUBLISHED["DeepSeek-V4-Flash"]
-    four = model_from_config(config, name="x").quantization
+    config = config_of("DeepSeek-V4-Flash")
+    four = built(config).quantization
     assert (four.linear.name, four.experts.name) == ("fp8 (blocks)", "mxfp4")
-    assert model_from_config({**config, "expert_dtype": "fp8"}, name="x").quantization.experts.name == "fp8 (blocks)"
-    with pytest.raises(InvalidRequestError, match="expert_dtype is 'int4': use fp4 or fp8"):
-        model_from_config({**config, "expert_dtype": "int4"}, name="x")
-    with pytest.raises(InvalidRequestError, match="compress_ratios has 3 for layer 1: use 0, 1, 4 or 128"):
-        model_from_config({**config, "compress_ratios": [0, 3, *config["compress_ratios"][2:]]}, name="x")
+    assert built({**config, "expert_dtype": "fp8"}).quantization.experts.name == "fp8 (blocks)"
 
 
 def test_minimax_m3_chooses_blocks_of_tokens() -> None:
-    model = model_from_config(PUBLISHED["MiniMax-M3"], name="m3")
-    dense, sparse = model.layers[0].cache, model.layers[3].cache
-    assert dense is not None
-    assert sparse is not None
-    assert (dense.chosen_tokens, sparse.chosen_tokens) == (0, 16 * 128)
+    model = made("MiniMax-M3")
     per_token = cache_layout(model, EngineConfig(), 1).bytes_per_token
     assert per_token[:4] == (2048, 2048, 2048, 2048 + 256)
     # the indexer's key is on every rank
     assert cache_layout(model, EngineConfig(), 8).bytes_per_token[:4] == (512, 512, 512, 512 + 256)
-
-
-def test_kimi_k3_keeps_states_in_three_of_four_layers() -> None:
-    model = model_from_config(PUBLISHED["Kimi-K3"], name="k3")
-    kinds = [layer.cache.kind for layer in model.layers if layer.cache]
-    assert (kinds.count("state"), kinds.count("mla"), kinds[:4]) == (69, 24, ["state", "state", "state", "mla"])
-    state = model.layers[0].cache
-    assert state is not None
-    assert state.state == ((3 * 12_288 * 3, 0), (96 * 128 * 128, 4))
-    text = PUBLISHED["Kimi-K3"]["text_config"]
-    linear = {**text["linear_attn_config"], "full_attn_layers": [4]}
-    with pytest.raises(InvalidRequestError, match="must name each layer once: see layer 8"):
-        model_from_config({**PUBLISHED["Kimi-K3"], "text_config": {**text, "linear_attn_config": linear}}, name="x")
 
 
 def test_every_function_that_a_table_names_is_there() -> None:

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan import ModelSpec, model_from_config, resolve
+from hpc_serve.plan import ModelSpec
 from hpc_serve.plan.model.gptq import dynamic_rules, dynamic_scheme
 from hpc_serve.plan.model.scheme import BF16, int_groups
 from hpc_serve.sizes import GIB
+from tests.support.configs import made
 
 BASE: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 LATER_HALF = r"+:.*\.(?:1[6-9]|2\d|3\d)\..*"
 
 
 def quantised(dynamic: Any, model: str = "8b", **changes: Any) -> ModelSpec:
-    config = {**resolve(model).config, "quantization_config": {**BASE, "dynamic": dynamic, **changes}}
-    return model_from_config(config, name=model)
+    return made(model, quantization_config={**BASE, "dynamic": dynamic, **changes})
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.model.architectures import draft_from_config
 from hpc_serve.plan.report.notes import plan_notes
 from hpc_serve.sizes import GIB
+from tests.support.configs import config_of
 from tests.support.plans import estimate as estimate_on
 from tests.support.plans import printed_plan as planned
 from tests.support.plans import spec
@@ -153,10 +154,7 @@ def test_without_the_hybrid_manager_windows_are_cached_as_a_whole() -> None:
     assert whole.kv_cache_tokens == whole.num_blocks * 16
 
 
-EAGLE_HEAD: dict[str, Any] = {
-    **{"architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256},
-    **{"num_hidden_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 2048},
-}
+EAGLE_HEAD = config_of("eagle-head")
 
 
 def test_a_draft_model_is_weights_and_cache_on_the_last_stage() -> None:

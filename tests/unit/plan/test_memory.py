@@ -23,7 +23,6 @@ from hpc_serve.plan import (
 )
 from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.engine import batches_in_flight
-from hpc_serve.plan.memory.cuda_graphs import graph_mode
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
 from hpc_serve.plan.memory.stages import pipeline_stages
 from hpc_serve.sizes import GIB
@@ -138,21 +137,6 @@ def test_latent_cache_is_on_every_rank() -> None:
         assert estimate("r1", tp=tp).kv_bytes_per_token == 61 * 576 * 2
 
 
-def test_groups_of_a_hybrid_as_vllm_printed_them() -> None:
-    """Qwen3-Next on two H200, vLLM 0.10.2: block size 544; 44.59 GiB are 973,760 tokens, 14.77 x 262,144."""
-    found = estimate(
-        "Qwen/Qwen3-Next-80B-A3B-Instruct",
-        tp=2,
-        length=262144,
-        vllm_version="0.10.2",
-        gpu="h200",
-        kv_cache_memory_bytes=int(44.59 * GIB),
-    )
-    assert found.block_size == 544
-    assert found.kv_cache_tokens == 973_760
-    assert round(found.max_concurrency, 2) == 14.77
-
-
 def test_windows_are_groups_of_their_own() -> None:
     model = spec("gemma-3-27b")
     layout = cache_layout(model, EngineConfig(), 1)
@@ -190,21 +174,6 @@ def test_one_block_is_vllms_own() -> None:
     assert estimate("8b", length=1024, kv_cache_memory_bytes=65 * 16 * 131_072).holds(1)
 
 
-def test_more_positions_than_the_model_has_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="131072 positions"):
-        estimate("8b", length=131_073)
-
-
-def test_eager_has_no_graphs_and_older_versions_do_not_count_them() -> None:
-    assert estimate("8b", enforce_eager=True).cuda_graph_bytes == 0
-    older = estimate("8b", vllm_version="0.11.0")
-    assert older.graphs_outside
-    assert older.cuda_graph_bytes > 0
-    assert older.kv_cache_bytes + older.model_loading_bytes + older.activation_bytes + older.non_torch_bytes == (
-        older.requested_bytes
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -213,16 +182,13 @@ def test_eager_has_no_graphs_and_older_versions_do_not_count_them() -> None:
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"tensor_parallel_size": -1}, "tensor_parallel_size"),
         ({"vllm_version": "newest"}, "vllm_version"),
+        ({"length": 131_073}, "131072 positions"),
+        ({"kv_cache_dtype": "fp3"}, "'fp3'"),
     ],
 )
 def test_impossible_options_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequestError, match=named):
-        EngineConfig(**options)
-
-
-def test_unknown_cache_types_are_named() -> None:
-    with pytest.raises(InvalidRequestError, match="'fp3'"):
-        estimate("8b", kv_cache_dtype="fp3")
+        estimate("8b", **options)
 
 
 def test_cache_type_of_the_checkpoint_is_taken() -> None:
@@ -230,34 +196,6 @@ def test_cache_type_of_the_checkpoint_is_taken() -> None:
     model = changed("8b", quantization_config=scheme)
     assert full_context_bytes(model, EngineConfig(), 1) == 65_536
     assert full_context_bytes(model, EngineConfig(kv_cache_dtype="bfloat16"), 1) == 131_072
-
-
-def test_images_count_in_the_activation_peak() -> None:
-    """On one GPU the tower's pass over the largest images is the peak; on later stages nothing of it is left."""
-    text, images = estimate("Qwen/Qwen3.5-27B", max_num_seqs=16), spec("Qwen/Qwen3.5-27B").images
-    assert images is not None
-    outputs = 16384 * 5120 * 2
-    tower = 16384 * 4 * 15 * 1152 * 2
-    assert text.activation_bytes == outputs + tower
-    assert estimate("Qwen/Qwen3-Next-80B-A3B-Instruct", max_num_seqs=16).activation_bytes < 2 * GIB
-
-
-@pytest.mark.parametrize(
-    ("gpu", "tp", "version", "gib"),
-    [
-        ("h100-80gb", 1, "0.32.0", 0.25),
-        ("h100-80gb", 4, "0.32.0", 2.10),
-        ("rtx-5090", 2, "0.32.0", 0.26),
-        ("l40s", 8, "0.10.0", 0.20),
-        ("h100-94gb", 2, "0.11.0", 0.40),
-        ("h100-94gb", 4, "0.11.0", 0.16),
-        ("h100-80gb", 4, "0.11.0", 0.94),
-        ("v5e", 4, "0.32.0", 0),
-    ],
-)
-def test_memory_torch_does_not_see(gpu: str, tp: int, version: str, gib: float) -> None:
-    found = estimate("8b", tp=tp, gpu=gpu, vllm_version=version)
-    assert found.non_torch_bytes / GIB == pytest.approx(gib, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -299,101 +237,3 @@ def test_an_engine_on_cpus_keeps_one_batch_beside_a_window() -> None:
     model = model_from_config(ENGINES["configs"]["mistral"], name="mistral")
     found = on_cpu(model, max_num_batched_tokens=2048)
     assert (found.kv_cache_tokens, round(found.max_concurrency, 2)) == (40_800, 10.20)
-
-
-NEMOTRON = "nvidia/Nemotron-H-56B-Base-8K"
-
-
-def test_states_of_nemotron_are_in_32_bit_where_the_config_is_silent() -> None:
-    """NemotronHForCausalLMConfig in vLLM's models/config.py."""
-    (state,) = {layer.cache for layer in spec(NEMOTRON).layers if layer.cache and layer.cache.kind == "state"}
-    assert state.state_bytes(1, 2) == (256 * 64 + 2 * 8 * 256) * 3 * 2 + 256 * 64 * 256 * 4
-    assert state.state_bytes(8, 2) == state.state_bytes(1, 2) // 8
-
-
-@pytest.mark.parametrize(
-    ("blocks", "options"),
-    [
-        (2, {}),
-        (1, {"enable_prefix_caching": False}),
-        (1, {"vllm_version": "0.23.0"}),
-        (2, {"vllm_version": "0.23.0", "enable_prefix_caching": True}),
-        (1, {"runner": "pooling"}),
-    ],
-)
-def test_state_blocks_of_a_request(blocks: int, options: dict[str, Any]) -> None:
-    """Hybrids cache prefixes by default since 0.26: `is_prefix_caching_supported` in vLLM's config/model.py."""
-    assert cache_layout(spec(NEMOTRON), EngineConfig(**options), 8).state_blocks == blocks
-
-
-QWEN_VL_7B: dict[str, Any] = {
-    **{"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "hidden_size": 3584},
-    **{"intermediate_size": 18944, "max_position_embeddings": 128000, "num_attention_heads": 28},
-    **{"num_hidden_layers": 28, "num_key_value_heads": 4, "tie_word_embeddings": False, "vocab_size": 152064},
-    "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
-}
-QWEN3_VL_30B: dict[str, Any] = {
-    **{"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe"},
-    "text_config": {
-        **{"head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 262144},
-        **{"moe_intermediate_size": 768, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8},
-        **{"num_hidden_layers": 48, "num_key_value_heads": 4, "vocab_size": 151936},
-    },
-    "vision_config": {
-        **{"deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_size": 1152, "intermediate_size": 4304},
-        **{"in_channels": 3, "num_position_embeddings": 2304, "out_hidden_size": 2048, "patch_size": 16},
-        **{"spatial_merge_size": 2, "temporal_patch_size": 2},
-    },
-}
-
-
-def profiled(config: dict[str, Any], gpu: str, tp: int, length: int, **options: Any) -> MemoryEstimate:
-    return estimate(model_from_config(config, name="vl"), gpu, tp=tp, length=length, **options)
-
-
-def test_the_largest_video_is_profiled() -> None:
-    """A public log of 0.22 or 0.23 on an A100 of 80 GB: weights 15.67 GiB, a video of 114,688 tokens, graphs 0.53,
-    -14.28 GiB left of 17.43 for the cache."""
-    options = {"vllm_version": "0.23.0", "gpu_memory_utilization": 0.22}
-    found = profiled(QWEN_VL_7B, "a100-80gb", 1, 128000, **options)
-    assert (found.requested_bytes - found.kv_cache_bytes) / GIB == pytest.approx(17.43 + 14.28, rel=0.07)
-    short = profiled(QWEN_VL_7B, "a100-80gb", 1, 20000, **options)
-    images = profiled(QWEN_VL_7B, "a100-80gb", 1, 128000, limit_mm_per_prompt={"video": 0}, **options)
-    assert short.activation_bytes == images.activation_bytes < found.activation_bytes / 6
-
-
-def test_vllm_0_11_kept_many_tokens_for_a_video() -> None:
-    """A public log of 0.11.0 on four RTX 3090: a budget of 153,600 tokens, 2.31 GiB left for the cache."""
-    found = profiled(QWEN3_VL_30B, "rtx-3090", 4, 65536, vllm_version="0.11.0")
-    assert found.kv_cache_bytes / GIB == pytest.approx(2.31, rel=0.15)
-    later = profiled(QWEN3_VL_30B, "rtx-3090", 4, 65536, vllm_version="0.13.0")
-    assert later.activation_bytes < found.activation_bytes / 2
-
-
-@pytest.mark.parametrize(
-    ("mode", "options"),
-    [
-        ("FULL_AND_PIECEWISE", {}),
-        ("NONE", {"enforce_eager": True}),
-        ("NONE", {"optimization_level": "0"}),
-        ("PIECEWISE", {"optimization_level": "1"}),
-        ("PIECEWISE", {"runner": "pooling"}),
-        ("FULL_DECODE_ONLY", {"compilation_config": {"mode": 0}}),
-        ("NONE", {"compilation_config": {"mode": "none", "cudagraph_mode": "piecewise"}}),
-        ("FULL", {"compilation_config": {"cudagraph_mode": "full"}, "optimization_level": "0"}),
-    ],
-)
-def test_which_graphs_there_are(mode: str, options: dict[str, Any]) -> None:
-    assert graph_mode(EngineConfig(**options)) == mode
-
-
-def test_graphs_take_what_their_sizes_say() -> None:
-    every = estimate("8b").cuda_graph_bytes
-    pieces = estimate("8b", compilation_config={"cudagraph_mode": "PIECEWISE"}).cuda_graph_bytes
-    decoding = estimate("8b", compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"}).cuda_graph_bytes
-    assert pieces + decoding == every
-    few = estimate("8b", compilation_config={"cudagraph_capture_sizes": [1, 8, 64]}).cuda_graph_bytes
-    assert few == every * 6 // 102
-    hybrid = "Qwen/Qwen3.5-27B"
-    assert estimate(hybrid).least_blocks == 1024
-    assert estimate(hybrid, compilation_config={"cudagraph_mode": "PIECEWISE"}).least_blocks == 0

@@ -90,7 +90,7 @@ def test_what_vllm_chooses_by_the_device_is_a_field(monkeypatch: pytest.MonkeyPa
     assert max_num_batched_tokens(engine, accelerator(named), 8192) == 2048
 
     def run(name: str) -> Any:
-        return profile_runs(MODEL, accelerator(name), engine, (8, 1, 1), 8192)[0][1]
+        return profile_runs(MODEL, accelerator(name), engine, (8, 1, 1), 8192)[0]
 
     assert graph_count(run(larger)) > graph_count(run(plain))
     assert nccl_bytes(run(larger)) != nccl_bytes(run(plain))

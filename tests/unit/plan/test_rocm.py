@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.plan import accelerator, model_from_config, resolve
+from hpc_serve.plan import accelerator
 from hpc_serve.plan.memory.rocm import RCCL_BYTES, ROCM_CONTEXT_BYTES, ROW_PADDING_BYTES, row_padding_bytes
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.sizes import GIB
+from tests.support.configs import built, config_of
 from tests.support.plans import estimate
 
 DENSE, EXPERTS = "meta-llama/Llama-3.1-405B-Instruct", "Qwen/Qwen3-30B-A3B"
 
 
 def model(name: str, quantization: dict[str, Any] | None = None, override: str | None = None) -> ModelSpec:
-    config = dict(resolve(name).config)
-    if quantization:
-        config["quantization_config"] = quantization
-    return model_from_config(config, name=name, quantization=override)
+    changes = {"quantization_config": quantization} if quantization else {}
+    return built(config_of(name, **changes), quantization=override)
 
 
 def padding(spec: ModelSpec, gpu: str = "mi300x", ranks: int = 8, expert_ranks: int = 1) -> int:

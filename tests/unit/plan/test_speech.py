@@ -20,10 +20,6 @@ PAGE = 2 * 20 * 64 * 2 * 16
 """Bytes of a block of 16 tokens in a layer of whisper-large-v3: keys and values of 20 heads."""
 
 
-def plan_of(name: str, gpu: str = "l40s", **asked):
-    return made_plan(name, gpu, **asked)
-
-
 def test_qwen3_asr_has_as_many_parameters_as_transformers_makes():
     entry = catalog.resolve("qwen3-asr-1.7b")
     of_hub = model_from_config(entry.config, name="x")
@@ -54,8 +50,8 @@ def test_vllm_counts_a_whole_step_of_the_encoder_s_output_when_it_starts():
 
 
 def test_more_requests_run_at_once_than_vllm_says():
-    said = plan_of("whisper-large-v3").chosen.memory.max_concurrency
-    most = plan_of("whisper-large-v3", workload=Workload(concurrency=int(1.2 * said))).chosen
+    said = made_plan("whisper-large-v3", "l40s").chosen.memory.max_concurrency
+    most = made_plan("whisper-large-v3", "l40s", workload=Workload(concurrency=int(1.2 * said))).chosen
     assert most.layout.num_gpus == 1
     assert not [reason for reason in most.reasons if "the others wait" in reason]
 
@@ -82,16 +78,16 @@ def test_the_files_layers_of_the_encoder_are_not_taken_for_those_of_a_decoder():
 )
 def test_options_that_are_not_for_transcriptions_are_refused(asked, named):
     with pytest.raises(InvalidRequestError, match=f"transcribes audio, .* leave out {named}"):
-        plan_of("whisper-large-v3", **asked)
+        made_plan("whisper-large-v3", "l40s", **asked)
 
 
 def test_a_step_that_holds_no_audio_is_refused():
-    plan = plan_of("whisper-large-v3", engine=EngineConfig(max_num_batched_tokens=1024))
+    plan = made_plan("whisper-large-v3", "l40s", engine=EngineConfig(max_num_batched_tokens=1024))
     assert "does not hold the 1,500 positions of an audio" in str(plan.error)
 
 
 def test_its_speed_is_not_guessed(capsys):
-    print_comparison([plan_of("whisper-small", gpu) for gpu in ("l40s", "h100-80gb")])
+    print_comparison([made_plan("whisper-small", gpu) for gpu in ("l40s", "h100-80gb")])
     assert "Speed: not planned" in capsys.readouterr().out
-    assert plan_of("whisper-large-v3").estimates() == []
-    assert plan_of("qwen3-asr-1.7b").estimates() != []
+    assert made_plan("whisper-large-v3", "l40s").estimates() == []
+    assert made_plan("qwen3-asr-1.7b", "l40s").estimates() != []

@@ -17,57 +17,46 @@ import pytest
 from hpc_serve.quantize.program import CannotQuantizeError, copy_other_files, read_texts
 
 STAND_IN = """
-import os, pathlib
+import json, os
 class _Saved:
     def __init__(self, name): self.name = name
     def save_pretrained(self, folder, **_):
-        folder.mkdir(exist_ok=True)
         (folder / self.name).write_text("written")
         if os.environ.get("FAILS_AFTER") == self.name:
             raise RuntimeError("no room")
     def __call__(self, text, **_): return {"input_ids": [1], "attention_mask": [1]}
-class AutoModelForCausalLM:
-    @staticmethod
-    def from_pretrained(*_, **given):
+class _Pretrained:
+    def __init__(self, name): self.name = name
+    def from_pretrained(self, *_, **given):
         assert given["trust_remote_code"] is False
-        return _Saved("config.json")
-class AutoTokenizer:
-    @staticmethod
-    def from_pretrained(*_, **given):
-        assert given["trust_remote_code"] is False
-        return _Saved("tokenizer.json")
-"""
-COMPRESSOR = """
-import json, os
+        return _Saved(self.name)
+AutoModelForCausalLM, AutoTokenizer = _Pretrained("config.json"), _Pretrained("tokenizer.json")
+class Dataset:
+    from_list = list
+class _Modifier:
+    def __init__(self, **named): self.named = named
+class GPTQModifier(_Modifier): pass
+class QuantizationModifier(_Modifier): pass
+class SmoothQuantModifier(_Modifier): pass
 def oneshot(model, recipe, **given):
     given["dataset"] = given.get("dataset")
     if os.environ.get("SOMEBODY_MAKES"):
         open(os.environ["SOMEBODY_MAKES"], "w").close()
     print("ONESHOT", json.dumps([[type(one).__name__, one.named] for one in recipe]), json.dumps(given))
 """
-MODIFIER = """
-class {name}:
-    def __init__(self, **named): self.named = named
-"""
-DATASETS = """
-class Dataset:
-    @staticmethod
-    def from_list(entries): return entries
-"""
+MODULES = (
+    *("transformers.py", "datasets.py", "llmcompressor/__init__.py", "llmcompressor/modifiers/gptq.py"),
+    *("llmcompressor/modifiers/quantization.py", "llmcompressor/modifiers/transform/smoothquant.py"),
+)
 
 
 @pytest.fixture
 def packages(tmp_path: Path) -> Path:
-    """A folder of modules with the names of llm-compressor's and of what it stands on."""
+    """A folder of modules with the names of llm-compressor's and of what it stands on, each with all stand-ins."""
     folder = tmp_path / "packages"
-    modifiers = folder / "llmcompressor" / "modifiers"
-    (modifiers / "transform").mkdir(parents=True)
-    (folder / "transformers.py").write_text(STAND_IN)
-    (folder / "datasets.py").write_text(DATASETS)
-    (folder / "llmcompressor" / "__init__.py").write_text(COMPRESSOR)
-    (modifiers / "gptq.py").write_text(MODIFIER.format(name="GPTQModifier"))
-    (modifiers / "quantization.py").write_text(MODIFIER.format(name="QuantizationModifier"))
-    (modifiers / "transform" / "smoothquant.py").write_text(MODIFIER.format(name="SmoothQuantModifier"))
+    for module in MODULES:
+        (folder / module).parent.mkdir(parents=True, exist_ok=True)
+        (folder / module).write_text(STAND_IN)
     return folder
 
 
@@ -85,18 +74,20 @@ Quantize = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def quantize(model: Path, packages: Path, tmp_path: Path) -> Quantize:
-    """Run the program on the model with these words; it writes to `out`."""
+    """Run the program on the model with these words, which must end with this exit code; it writes to `out`."""
 
-    def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    def run(*words: str, code: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
         argv = ["--model", str(model), "--scheme", "INT8", "--output", str(tmp_path / "deep" / "out"), *words]
         path = os.pathsep.join(map(str, (packages, Path(__file__).parents[3])))
-        return subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-m", "hpc_serve.quantize.program", *argv],
             env={**os.environ, "PYTHONPATH": path, **environ},
             capture_output=True,
             text=True,
             timeout=120,
         )
+        assert done.returncode == code, done.stderr
+        return done
 
     return run
 
@@ -114,7 +105,6 @@ def partial(tmp_path: Path) -> Path:
 
 def test_the_output_has_the_new_weights_and_the_other_files(quantize: Quantize, out: Path) -> None:
     done = quantize()
-    assert done.returncode == 0, done.stderr
     assert {path.name: path.read_text() for path in out.iterdir()} == {
         "config.json": "written",
         "tokenizer.json": "written",
@@ -128,7 +118,6 @@ def test_the_output_has_the_new_weights_and_the_other_files(quantize: Quantize, 
 def test_with_texts_activations_are_measured(quantize: Quantize, tmp_path: Path) -> None:
     texts = lines(tmp_path, {"text": "one"}, {"text": "two"}, {"text": "three"})
     done = quantize("--calibration", texts, "--samples", "2")
-    assert done.returncode == 0, done.stderr
     for words in ("SmoothQuantModifier", "GPTQModifier", '"num_calibration_samples": 2'):
         assert words in done.stdout
 
@@ -136,25 +125,20 @@ def test_with_texts_activations_are_measured(quantize: Quantize, tmp_path: Path)
 def test_a_failure_leaves_nothing_behind(quantize: Quantize, out: Path, partial: Path) -> None:
     partial.mkdir()  # of a job that was killed
     (partial / "half").touch()
-    done = quantize(FAILS_AFTER="tokenizer.json")
-    assert done.returncode == 1
-    assert "no room" in done.stderr
+    assert "no room" in quantize(code=1, FAILS_AFTER="tokenizer.json").stderr
     assert list(out.parent.iterdir()) == []
 
 
 def test_what_is_there_is_not_replaced(quantize: Quantize, out: Path) -> None:
     out.mkdir(parents=True)
-    done = quantize()
-    assert (done.returncode, "is there already" in done.stderr) == (78, True)
+    assert "is there already" in quantize(code=78).stderr
     assert list(out.iterdir()) == []
 
 
 def test_an_environment_without_llm_compressor_is_named(quantize: Quantize, packages: Path) -> None:
     (packages / "llmcompressor" / "__init__.py").write_text("raise ImportError('not here')")
-    done = quantize()
-    assert done.returncode == 78
-    assert "has no llm-compressor (not here)" in done.stderr
-    assert "envs/quantize/requirements.txt" in done.stderr
+    said = quantize(code=78).stderr
+    assert "has no llm-compressor (not here): pip install -r envs/quantize/requirements.txt" in said
 
 
 def lines(tmp_path: Path, *entries: object) -> str:
@@ -184,6 +168,8 @@ def test_texts_that_cannot_be_read_are_named(tmp_path: Path, entries: list[objec
 
 
 def test_files_that_are_no_weights_are_copied_where_there_is_none(model: Path, tmp_path: Path) -> None:
+    """Engine arguments of the model's owner are not: in the output they would be taken for the user's own words."""
+    (model / "hpc-serve-args.txt").write_text("--max-num-seqs 1")
     (tmp_path / "key").write_text("mine")
     (tmp_path / "key").chmod(0o600)
     (model / "NOTICE").symlink_to(tmp_path / "key")
@@ -191,32 +177,25 @@ def test_files_that_are_no_weights_are_copied_where_there_is_none(model: Path, t
     (tmp_path / "out" / "LICENSE").write_text("new")
     copy_other_files(model, tmp_path / "out")
     assert (tmp_path / "out" / "LICENSE").read_text() == "new"
-    assert not (tmp_path / "out" / "model.safetensors").exists()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "LICENSE",
+        "NOTICE",
+        "config.json",
+        "preprocessor.json",
+    }
     assert (tmp_path / "out" / "NOTICE").stat().st_mode & 0o777 == 0o600, "what a link leads to stays private"
 
 
 def test_a_link_in_the_place_of_what_is_made_is_not_followed(quantize: Quantize, partial: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     partial.symlink_to(tmp_path / "elsewhere")
-    done = quantize()
-    assert done.returncode == 78
-    assert "out.partial cannot be made: File exists. Remove it, or set --output." in done.stderr
+    assert "out.partial cannot be made: File exists. Remove it, or set --output." in quantize(code=78).stderr
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_a_whole_model_is_kept_where_somebody_takes_its_name_meanwhile(
     quantize: Quantize, out: Path, partial: Path
 ) -> None:
-    done = quantize(SOMEBODY_MAKES=str(out))
-    assert done.returncode == 78
-    assert "out.partial holds the quantised model, and cannot be renamed to" in done.stderr
+    said = quantize(code=78, SOMEBODY_MAKES=str(out)).stderr
+    assert "out.partial holds the quantised model, and cannot be renamed to" in said
     assert (partial / "tokenizer.json").read_text() == "written"
-
-
-def test_engine_arguments_of_the_models_owner_are_not_copied(model: Path, tmp_path: Path) -> None:
-    """In the output they would belong to the user, and be taken for the user's own words."""
-    (model / "hpc-serve-args.txt").write_text("--max-num-seqs 1")
-    (tmp_path / "out").mkdir()
-    copy_other_files(model, tmp_path / "out")
-    assert not (tmp_path / "out" / "hpc-serve-args.txt").exists()
-    assert (tmp_path / "out" / "LICENSE").exists()

@@ -119,18 +119,20 @@ def test_the_hub_is_asked_only_where_that_is_wanted(environ, monkeypatch):
         (None, InvalidRequestError, "leave --check-hub out"),
     ],
 )
-def test_what_the_hub_says_of_a_gated_model(environ, status, error, words):
+def test_what_the_hub_says_of_a_gated_model(hub_answers, environ, status, error, words):
     def answer(request):
         if status is None:
             raise httpx.ConnectError("no route")
         return httpx.Response(status)
 
+    hub_answers(answer)
     with pytest.raises(error, match=words):
-        check_access(MODEL, environ, transport=httpx.MockTransport(answer))
+        check_access(MODEL, environ)
 
 
-def test_one_that_may_be_fetched_is_no_error(environ):
-    check_access(MODEL, environ, transport=httpx.MockTransport(lambda request: httpx.Response(200, json={})))
+def test_one_that_may_be_fetched_is_no_error(hub_answers, environ):
+    hub_answers(lambda request: httpx.Response(200, json={}))
+    check_access(MODEL, environ)
 
 
 def test_a_folder_that_lacks_files_of_its_index_is_refused(environ, snapshot):

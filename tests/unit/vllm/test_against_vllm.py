@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,62 +14,12 @@ from hpc_serve.vllm.allowed import check_arguments
 from hpc_serve.vllm.arguments import read_arguments, value_of
 from hpc_serve.vllm.command import GATE, read_command, server_args
 from hpc_serve.vllm.options import load_data, options
+from tests.unit.vllm.conftest import Ask
 
-CHECKOUT = Path(__file__).parents[3]
 PORT = 9123
-LINES = [
-    "-tp 8 -pp 2 --max-model-len 32k --max-num-seqs 16",
-    "--tensor_parallel_size=4 --pipeline-parallel-size=2",
-    "-tp=2 -q fp8 -ep",
-    "-tp 8 --tensor-parallel-size 2",
-    "--max-model-len 128K --max-num-batched-tokens 1.5k",
-    "--max-model-len auto",
-    "--max-model-len -1 --seed -1",
-    "--device-memory-utilization 0.8",
-    "--gpu_memory_utilization 0.8 --gpu-memory-utilization=0.7",
-    "--enforce-eager --no-enable-prefix-caching",
-    "--enforce-eager --no-enforce-eager",
-    "--no_enforce_eager",
-    "--kv-cache-memory-bytes 16m --block-size 16",
-    "--kv-cache-memory-bytes None",
-    "--served-model-name a b c --port 9000",
-    "--served-model-name=a --port=9000",
-    "--served-model-name a --served-model-name b",
-    "--hf-overrides.a.b 1 --hf-overrides.a.c x",
-    '--hf-overrides {"a":1}',
-    '--hf-overrides.a 1 --hf-overrides {"b":2}',
-    "--limit-mm-per-prompt.image 2",
-    '--limit_mm_per_prompt {"image":2}',
-    "--hf-overrides.sizes+ a,b --hf-overrides.sizes+ c",
-    "-O3",
-    "-O=2",
-    "-O 1",
-    "--kv-cache-dtype fp8 --dtype bfloat16 --quantization fp8",
-    "--moe-backend FlashInfer-Cutlass",
-    "--distributed-executor-backend ray",
-    "--lora-modules a=/a b=/b",
-    "--safetensors-load-strategy None",
-    # what vLLM's parser refuses
-    "--kv-cache-dtype int8",
-    "--disable-log-requests",
-    "--max-num-seqs many",
-    "--max-num-seqs",
-    "--enforce-eager=True",
-    "--enforce-eager True",
-    "--served-model-name=a b",
-    "--watermark -0.5",
-    "--hf-overrides.a",
-    "--tensor-parallel-size.a 2",
-    "--seed 1 -- x",
-    "-tp4",
-    "-O",
-    # what it completes
-    "--max-num-seq 4",
-    "--tensor 4",
-    "-t 4",
-    "-n2",
-    "-qfp8",
-]
+OF_FILE = json.loads(Path(__file__).with_name("command_lines.json").read_text(encoding="utf-8"))
+COMPLETED = OF_FILE["vLLM completes"]
+LINES = [*OF_FILE["vLLM takes"], *OF_FILE["vLLM refuses"], *COMPLETED]
 NAMES = (
     *("--tensor-parallel-size", "--pipeline-parallel-size", "--max-model-len", "--max-num-seqs", "--port", "--seed"),
     *("--max-num-batched-tokens", "--kv-cache-memory-bytes", "--block-size", "--gpu-memory-utilization", "--dtype"),
@@ -83,7 +30,6 @@ NAMES = (
 """Options whose values are plain, so that both readings can be compared."""
 OURS = ("full name", "cannot be given", "has no keys", "`--` ends")
 """What hpc-serve refuses although vLLM would take it."""
-COMPLETED = ("--max-num-seq 4", "--tensor 4", "-t 4", "-n2", "-qfp8")
 MIDDLEWARE = (
     "--middleware starlette.middleware.gzip.GZipMiddleware",
     "--middleware=starlette.middleware.gzip.GZipMiddleware --middleware starlette.middleware.trustedhost."
@@ -96,7 +42,7 @@ SEED = 20261121
 def random_lines(count: int) -> list[list[str]]:
     """Words that may meet in any order: spellings whole, shortened, with values of all kinds or none."""
     rng = random.Random(SEED)
-    spellings = [spelling for name in NAMES for spelling in options()[name].spellings]
+    spellings = [spelling for name in NAMES for spelling in (*options()[name].names, *options()[name].negated)]
     values = ["1", "8", "7", "-1", "0.5", "-0.5", "16k", "auto", "fp8", "x", "None", "", '{"a":1}', "a b", "-", "="]
     values.append("-a b")
 
@@ -133,20 +79,8 @@ def refusal_of(words: list[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def vllm() -> dict[str, Any]:
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed here")
-    lines = [*WORDS, gated(f"--port {PORT}"), *map(gated, MIDDLEWARE)]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.vllm_parser"],
-        cwd=CHECKOUT,
-        input=json.dumps({"lines": lines}),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+def vllm(ask_vllm: Ask) -> Any:
+    return ask_vllm("vllm_parser", {"lines": [*WORDS, gated(f"--port {PORT}"), *map(gated, MIDDLEWARE)]})
 
 
 def test_the_committed_options_are_those_of_the_installed_vllm(vllm):

@@ -64,25 +64,12 @@ def test_a_value_that_vllm_does_not_take_is_said(line: str, why: str) -> None:
 
 
 def test_every_word_is_in_one_argument_and_in_order() -> None:
-    words = [
-        "x",
-        "--served-model-name",
-        "a",
-        "b",
-        "--foo",
-        "1",
-        "2",
-        "--hf-overrides.a",
-        "--seed",
-        "-1",
-        "--no-such",
-        "-1",
-    ]
+    line = "x --served-model-name a b --foo 1 2 --hf-overrides.a --seed -1 --no-such -1"
+    words = line.split()
     arguments = read_arguments(words)
     assert [word for argument in arguments for word in argument.words] == words
-    assert [argument.spelling for argument in arguments] == [
-        *("", "--served-model-name", "--foo", "--hf-overrides", "--no-such"),
-    ]
+    spellings = [argument.spelling for argument in arguments]
+    assert spellings == ["", "--served-model-name", "--foo", "--hf-overrides", "--no-such"]
 
 
 def test_what_a_person_says_again_is_left_out_of_the_plan_s() -> None:

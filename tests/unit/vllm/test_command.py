@@ -15,71 +15,53 @@ from hpc_serve.vllm.command import (
     check_layout,
     choose_backend,
     headless_argv,
-    rank_args,
     ray_data_parallel_environ,
     read_command,
     server_args,
     settings_text,
 )
+from tests.unit.vllm.conftest import of_node, read
 
 FILES = ("/run/key", "/run/certificate")
 
 
 def check(line: str, *, num_nodes: int, per_node: int, backend: str, device: Device = "GPU") -> None:
-    command = read_command(words(line))
-    check_layout(command, num_nodes=num_nodes, device=device, per_node=per_node, backend=backend)
-
-
-def of_node(line: str, *, backend: str, num_nodes: int = 1, rank: int = 0, device: Device = "GPU") -> list[str]:
-    """What a node of a job is told of its ranks."""
-    return rank_args(
-        read_command(words(line)),
-        device=device,
-        backend=backend,
-        num_nodes=num_nodes,
-        node_rank=rank,
-        master_address="10.0.0.1",
-        settings_file="/engine.yaml",
-    )
-
-
-def words(text: str) -> list[str]:
-    return text.split()
+    check_layout(read(line), num_nodes=num_nodes, device=device, per_node=per_node, backend=backend)
 
 
 @pytest.mark.parametrize(
     ("line", "field", "value"),
     [
-        ("vllm serve org/m", "model", "org/m"),
-        ("vllm serve m --served-model-name org/m m", "served_model_names", ("org/m", "m")),
-        ("vllm serve m -tp 8 --pipeline_parallel_size=2", "world_size", 16),
-        ("vllm serve m -tp 8 --tensor-parallel-size 2", "tensor_parallel_size", 2),  # the last use wins
-        ("vllm serve m -tp 2 -dp 1", "world_size", 2),
-        ("vllm serve m -tp 2 --data-parallel-size=4", "world_size", 8),
-        ("vllm serve m --seed -1 --port 80", "port", 80),
-        ("vllm serve m --scheduling-policy priority", "scheduling_policy", "priority"),
-        ("vllm serve m", "scheduling_policy", None),
+        ("org/m", "model", "org/m"),
+        ("m --served-model-name org/m m", "served_model_names", ("org/m", "m")),
+        ("m -tp 8 --pipeline_parallel_size=2", "world_size", 16),
+        ("m -tp 8 --tensor-parallel-size 2", "tensor_parallel_size", 2),  # the last use wins
+        ("m -tp 2 -dp 1", "world_size", 2),
+        ("m -tp 2 --data-parallel-size=4", "world_size", 8),
+        ("m --seed -1 --port 80", "port", 80),
+        ("m --scheduling-policy priority", "scheduling_policy", "priority"),
+        ("m", "scheduling_policy", None),
     ],
 )
 def test_what_a_command_says_is_read_as_vllm_reads_it(line, field, value):
-    assert getattr(read_command(words(line)), field) == value
+    assert getattr(read(line), field) == value
 
 
-@pytest.mark.parametrize("text", ["", "vllm", "vllm serve", "vllm serve --port 1", "python app.py"])
+@pytest.mark.parametrize("text", ["", "vllm", "vllm serve", "--port 1", "python app.py"])
 def test_a_command_without_a_model_is_refused(text):
-    with pytest.raises(InvalidRequestError, match=r"vllm serve MODEL|no model"):
-        read_command(words(text))
+    with pytest.raises(InvalidRequestError, match=r"MODEL|no model"):
+        read_command(text.split())
 
 
 def test_a_layout_that_is_no_number_is_refused():
     with pytest.raises(InvalidRequestError, match="whole number"):
-        read_command(words("vllm serve m --tensor-parallel-size eight"))
+        read("m --tensor-parallel-size eight")
 
 
 def test_a_stand_in_takes_the_place_of_the_weights_and_keeps_the_name(tmp_path: Path):
     (tmp_path / "hpc-serve-args.txt").write_text("# small\n--max-model-len 64\n--tensor-parallel-size 2\n")
     stand_in = find_stand_in({"HPC_SERVE_MODEL": str(tmp_path)})
-    command = read_command(words("vllm serve org/m --tensor-parallel-size 8"), stand_in=stand_in)
+    command = read("org/m --tensor-parallel-size 8", stand_in=stand_in)
     assert command.argv == (
         *("vllm", "serve", str(tmp_path), "--tensor-parallel-size", "8", "--served-model-name", "org/m"),
         *("--max-model-len", "64", "--tensor-parallel-size", "2"),
@@ -96,20 +78,14 @@ def test_a_stand_in_s_file_does_not_bring_code_or_secrets(tmp_path: Path, text: 
 
 
 def test_a_script_s_options_of_another_version_are_passed_on_as_they_are():
-    line = "vllm serve m --new-option a b -tp 2 --kv-cache-dtype new --max-num-seq 4"
-    command = read_command(words(line))
-    assert list(command.argv) == words(line)
+    line = "m --new-option a b -tp 2 --kv-cache-dtype new --max-num-seq 4"
+    command = read(line)
+    assert list(command.argv) == ["vllm", "serve", *line.split()]
     assert command.tensor_parallel_size == 2
 
 
-@pytest.mark.parametrize("text", ["-pcp 2", "-dpl 1", "--data-parallel-backend ray"])
-def test_ranks_that_the_launcher_places_are_refused(text):
-    with pytest.raises(InvalidRequestError, match="cannot be given to the engine"):
-        read_command(words(f"vllm serve m -tp 2 {text}"))
-
-
 def test_middleware_of_the_owner_stays_and_the_gate_comes_last():
-    command = read_command(words("vllm serve m --middleware a.B"))
+    command = read("m --middleware a.B")
     argv = [*command.argv, *server_args(command, tls_files=FILES)]
     assert [argv[place + 1] for place, word in enumerate(argv) if word == "--middleware"] == ["a.B", GATE]
 
@@ -122,18 +98,18 @@ def test_a_stand_in_that_is_not_there_is_named(tmp_path: Path):
 @pytest.mark.parametrize(
     ("backend", "line", "num_nodes", "chosen"),
     [
-        ("auto", "vllm serve m", 1, "mp"),
-        ("auto", "vllm serve m", 2, "ray"),
-        ("mp", "vllm serve m", 2, "mp"),
-        ("ray", "vllm serve m", 1, "ray"),
-        ("auto", "vllm serve m --distributed-executor-backend mp", 2, "mp"),
-        ("auto", "vllm serve m --data-parallel-size 2", 2, "mp"),
-        ("ray", "vllm serve m --data-parallel-size 2", 2, "ray"),
-        ("auto", "vllm serve m -dp 2 --distributed-executor-backend ray", 2, "ray"),
+        ("auto", "m", 1, "mp"),
+        ("auto", "m", 2, "ray"),
+        ("mp", "m", 2, "mp"),
+        ("ray", "m", 1, "ray"),
+        ("auto", "m --distributed-executor-backend mp", 2, "mp"),
+        ("auto", "m --data-parallel-size 2", 2, "mp"),
+        ("ray", "m --data-parallel-size 2", 2, "ray"),
+        ("auto", "m -dp 2 --distributed-executor-backend ray", 2, "ray"),
     ],
 )
 def test_several_nodes_use_ray_unless_told_otherwise(backend, line, num_nodes, chosen):
-    assert choose_backend(backend, read_command(words(line)), num_nodes) == chosen
+    assert choose_backend(backend, read(line), num_nodes) == chosen
 
 
 @pytest.mark.parametrize("backend", ["mp", "ray"])
@@ -145,14 +121,14 @@ def test_several_nodes_use_ray_unless_told_otherwise(backend, line, num_nodes, c
     ],
 )
 def test_a_layout_that_fits_passes(layout, num_nodes, gpus, backend):
-    check(f"vllm serve m {layout}", num_nodes=num_nodes, per_node=gpus, backend=backend)
+    check(f"m {layout}", num_nodes=num_nodes, per_node=gpus, backend=backend)
 
 
 def test_tpus_and_servers_on_each_node_pass_with_their_backend():
-    check("vllm serve m -tp 16", num_nodes=4, per_node=4, device="TPU", backend="ray")
-    check("vllm serve m -dp 4 -tp 2 --data-parallel-hybrid-lb", num_nodes=2, per_node=4, backend="mp")
+    check("m -tp 16", num_nodes=4, per_node=4, device="TPU", backend="ray")
+    check("m -dp 4 -tp 2 --data-parallel-hybrid-lb", num_nodes=2, per_node=4, backend="mp")
     with pytest.raises(DoesNotFitError, match="Ray alone"):
-        check("vllm serve m -tp 16", num_nodes=4, per_node=4, device="TPU", backend="mp")
+        check("m -tp 16", num_nodes=4, per_node=4, device="TPU", backend="mp")
 
 
 @pytest.mark.parametrize(
@@ -172,7 +148,7 @@ def test_tpus_and_servers_on_each_node_pass_with_their_backend():
 )
 def test_a_layout_that_cannot_use_the_allocation_is_refused(layout, num_nodes, gpus, backend, why):
     with pytest.raises(DoesNotFitError, match=why):
-        check(f"vllm serve m {layout}", num_nodes=num_nodes, per_node=gpus, backend=backend)
+        check(f"m {layout}", num_nodes=num_nodes, per_node=gpus, backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -181,60 +157,63 @@ def test_a_layout_that_cannot_use_the_allocation_is_refused(layout, num_nodes, g
 )
 def test_processes_of_several_nodes_meet_at_ports_of_a_file(layout, told):
     ports = iter((20_001, 20_002))
-    assert settings_text(read_command(words(f"vllm serve m {layout}")), lambda: next(ports)) == told
+    assert settings_text(read(f"m {layout}"), lambda: next(ports)) == told
 
 
 def test_a_node_without_a_server_is_told_no_number_of_servers():
-    command = read_command(words("vllm serve m -dp 4 --api-server-count 2 --max-num-seqs 8"))
-    assert (command.api_servers, headless_argv(command)) == (2, words("vllm serve m -dp 4 --max-num-seqs 8"))
+    command = read("m -dp 4 --api-server-count 2 --max-num-seqs 8")
+    assert (command.api_servers, headless_argv(command)) == (
+        2,
+        ["vllm", "serve", "m", "-dp", "4", "--max-num-seqs", "8"],
+    )
 
 
 @pytest.mark.parametrize(
     ("layout", "is_told"), [("-dp 4", True), ("-dp 4 --api-server-count 2", False), ("-tp 4", False)]
 )
 def test_an_engine_with_data_parallel_ranks_has_one_server_unless_the_line_says_otherwise(layout, is_told):
-    args = server_args(read_command(words(f"vllm serve m {layout}")), tls_files=FILES)
+    args = server_args(read(f"m {layout}"), tls_files=FILES)
     assert ("--api-server-count" in args) == is_told
 
 
 def test_the_head_is_told_only_what_the_line_leaves_open():
-    line = "vllm serve m -tp 2 --port 9000 --distributed-executor-backend ray"
+    line = "m -tp 2 --port 9000 --distributed-executor-backend ray"
     told = "--host 127.0.0.1 --port 0 --middleware hpc_serve.gate.engine_gate.Gate"
     told += " --ssl-keyfile /run/key --ssl-certfile /run/certificate"
-    assert server_args(read_command(words(line)), tls_files=FILES) == words(told)
+    assert server_args(read(line), tls_files=FILES) == told.split()
     assert of_node(line, backend="ray") == []
-    assert of_node("vllm serve m", backend="mp") == []
-    assert of_node("vllm serve m -tp 2", backend="mp") == words("--distributed-executor-backend mp")
+    assert of_node("m", backend="mp") == []
+    assert of_node("m -tp 2", backend="mp") == ["--distributed-executor-backend", "mp"]
 
 
 @pytest.mark.parametrize(("device", "is_told"), [("GPU", True), ("TPU", False)])
 def test_vllm_chooses_its_executor_on_tpus_by_itself(device, is_told):
-    args = of_node("vllm serve m -tp 8", backend="ray", device=device)
+    args = of_node("m -tp 8", backend="ray", device=device)
     assert ("--distributed-executor-backend" in args) == is_told
 
 
 @pytest.mark.parametrize(("further", "last"), [("", ["--headless"]), (" --data-parallel-hybrid-lb", [])])
 def test_of_several_nodes_the_first_has_a_server_or_each(further, last):
-    first, second = (of_node(f"vllm serve m -dp 4{further}", num_nodes=2, rank=rank, backend="mp") for rank in (0, 1))
+    first, second = (of_node(f"m -dp 4{further}", num_nodes=2, rank=rank, backend="mp") for rank in (0, 1))
     told = "--distributed-executor-backend mp --nnodes 2 --node-rank {} --master-addr 10.0.0.1 --config /engine.yaml"
-    assert first == words(told.format(0))
-    assert second == [*words(told.format(1)), *last]
+    assert first == told.format(0).split()
+    assert second == [*told.format(1).split(), *last]
 
 
 def test_over_ray_one_command_places_whole_ranks_on_nodes_or_spans_nodes_with_each():
     told = "--distributed-executor-backend ray --data-parallel-backend ray"
-    assert of_node("vllm serve m -dp 4", num_nodes=2, backend="ray") == words(f"{told} --data-parallel-size-local 2")
-    assert of_node("vllm serve m -dp 4", num_nodes=1, backend="ray") == words(told)
-    assert of_node("vllm serve m -dp 2 -tp 8", num_nodes=4, backend="ray") == words(told)
-    assert ray_data_parallel_environ(read_command(words("vllm serve m -dp 2")), 4)
-    assert not ray_data_parallel_environ(read_command(words("vllm serve m -dp 4")), 4)
-    assert not ray_data_parallel_environ(read_command(words("vllm serve m -tp 8")), 4)
+    assert of_node("m -dp 4", num_nodes=2, backend="ray") == f"{told} --data-parallel-size-local 2".split()
+    assert of_node("m -dp 4", num_nodes=1, backend="ray") == told.split()
+    assert of_node("m -dp 2 -tp 8", num_nodes=4, backend="ray") == told.split()
+    assert ray_data_parallel_environ(read("m -dp 2"), 4)
+    assert not ray_data_parallel_environ(read("m -dp 4"), 4)
+    assert not ray_data_parallel_environ(read("m -tp 8"), 4)
 
 
-@pytest.mark.parametrize("text", ["--api-key s3cret", "--api_key=s3cret", "--uds /x", "--headless", "--ssl-keyfile k"])
+@pytest.mark.parametrize("text", ["--api-key s3cret", "--api_key=s3cret", "--uds /x", "--headless", "-pcp 2", "-dpl 1"])
 def test_what_would_leak_or_hide_the_engine_is_refused_without_repeating_it(text):
     with pytest.raises(InvalidRequestError, match="cannot be given to the engine") as refused:
-        read_command(words(f"vllm serve m {text}"))
+        read(f"m {text}")
     assert "s3cret" not in str(refused.value)
     with pytest.raises(InvalidRequestError, match="cannot be given to the engine"):
-        ServeRequest(model="8b", service="8b", engine_args=tuple(words(text)))
+        ServeRequest(model="8b", service="8b", engine_args=tuple(text.split()))

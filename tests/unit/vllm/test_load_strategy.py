@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hpc_serve.sizes import GIB
@@ -9,46 +11,48 @@ from hpc_serve.vllm.load_strategy import STRATEGY, LoadStrategy, WeightsPlace, c
 from hpc_serve.vllm.options import options
 
 ALL = ("lazy", "eager", "prefetch", "torchao")
+EAGER, PREFETCH = (STRATEGY, "eager"), (STRATEGY, "prefetch")
 
 
-def chosen(*words: str, filesystem="gpfs", total=140, largest=5, free=500, known=ALL, ranks=4) -> LoadStrategy:
-    place = WeightsPlace(
-        filesystem=filesystem, total_bytes=total * GIB, largest_bytes=largest * GIB, available_bytes=free * GIB
-    )
-    return choose_strategy(words, place, known=known, ranks_per_node=ranks)
+def weights(filesystem="gpfs", total=140, largest=5, free=500) -> WeightsPlace:
+    sizes = {"total_bytes": total, "largest_bytes": largest, "available_bytes": free}
+    return WeightsPlace(filesystem=filesystem, **{name: size * GIB for name, size in sizes.items()})
 
 
-@pytest.mark.parametrize("filesystem", ["gpfs", "beegfs", "wekafs", "ceph", "fuse.juicefs"])
-def test_a_network_filesystem_that_vllm_does_not_know_is_read_ahead(filesystem):
-    strategy = chosen(filesystem=filesystem)
-    assert strategy.args == (STRATEGY, "prefetch")
-    assert strategy.reason == f"prefetch: 140.0 GiB on {filesystem}, 500.0 GiB of memory are free"
+def chosen(*words: str, known=ALL, ranks=4, **place: Any) -> LoadStrategy:
+    return choose_strategy(words, weights(**place), known=known, ranks_per_node=ranks)
 
 
-@pytest.mark.parametrize("filesystem", ["nfs", "nfs4", "lustre"])
-def test_what_vllm_reads_ahead_by_itself_is_left_to_it(filesystem):
-    assert chosen(filesystem=filesystem).args == ()
-    assert "by vLLM itself" in chosen(filesystem=filesystem).reason
+def foreseen(*words: str, ranks=4, **place: Any) -> str:
+    return foreseen_strategy(words, weights(free=0, **place), ranks_per_node=ranks)
 
 
-@pytest.mark.parametrize("filesystem", ["ext4", "xfs", "tmpfs", "overlay", "zfs", "unknown"])
-def test_a_local_disk_is_left_to_vllm(filesystem):
-    assert chosen(filesystem=filesystem).args == ()
-    assert f"140.0 GiB on {filesystem}, which is no network filesystem" in chosen(filesystem=filesystem).reason
-
-
-@pytest.mark.parametrize("filesystem", ["gpfs", "nfs", "lustre"])
-def test_where_memory_does_not_hold_all_a_file_at_a_time_is_read(filesystem):
-    strategy = chosen(filesystem=filesystem, free=150)
-    assert strategy.args == (STRATEGY, "eager")
-    assert "140.0 GiB" in strategy.reason
-    assert "one file of 5.0 GiB a rank does" in strategy.reason
-
-
-def test_where_memory_does_not_hold_a_file_for_each_rank_vllm_chooses():
-    assert chosen(free=30).args == ()
-    assert "nor does one file for each of 4 ranks" in chosen(free=30).reason
-    assert chosen(free=30, ranks=1).args == (STRATEGY, "eager")
+@pytest.mark.parametrize(
+    ("place", "args", "reason"),
+    [
+        *[
+            ({"filesystem": network}, PREFETCH, f"prefetch: 140.0 GiB on {network}, 500.0 GiB of memory are free")
+            for network in ("gpfs", "beegfs", "wekafs", "ceph", "fuse.juicefs")
+        ],
+        *[({"filesystem": known}, (), "prefetch, by vLLM itself") for known in ("nfs", "nfs4", "lustre")],
+        *[
+            ({"filesystem": local}, (), f"140.0 GiB on {local}, which is no network filesystem")
+            for local in ("ext4", "xfs", "tmpfs", "overlay", "zfs", "unknown")
+        ],
+        *[
+            ({"filesystem": any_, "free": 150}, EAGER, "memory that are free, and one file of 5.0 GiB a rank does")
+            for any_ in ("gpfs", "nfs", "lustre")
+        ],
+        ({"free": 30}, (), "nor does one file for each of 4 ranks"),
+        ({"free": 30, "ranks": 1}, EAGER, "140.0 GiB on gpfs do not fit into 90 % of the 30.0 GiB"),
+        ({"known": ("lazy", "eager")}, (), "this vLLM has no strategy 'prefetch'"),
+        ({"known": ()}, (), "this vLLM has no strategy 'prefetch'"),
+    ],
+)
+def test_filesystem_and_memory_decide(place, args, reason):
+    strategy = chosen(**place)
+    assert strategy.args == args
+    assert reason in strategy.reason
 
 
 @pytest.mark.parametrize(
@@ -66,17 +70,10 @@ def test_what_a_person_gives_wins(words, reason):
     assert reason in chosen(*words).reason
 
 
-def foreseen(*words: str, filesystem="gpfs", total=140, largest=5, ranks=4) -> str:
-    place = WeightsPlace(filesystem=filesystem, total_bytes=total * GIB, largest_bytes=largest * GIB, available_bytes=0)
-    return foreseen_strategy(words, place, ranks_per_node=ranks)
-
-
 def test_before_the_job_the_memory_that_decides_is_told():
     told = "prefetch on nodes with 155.6 GiB of memory free, else eager with 40.0 GiB, else vLLM's default (lazy): "
     assert foreseen() == told + "140.0 GiB on gpfs"
-    assert chosen(free=156).args == (STRATEGY, "prefetch")
-    assert chosen(free=155).args == chosen(free=40).args == (STRATEGY, "eager")
-    assert chosen(free=39).args == ()
+    assert [chosen(free=free).args for free in (156, 155, 40, 39)] == [PREFETCH, EAGER, EAGER, ()]
 
 
 def test_before_the_job_what_needs_no_memory_is_told_as_in_the_job():
@@ -88,12 +85,6 @@ def test_before_the_job_what_needs_no_memory_is_told_as_in_the_job():
     assert foreseen(filesystem="lustre").startswith("prefetch, by vLLM itself, on nodes with 155.6 GiB")
     assert "eager" not in foreseen(total=140, largest=140)
     assert foreseen_strategy((), None, ranks_per_node=1).startswith("known once the job sees them")
-
-
-def test_a_version_without_the_strategy_is_not_asked_for_it():
-    assert chosen(known=("lazy", "eager")).args == ()
-    assert "this vLLM has no strategy 'prefetch'" in chosen(known=("lazy", "eager")).reason
-    assert chosen(known=()).args == ()
 
 
 def test_the_pinned_version_has_the_strategies_that_are_chosen():

@@ -1,36 +1,29 @@
-"""vLLM's log lines, as versions 0.6 to 0.32 print them, become stages and signs of life."""
+"""vLLM's log lines, as versions 0.6 to 0.32 print them, become stages, figures and signs of life."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from hpc_serve.sizes import MIB
-from hpc_serve.vllm.log import StartStage, is_health_answer, is_idle_report, read_stage
+from hpc_serve.sizes import GIB, MIB
+from hpc_serve.vllm.log import StartStage, is_health_answer, is_idle_report, read_figures, read_stage
 from hpc_serve.vllm.start_progress import StartProgress
 
+LINES = json.loads(Path(__file__).with_name("log_lines.json").read_text(encoding="utf-8"))
+"""Lines as vLLM printed them; sources as in benchmarks/accuracy/data/memory_cases.jsonl. Sizes are in GiB."""
 
-@pytest.mark.parametrize(
-    ("line", "stage"),
-    [
-        (
-            "Loading safetensors checkpoint shards:   1% Completed | 2/191 [00:09<15:58,  5.07s/it]",
-            StartStage("loading weights", 2, 191),
-        ),
-        (
-            "(Worker_TP0 pid=9) Capturing CUDA graphs (PIECEWISE):  40%|████| 14/35",
-            StartStage("capturing CUDA graphs", 14, 35),
-        ),
-        (
-            "INFO 11-20 [gpu_model_runner.py:1] Model loading took 14.99 GiB and 3.2 seconds",
-            StartStage("weights loaded"),
-        ),
-        ("INFO 11-20 [kv_cache_utils.py:1229] GPU KV cache size: 715,072 tokens", StartStage("sizing the KV cache")),
-        ("INFO:     Application startup complete.", StartStage("server is up")),
-        ("INFO:     10.0.0.1:1234 - GET /health HTTP/1.1 200 OK", None),
-    ],
-)
+
+@pytest.mark.parametrize(("line", "stage"), LINES["stages"])
 def test_stage_of_a_line(line, stage):
-    assert read_stage(line) == stage
+    assert read_stage(line) == (None if stage is None else StartStage(*stage))
+
+
+@pytest.mark.parametrize(("line", "figures"), LINES["figures"])
+def test_figures_of_a_line(line, figures):
+    wanted = {name: round(value * GIB) if name.endswith("_bytes") else value for name, value in figures.items()}
+    assert read_figures(line) == wanted
 
 
 @pytest.fixture

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpc_serve.vllm.command import headless_argv, rank_args, read_command
+from hpc_serve.vllm.command import headless_argv
 from tests.support.moe_model import CONFIGS
+from tests.unit.vllm.conftest import Ask, of_node, read
 
-CHECKOUT = Path(__file__).resolve().parents[3]
 # By the line, the nodes and the backend: of each node that runs a command the first data-parallel rank, how many there
 # are, the node's place within a rank, vLLM's backend, and who balances. vLLM calls a hybrid of one rank each external.
 CASES: dict[tuple[str, int, str], list[list[Any]]] = {
@@ -29,35 +25,20 @@ CASES: dict[tuple[str, int, str], list[list[Any]]] = {
 
 
 def words_of_nodes(line: str, num_nodes: int, backend: str, model: Path) -> list[list[str]]:
-    command = read_command(["vllm", "serve", str(model), *line.split()])
-    found = []
+    command, found = read(f"{model} {line}"), []
+    file = str(model / "engine.yaml")
     for node in range(num_nodes if backend == "mp" else 1):
-        told = rank_args(
-            command,
-            device="GPU",
-            backend=backend,
-            num_nodes=num_nodes,
-            node_rank=node,
-            master_address="10.0.0.1",
-            settings_file=str(model / "engine.yaml"),
-        )
+        told = of_node(f"{model} {line}", backend=backend, num_nodes=num_nodes, rank=node, file=file)
         argv = headless_argv(command) if "--headless" in told else command.argv
         found.append([*argv[2:], *told])
     return found
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
-def test_vllm_puts_ranks_where_the_layout_has_them(tmp_path: Path) -> None:
+def test_vllm_puts_ranks_where_the_layout_has_them(
+    ask_vllm: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen2-moe"]))
     (tmp_path / "engine.yaml").write_text("master-port: 20001\ndata-parallel-rpc-port: 20002\n")
     lines = [words for case in CASES for words in words_of_nodes(*case, tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.vllm_ranks"],
-        cwd=CHECKOUT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        input=json.dumps(lines),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == [node for nodes in CASES.values() for node in nodes]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert ask_vllm("vllm_ranks", lines) == [node for nodes in CASES.values() for node in nodes]
