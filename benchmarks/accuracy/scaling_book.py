@@ -88,7 +88,7 @@ def queries_per_s(kind: str, count: int) -> float:
 
 
 def tensor_parallel(count: int) -> Layout:
-    return Layout(tensor_parallel_size=count, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=count)
+    return Layout(tensor_parallel_size=count, pipeline_parallel_size=1)
 
 
 def pooled(count: int, model: ModelSpec = LLAMA, *, quantization: str | None = "int8") -> Roofline:

@@ -25,7 +25,7 @@ from hpc_serve.plan.choice.vllm_flags import read_fields
 from hpc_serve.plan.engine import Arrivals, EngineConfig, Workload
 from hpc_serve.plan.hardware.cluster import cluster_named
 from hpc_serve.plan.speed.classes import case_of
-from hpc_serve.plan.speed.estimate import SpeedEstimate, estimate_speed
+from hpc_serve.plan.speed.estimate import SpeedEstimate
 from hpc_serve.plan.speed.measured import Case, MeasuredRun
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
@@ -188,6 +188,5 @@ def _planned_anew(
             measured=False,
         )
     )
-    roofline, traffic = result.roofline(), replace(result.traffic, concurrency=in_flight)
-    estimate = estimate_speed(roofline, traffic, result.chosen.memory)
-    return estimate, case_of(roofline, traffic, estimate.batch)
+    estimate = result.speeds().at(in_flight)
+    return estimate, case_of(estimate.roofline, estimate.traffic, estimate.batch)

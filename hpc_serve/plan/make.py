@@ -6,21 +6,21 @@ is. This module decides only what they are asked.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.asked import PlanRequest, asked_traffic, check_speech
-from hpc_serve.plan.choice.candidates import LayoutContexts, PlanInputs, contexts_of, minimum_gpus
+from hpc_serve.plan.choice.candidates import Candidate, PlanInputs
 from hpc_serve.plan.choice.layout import layouts_on
+from hpc_serve.plan.choice.limits import Contexts, contexts_of, minimum_gpus
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan, choose
-from hpc_serve.plan.engine import LONGEST_THAT_FITS, EngineConfig
+from hpc_serve.plan.engine import LONGEST_THAT_FITS
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import ClusterSpec
 from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.plan.report.notes import plan_notes
-from hpc_serve.plan.report.speed import estimates_by_concurrency
-from hpc_serve.plan.speed.estimate import SpeedEstimate
+from hpc_serve.plan.speed.estimate import ReplicaSpeeds, SpeedEstimate
 from hpc_serve.plan.speed.measured import MeasuredHere, MeasuredRun
 from hpc_serve.plan.speed.step import Roofline
 from hpc_serve.plan.speed.traffic import Traffic
@@ -59,7 +59,7 @@ class PlanResult:
     note: str | None
     traffic: Traffic
     usd_per_gpu_hour: float | None = None
-    contexts: tuple[LayoutContexts, ...] = ()
+    contexts: Contexts = field(default_factory=dict)
     ideal: bool = False
     measured: MeasuredHere | None = None
     plain_model: ModelSpec | None = None
@@ -80,37 +80,37 @@ class PlanResult:
             raise self.error
         return self.plan
 
-    def roofline(self, engine: EngineConfig | None = None) -> Roofline:
-        """Return how fast a replica of the plan is.
+    def speeds(self, inputs: PlanInputs | None = None, of: Candidate | None = None) -> ReplicaSpeeds:
+        """Return how fast a replica of the plan is, or of another layout; for its own inputs, or for others.
 
         Raises InvalidRequestError if the accelerator's speed is not known.
         """
-        layout = self.chosen.layout
-        engine = replace(self.inputs, engine=engine or self.inputs.engine).engine_for(layout)
-        return Roofline(self.model, self.accelerator, engine, layout, self.measured)
-
-    def plain_roofline(self) -> Roofline | None:
-        """Return how fast a replica is without speculation; None where the engine does not speculate."""
-        if self.plain_model is None:
-            return None
-        plain = replace(self.inputs.engine, speculative_config=None)
-        return replace(self, inputs=replace(self.inputs, model=self.plain_model)).roofline(plain)
-
-    def estimates(self, engine: EngineConfig | None = None) -> list[SpeedEstimate]:
-        """Return the speeds of a replica by requests in flight; none if the speed is not known."""
-        if self.model.encoder_positions:
-            return []
-        try:
-            roofline = self.roofline(engine)
-        except InvalidRequestError:
-            return []
-        return estimates_by_concurrency(
-            roofline,
-            self.traffic,
-            self.chosen.memory,
+        inputs, layout, memory = inputs or self.inputs, self.chosen.layout, self.chosen.memory
+        if of is not None and of.memory is not None:
+            layout, memory = of.layout, of.memory
+        engine = inputs.engine_for(layout)
+        return ReplicaSpeeds(
+            roofline=Roofline(inputs.model, self.accelerator, engine, layout, self.measured),
+            traffic=self.traffic,
+            memory=memory,
             usd_per_gpu_hour=self.usd_per_gpu_hour,
             is_ideal=self.ideal,
         )
+
+    def plain_speeds(self) -> ReplicaSpeeds | None:
+        """Return how fast a replica is without speculation; None where the engine does not speculate."""
+        if self.plain_model is None:
+            return None
+        engine = replace(self.inputs.engine, speculative_config=None)
+        plain = self.speeds(replace(self.inputs, model=self.plain_model, engine=engine))
+        return replace(plain, traffic=replace(self.traffic, acceptance_length=1.0))
+
+    def estimates(self, inputs: PlanInputs | None = None) -> list[SpeedEstimate]:
+        """Return the speeds of a replica by requests in flight; none if the speed is not known."""
+        try:
+            return [] if self.model.encoder_positions else self.speeds(inputs).for_table()
+        except InvalidRequestError:
+            return []
 
 
 def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
@@ -166,14 +166,14 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
         note=found.note,
         traffic=traffic,
         usd_per_gpu_hour=asked.usd_per_gpu_hour,
-        contexts=tuple(contexts),
+        contexts=contexts,
         ideal=asked.ideal,
         measured=measured,
         plain_model=plain_model,
     )
 
 
-def _inputs(asked: PlanRequest, found: FoundParts) -> tuple[PlanInputs, list[LayoutContexts]]:
+def _inputs(asked: PlanRequest, found: FoundParts) -> tuple[PlanInputs, Contexts]:
     """Return the inputs of the plan, and for `--max-model-len auto` the longest contexts by layout.
 
     The context is then the model's, or the longest of any layout if the machines asked for do not hold the model's. If
@@ -191,23 +191,22 @@ def _inputs(asked: PlanRequest, found: FoundParts) -> tuple[PlanInputs, list[Lay
     )
     one = inputs.for_one_replica() if is_auto else inputs
     if not is_auto or not one.cluster.num_nodes:
-        return inputs, []
+        return inputs, {}
     contexts = contexts_of(one, layouts_on(one.cluster.num_nodes, one.cluster, one.engine))
-    longest = max((lengths.by_requests[0][1] for lengths in contexts), default=whole)
+    longest = max((max(lengths.values()) for lengths in contexts.values()), default=whole)
     if longest < whole:
         workload = replace(workload, max_model_len=longest)
         inputs = replace(inputs, workload=workload, max_model_len=longest)
     return inputs, contexts
 
 
-def _all_contexts(inputs: PlanInputs, found: list[LayoutContexts], chosen: ServePlan) -> list[LayoutContexts]:
+def _all_contexts(inputs: PlanInputs, found: Contexts, chosen: ServePlan) -> Contexts:
     """Return the contexts of all layouts on the chosen number of nodes, and of the plan's other candidates."""
     found = found or contexts_of(inputs, layouts_on(chosen.layout.num_nodes, inputs.cluster, inputs.engine))
-    known = {one.layout for one in found}
-    return found + contexts_of(inputs, (one.layout for one in chosen.candidates if one.layout not in known))
+    return found | contexts_of(inputs, (one.layout for one in chosen.candidates if one.layout not in found))
 
 
-def _context_reasons(inputs: PlanInputs, contexts: list[LayoutContexts]) -> list[str]:
+def _context_reasons(inputs: PlanInputs, contexts: Contexts) -> list[str]:
     """Say which context `--max-model-len auto` chose, unless it is the model's own."""
     if not contexts or inputs.max_model_len == inputs.model.max_model_len:
         return []

@@ -41,7 +41,7 @@ def changed(name: str, **changes: Any) -> ModelSpec:
 
 def layout(tp: int = 1, pp: int = 1, dp: int = 1, nodes: int = 1) -> Layout:
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": dp}
-    return Layout(**sizes, num_nodes=nodes, gpus_per_node=tp * pp * dp // nodes)
+    return Layout(**sizes, num_nodes=nodes)
 
 
 def estimate(

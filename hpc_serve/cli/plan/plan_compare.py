@@ -110,7 +110,7 @@ def _speed_table(results: list[PlanResult], unit: str) -> Table:
 def _estimate(result: PlanResult) -> SpeedEstimate | None:
     """One replica at the concurrency asked for, else with as many requests as it runs; None of unknown speed."""
     engine = replace(result.inputs.engine, max_num_seqs=result.chosen.memory.max_num_seqs)
-    found = result.estimates(engine)
+    found = result.estimates(replace(result.inputs, engine=engine))
     if _is_concurrency_asked(result):
         found = [one for one in found if one.traffic.concurrency == result.traffic.concurrency]
     return found[-1] if found else None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hpc_serve.plan.choice.candidates import MinimumGpus, PlanInputs
+from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.choice.layout import Layout
+from hpc_serve.plan.choice.limits import MinimumGpus
 from hpc_serve.plan.engine import gpu_memory_utilization, max_num_seqs
 from hpc_serve.plan.memory import cuda_graphs, overhead
 from hpc_serve.plan.memory.estimate import MemoryEstimate, profile_runs

@@ -8,7 +8,6 @@ decides how many run at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hpc_serve.plan.memory.estimate import MemoryEstimate
@@ -31,8 +30,8 @@ class SpeedEstimate:
     corrected.
     """
 
+    roofline: Roofline
     traffic: Traffic
-    num_gpus: int
     batch: float
     capacity: float
     ideal: Speed
@@ -51,6 +50,11 @@ class SpeedEstimate:
     def bound(self) -> str:
         """The cause of most of the time, prompts included."""
         return self.speed.bound
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the replica."""
+        return self.roofline.layout.num_gpus
 
     @property
     def output_tokens_per_s_per_gpu(self) -> float:
@@ -85,8 +89,8 @@ def estimate_speed(
     if measured is not None:
         factors = factors.times(measured.ratio)
     return SpeedEstimate(
+        roofline=roofline,
         traffic=traffic,
-        num_gpus=roofline.layout.num_gpus,
         batch=batch,
         capacity=roofline.layout.data_parallel_size * capacity,
         ideal=speed_column(roofline, traffic, batch, IDEAL),
@@ -96,6 +100,40 @@ def estimate_speed(
         is_ideal=is_ideal,
         measured=measured,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSpeeds:
+    """The speeds of one replica for any number of requests in flight, whose lengths and arrivals are `traffic`'s.
+
+    `memory` is that of the layout. `is_ideal`: a person asked for the ideal figures alone.
+    """
+
+    roofline: Roofline
+    traffic: Traffic
+    memory: MemoryEstimate
+    usd_per_gpu_hour: float | None = None
+    is_ideal: bool = False
+
+    def at(self, concurrency: int) -> SpeedEstimate:
+        """Return the speed with so many requests in flight."""
+        traffic, price = replace(self.traffic, concurrency=concurrency), self.usd_per_gpu_hour
+        return estimate_speed(self.roofline, traffic, self.memory, usd_per_gpu_hour=price, is_ideal=self.is_ideal)
+
+    def held(self) -> int:
+        """Return the most requests of the traffic's mean length that run at once: by the cache, and by max_num_seqs."""
+        roofline = self.roofline
+        of_rank = min(requests_held(roofline, self.traffic, self.memory), roofline.max_num_seqs)
+        return max(1, int(roofline.layout.data_parallel_size * of_rank))
+
+    def for_table(self) -> list[SpeedEstimate]:
+        """Return the speeds for one request in flight, powers of four, the number asked for, and as many as are
+        held."""
+        held = self.held()
+        counts = {1, held, *(size for size in (4, 16, 64, 256) if size < held)}
+        if self.traffic.concurrency > 1:
+            counts.add(self.traffic.concurrency)
+        return [self.at(count) for count in sorted(counts)]
 
 
 def _correction(roofline: Roofline, traffic: Traffic, batch: float) -> Correction | None:
@@ -118,12 +156,6 @@ def requests_held(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) 
     return max(0, memory.num_blocks - 1) / blocks if blocks else math.inf
 
 
-def held_at_once(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> int:
-    """Return the most requests of the traffic's mean length that run at once: by the cache, and by max_num_seqs."""
-    of_rank = min(requests_held(roofline, traffic, memory), roofline.max_num_seqs)
-    return max(1, int(roofline.layout.data_parallel_size * of_rank))
-
-
 def running_requests(roofline: Roofline, traffic: Traffic, capacity: float) -> float:
     """Return how many of the requests in flight run at once: as many as the ranks' caches hold and max_num_seqs allows.
 
@@ -141,13 +173,9 @@ def speed_column(roofline: Roofline, traffic: Traffic, batch: float, factors: Fa
     ranks = roofline.layout.data_parallel_size
     each = replace(traffic, concurrency=-(-traffic.concurrency // ranks))
     fullest = float(each.concurrency) if batch >= traffic.concurrency else batch / ranks
-    speed = _arrival_formula(traffic)(roofline, each, fullest, factors)
+    arrives_at_once = traffic.arrivals == "burst"
+    formula = decode_speed if traffic.decode_only else burst_speed if arrives_at_once else steady_speed
+    speed = formula(roofline, each, fullest, factors)
     share = batch / fullest
-    rates = share * speed.requests_per_s, share * speed.output_tokens_per_s
-    return replace(speed, requests_per_s=rates[0], output_tokens_per_s=rates[1])
-
-
-def _arrival_formula(traffic: Traffic) -> Callable[[Roofline, Traffic, float, Factors], Speed]:
-    if traffic.decode_only:
-        return decode_speed
-    return burst_speed if traffic.arrivals == "burst" else steady_speed
+    rate, tokens_per_s = share * speed.requests_per_s, share * speed.output_tokens_per_s
+    return replace(speed, requests_per_s=rate, output_tokens_per_s=tokens_per_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.catalog import speed_accuracy
@@ -16,10 +16,10 @@ from hpc_serve.plan.choice.candidates import Candidate, PlanInputs
 from hpc_serve.plan.choice.layout import Layout, data_parallel_layouts, layouts_on
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.speed.classes import PIPELINE_STAGES
-from hpc_serve.plan.speed.estimate import SpeedEstimate, estimate_speed, held_at_once
+from hpc_serve.plan.speed.estimate import ReplicaSpeeds, SpeedEstimate
 from hpc_serve.plan.speed.limits import limit_lines
 from hpc_serve.plan.speed.measured import MeasuredHere
-from hpc_serve.plan.speed.step import EXPECTED, Roofline
+from hpc_serve.plan.speed.step import Roofline
 from hpc_serve.plan.speed.traffic import Traffic
 
 _NODES = (1, 2, 4, 8, 16)
@@ -182,7 +182,8 @@ def _deployments(
                 small.append(candidate)
                 continue
             roofline = Roofline(inputs.model, cluster.accelerator, inputs.engine_for(layout), layout, measured)
-            best = _best_batch(roofline, traffic, candidate.memory, target, replicas)
+            speeds = ReplicaSpeeds(roofline=roofline, traffic=traffic, memory=candidate.memory)
+            best = _best_batch(speeds, target, replicas)
             found.append(
                 Deployment(
                     layout=layout,
@@ -214,26 +215,20 @@ def _even_deployments(inputs: PlanInputs, nodes: int) -> Iterator[tuple[Layout, 
                 yield layout, copies
 
 
-def _best_batch(
-    roofline: Roofline, traffic: Traffic, memory: MemoryEstimate, target: SpeedTarget, replicas: int
-) -> SpeedEstimate:
+def _best_batch(replica: ReplicaSpeeds, target: SpeedTarget, replicas: int) -> SpeedEstimate:
     """Return the estimate at the largest batch that meets the target, or at the traffic's concurrency where it is above
     1."""
-
-    def at(concurrency: int) -> SpeedEstimate:
-        return estimate_speed(roofline, replace(traffic, concurrency=concurrency), memory, factors=EXPECTED)
-
-    if traffic.concurrency > 1:
-        return at(-(-traffic.concurrency // replicas))
-    low = at(1)
-    high = held_at_once(roofline, traffic, memory)
-    if target.is_met(at(high)) or not target.is_met(low):
-        return at(high) if target.is_met(at(high)) else low
-    least = 1
-    while high - least > 1:
-        middle = (least + high) // 2
-        least, high = (middle, high) if target.is_met(at(middle)) else (least, middle)
-    return at(least)
+    if replica.traffic.concurrency > 1:
+        return replica.at(-(-replica.traffic.concurrency // replicas))
+    least, most = 1, replica.held()
+    if target.is_met(largest := replica.at(most)):
+        return largest
+    if not target.is_met(smallest := replica.at(least)):
+        return smallest
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if target.is_met(replica.at(middle)) else (least, middle)
+    return replica.at(least)
 
 
 def _reasons(met: list[Deployment], missed: list[Deployment], small: list[Candidate], target: SpeedTarget) -> list[str]:

@@ -22,7 +22,7 @@ MTP = '{"method": "deepseek_mtp", "num_speculative_tokens": 1}'
 
 def roofline(engine: EngineConfig, name: str = "8b") -> Roofline:
     model = loaded_model(model_from_config(resolve(name).config, name=name), engine)
-    layout = Layout(tensor_parallel_size=1, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=1)
+    layout = Layout(tensor_parallel_size=1, pipeline_parallel_size=1, num_nodes=1)
     return Roofline(model, accelerator("h100-80gb"), engine, layout)
 
 

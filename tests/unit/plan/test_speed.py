@@ -24,7 +24,8 @@ from hpc_serve.plan import (
 from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.speed.estimate import estimate_speed, speed_column
-from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Roofline, link_rate
+from hpc_serve.plan.speed.links import link_rate
+from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Roofline
 from hpc_serve.plan.speed.target import SpeedTarget, choose_deployment, parse_speed_target
 from hpc_serve.plan.speed.traffic import Traffic
 from hpc_serve.plan.speed.work import compute_type, model_work
@@ -41,7 +42,6 @@ def layout(tensor: int = 1, pipeline: int = 1, nodes: int = 1) -> Layout:
         tensor_parallel_size=tensor,
         pipeline_parallel_size=pipeline,
         num_nodes=nodes,
-        gpus_per_node=tensor * pipeline // nodes,
     )
 
 

@@ -23,7 +23,7 @@ SMALL = ("--model", "8b", "--gpu", "l4", "--nodes", "1", "-tp", "2", "-pp", "1",
 def prepared() -> tuple[Roofline, MemoryEstimate]:
     model, gpu, engine = model_from_config(resolve("8b").config, name="8b"), accelerator("l4"), EngineConfig()
     memory = estimate_memory(model, gpu, engine, tensor_parallel_size=2, pipeline_parallel_size=1, max_model_len=8192)
-    layout = Layout(tensor_parallel_size=2, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=2)
+    layout = Layout(tensor_parallel_size=2, pipeline_parallel_size=1, num_nodes=1)
     return Roofline(model, gpu, engine, layout), memory
 
 

@@ -14,7 +14,7 @@ from hpc_serve.plan.engine import Workload
 from hpc_serve.plan.hardware.accelerator import least_of
 from hpc_serve.plan.hardware.cluster import cluster_named
 from hpc_serve.plan.make import FoundParts, PlanResult, make_plan
-from hpc_serve.plan.report.speed import explain_lines
+from hpc_serve.plan.report.explain_speed import explain_lines
 
 
 def planned(model: str, gpu: str, **options: Any) -> PlanResult:
@@ -24,17 +24,17 @@ def planned(model: str, gpu: str, **options: Any) -> PlanResult:
 
 def explained(result: PlanResult) -> dict[str, list[float]]:
     """The numbers of each line, (ideal, expected), by its words."""
-    lines = explain_lines(result.roofline(), result.estimates()[-1])
+    lines = explain_lines(result.estimates()[-1])
     found = (re.fullmatch(r"  (\S.*?) {2,}([\d.,]+)(?: ms)? +([\d.,]+)(?: ms)?", line.rstrip()) for line in lines)
     return {one[1]: [float(one[place].replace(",", "")) for place in (2, 3)] for one in found if one}
 
 
 def test_the_price_a_person_gives_comes_before_the_listed_one() -> None:
-    text = "\n".join(explain_lines(planned("8b", "v5e").roofline(), planned("8b", "v5e").estimates()[-1]))
+    text = "\n".join(explain_lines(planned("8b", "v5e").estimates()[-1]))
     assert "at $1.20 for an hour of a chip (Google Cloud, by How To Scale Your Model, part 8, 2025-02-04" in text
     own = planned("8b", "v5e", usd_per_gpu_hour=2.4)
     assert "at $2.40 for an hour of a chip (as --usd-per-gpu-hour says)" in "\n".join(
-        explain_lines(own.roofline(), own.estimates()[-1])
+        explain_lines(own.estimates()[-1])
     )
     listed, twice = explained(planned("8b", "v5e")), explained(own)
     key = "$ for a million output tokens"
@@ -78,11 +78,11 @@ def test_the_arithmetic_speaks_of_what_there_is(gpu: str, unit: str) -> None:
         cluster=cluster_named(gpu, total_bytes=(256 << 30) if gpu.startswith("cpu") else None),
     )
     result = make_plan(PlanRequest(model="8b", gpu=gpu, engine=EngineConfig()), parts)
-    lines = list(explain_lines(result.roofline(), result.estimates()[-1]))
+    lines = list(explain_lines(result.estimates()[-1]))
     assert any(f" GB a {unit} " in line for line in lines)
 
 
 def test_long_waits_are_in_seconds_and_keep_their_columns() -> None:
     result = planned("8b", "l4", workload=Workload(max_model_len=8192, concurrency=2000))
-    (line,) = (line for line in explain_lines(result.roofline(), result.estimates()[-1]) if "first token" in line)
+    (line,) = (line for line in explain_lines(result.estimates()[-1]) if "first token" in line)
     assert re.fullmatch(r"  time to the first token +[\d,]+\.\d\d s +[\d,]+\.\d\d s", line)

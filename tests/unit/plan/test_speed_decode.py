@@ -24,7 +24,7 @@ def prepared(name: str, gpu_name: str, ranks: int = 1, engine: EngineConfig | No
     memory: MemoryEstimate = estimate_memory(
         model, gpu, engine, tensor_parallel_size=ranks, pipeline_parallel_size=1, max_model_len=8192
     )
-    layout = Layout(tensor_parallel_size=ranks, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=ranks)
+    layout = Layout(tensor_parallel_size=ranks, pipeline_parallel_size=1, num_nodes=1)
     return Roofline(model, gpu, engine, layout), memory
 
 

@@ -116,7 +116,7 @@ def teach(tmp_path, monkeypatch):
     def keep(ratio: float, concurrency: int, times: int = 2) -> None:
         result = plan_for(replace(ASKED, measured=False))
         one = estimate(result, concurrency)
-        case = case_of(result.roofline(), one.traffic, one.batch)
+        case = case_of(one.roofline, one.traffic, one.batch)
         rate = one.expected.output_tokens_per_s
         for _ in range(times):
             run = MeasuredRun(case=case, tokens_per_s=ratio * rate, printed_tokens_per_s=rate)
@@ -189,7 +189,7 @@ def test_an_option_that_changes_the_engine_makes_a_case_another_one():
     def case(**options) -> Case:
         result = plan_for(replace(ASKED, measured=False, engine=replace(ENGINE, **options)))
         one = estimate(result, 64)
-        return case_of(result.roofline(), one.traffic, one.batch)
+        return case_of(one.roofline, one.traffic, one.batch)
 
     assert case().steps(case(max_num_seqs=200, gpu_memory_utilization=0.8)) == 0
     assert case().steps(case(enable_lora=True)) >= 1

@@ -19,7 +19,7 @@ DEVICE = replace(EXPECTED, sequence_s=0)
 
 def roofline(stages: int, *, name: str = "70b", batched: int | None = None, version: str = "0.31.0") -> Roofline:
     engine = EngineConfig(vllm_version=version, max_num_batched_tokens=batched, async_scheduling=False)
-    layout = Layout(tensor_parallel_size=2, pipeline_parallel_size=stages, num_nodes=1, gpus_per_node=2 * stages)
+    layout = Layout(tensor_parallel_size=2, pipeline_parallel_size=stages, num_nodes=1)
     model = model_from_config(resolve(name).config, name=name)
     return Roofline(model, accelerator("h200"), engine, layout)
 

@@ -21,7 +21,7 @@ def spec(name: str) -> ModelSpec:
 
 def roofline(name: str, stages: int = 1, *, version: str = "0.12.0") -> Roofline:
     engine = EngineConfig(vllm_version=version)
-    layout = Layout(tensor_parallel_size=8, pipeline_parallel_size=stages, num_nodes=stages, gpus_per_node=8)
+    layout = Layout(tensor_parallel_size=8, pipeline_parallel_size=stages, num_nodes=stages)
     return Roofline(spec(name), H100, engine, layout)
 
 
