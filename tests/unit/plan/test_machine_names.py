@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from hpc_serve.cli.main import run
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan import accelerator
 from hpc_serve.plan.hardware.cluster import cluster_named
 from hpc_serve.sizes import GIB
+from tests.unit.plan.conftest import Plan
 
 
 @pytest.mark.parametrize(
@@ -35,6 +33,7 @@ def test_a_slice_has_several_names(name: str, same: str) -> None:
         ("v5p-4x4", "not an accelerator"),
         ("h100-8", "h100-8 is not offered: use h100"),
         ("v6e:3x3", "2x4"),
+        ("h100:2x2", "no topology"),
     ],
 )
 def test_what_is_not_offered_is_told_with_what_is(name: str, says: str) -> None:
@@ -61,6 +60,6 @@ def test_of_several_kinds_the_least_counts() -> None:
             cluster_named(name, total_bytes=80 * GIB)
 
 
-def test_a_plan_for_several_kinds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "70b", "--gpu", "a100-80gb,h100-pcie-80gb", "--nodes", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["gpu"] == "a100-80gb,h100-pcie-80gb"
+def test_a_plan_for_several_kinds(plan_json: Plan) -> None:
+    kinds = "a100-80gb,h100-pcie-80gb"
+    assert plan_json("70b", "--gpu", kinds, "--nodes", "1")["gpu"] == kinds
