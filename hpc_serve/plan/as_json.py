@@ -112,7 +112,8 @@ def _estimate(estimate: SpeedEstimate) -> dict[str, Any]:
     return {
         "concurrency": estimate.traffic.concurrency,
         "running": estimate.batch,
-        **_named(estimate, ("bound", "output_tokens_per_s_per_gpu", "output_tokens_per_usd")),
+        "bound": estimate.speed.bound,
+        **_named(estimate, ("output_tokens_per_s_per_gpu", "output_tokens_per_usd")),
         **({"measured": asdict(estimate.measured)} if estimate.measured else {}),
         "ideal": _speed(estimate.ideal),
         "expected": _speed(estimate.expected),

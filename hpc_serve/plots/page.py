@@ -53,11 +53,11 @@ def speed_page(results: Sequence[PlanResult]) -> str:
     units = {one.roofline.accelerator.unit for one in drawn}
     data = {
         "unit": units.pop() if len(units) == 1 else "device",
-        "usd": first.usd_per_gpu_hour,
+        "usd": first.asked.usd_per_gpu_hour,
         "contexts": contexts,
         "context": contexts.index(asked.input_tokens),
         "batch": asked.concurrency,
-        "ideal": first.ideal,
+        "ideal": first.asked.ideal,
         "formula": _key(asked),
         "formulas": [
             {"key": key, "name": _FORMULAS[key], "says": formula_text(traffic), "accuracy": _accuracy(traffic, drawn)}

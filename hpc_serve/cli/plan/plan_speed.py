@@ -74,10 +74,10 @@ def speed_line(result: PlanResult) -> str:
         + (f", {one.output_tokens_per_usd / 1e6:.2f} M tokens a dollar)" if one.output_tokens_per_usd else ")")
         for count, one in shown.items()
     ]
-    figures = "Ideal speed" if result.ideal else "Speed to expect"
+    figures = "Ideal speed" if result.asked.ideal else "Speed to expect"
     whose = " of each replica" if result.chosen.replicas > 1 else ""
     arrivals, other = _ARRIVALS["decoding" if traffic.decode_only else traffic.arrivals]
-    whence = None if result.ideal else measured_text(list(shown.values()))
+    whence = None if result.asked.ideal else measured_text(list(shown.values()))
     measured = f"; {whence}" if whence else ""
     line = f"{figures}{whose}: {', '.join(parts)}; {requests_text(traffic)}, {arrivals}{measured}.{other}"
     return f"{line} {_bounds(result, shown)}"
@@ -87,10 +87,10 @@ def _bounds(result: PlanResult, shown: Mapping[int, SpeedEstimate]) -> str:
     """What takes most of the time, and how the range is known."""
     bounds: dict[str, list[str]] = {}
     for count, one in shown.items():
-        bounds.setdefault(_CAUSES[one.bound], []).append(f"{count:,}")
+        bounds.setdefault(_CAUSES[one.speed.bound], []).append(f"{count:,}")
     each = [f"{bound} with {' and '.join(counts)} in flight" for bound, counts in bounds.items()]
     most = f"Most of the time goes to {', to '.join(each) if len(each) > 1 else next(iter(bounds))}."
-    if result.ideal or any(one.measured for one in shown.values()):
+    if result.asked.ideal or any(one.measured for one in shown.values()):
         return most
     found = speed_range(shown[1].roofline, result.traffic)
     if found is None:
@@ -140,7 +140,7 @@ def _range(estimate: SpeedEstimate) -> str:
 
 def print_speed(console: Console, result: PlanResult) -> None:
     """The table: what to expect, and the ideal beside it; or the ideal alone."""
-    found, traffic, usd = result.estimates(), result.traffic, result.usd_per_gpu_hour
+    found, traffic, usd = result.estimates(), result.traffic, result.asked.usd_per_gpu_hour
     if not found:
         console.print(Text(_why_none(result), style="dim"))
         return
@@ -149,7 +149,7 @@ def print_speed(console: Console, result: PlanResult) -> None:
     each = (f"PER {unit}",) if has_each else ()
     first = () if traffic.decode_only or not traffic.generates else ("TTFT",)
     rate = ("TPOT", "TOKENS/S") if traffic.generates else ("TIME", "TEXTS/S")
-    beside = () if result.ideal else ("IDEAL",)
+    beside = () if result.asked.ideal else ("IDEAL",)
     numbers = ("IN FLIGHT", *first, *rate, *beside, *each, *(("PER $",) if usd else ()))
     table = wide_table(console, *numbers, "BOUND BY", left=("BOUND BY",))
     for estimate in found:
@@ -163,10 +163,10 @@ def print_speed(console: Console, result: PlanResult) -> None:
             *((f"{estimate.ideal.output_tokens_per_s:,.0f}",) if beside else ()),
             *((f"{estimate.output_tokens_per_s_per_gpu:,.0f}",) if has_each else ()),
             *dollar,
-            estimate.bound,
+            speed.bound,
         )
     whose = " of each replica" if result.chosen.replicas > 1 else ""
-    if result.ideal:
+    if result.asked.ideal:
         figures = "Ideal speed"
         about = "every rate at its peak, communication hidden: no published measurement is above it"
     else:
@@ -177,16 +177,16 @@ def print_speed(console: Console, result: PlanResult) -> None:
     if not traffic.generates:
         return
     replica = result.speeds()
-    whence = None if result.ideal else range_text(found)
+    whence = None if result.asked.ideal else range_text(found)
     for sentence in filter(None, (whence, *map(waiting_text, found))):
         console.print(Text(sentence))
     if start := start_text(_asked(found, traffic.concurrency)):
         console.print(Text(start))
-    if not result.ideal and not traffic.decode_only:
+    if not result.asked.ideal and not traffic.decode_only:
         for sentence in class_texts(replica.roofline):
             console.print(Text(f"{sentence}."))
     console.print(Text(knee_text(replica)))
-    if result.ideal or traffic.decode_only:
+    if result.asked.ideal or traffic.decode_only:
         console.print(Text(critical_text(replica)))
 
 

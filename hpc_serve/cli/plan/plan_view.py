@@ -54,7 +54,7 @@ def print_explanation(result: PlanResult, words: Sequence[str], *, note: str | N
     for line in gain_lines(result):
         console.print(Text(line))
     console.print()
-    for line in explain(result.inputs, chosen.layout, chosen.memory, chosen.minimum_gpus, note=result.note):
+    for line in explain(result.inputs, chosen.layout, chosen.memory, chosen.minimum_gpus, note=result.found.note):
         click.echo(line)
     print_speed_explanation(result)
     click.echo()

@@ -121,7 +121,7 @@ def _more_nodes(asked: PlanInputs) -> Remedy | None:
     if not cluster.num_nodes and replicas == 1:
         return None
     one = replace(asked.workload, replicas=None)
-    free = replace(asked, cluster=cluster.with_nodes(None), workload=one)
+    free = replace(asked, cluster=replace(cluster, num_nodes=None), workload=one)
     layout = _first_that_fits(free)
     if layout is None:
         return None

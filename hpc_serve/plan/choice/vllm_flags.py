@@ -18,14 +18,19 @@ from hpc_serve.vllm.arguments import read_arguments, value_of
 from hpc_serve.vllm.options import load_data
 
 _NOT_VLLMS = ("vllm_version", "use_v1", "uncounted", "takes_whole_texts")
-_OPTIONS = [option for option in fields(EngineConfig) if option.name not in _NOT_VLLMS]
-_FIELDS = ("max_model_len", *(option.name for option in _OPTIONS))
-"""The options that decide about memory and layout: the fields of EngineConfig, and the context."""
 _ORDER = (
     *(("int | None", "float | None", "str | None"), ("str",), ("quantization",), ("bool", "bool | None")),
     *(("Mapping[str, Any] | None",), ("tuple[str, ...] | None",)),
 )
 """Types of options in the order in which they are written. --quantization stands among them by its name."""
+_OPTIONS = [
+    option
+    for types in _ORDER
+    for option in fields(EngineConfig)
+    if option.name not in _NOT_VLLMS and ("quantization" if option.name == "quantization" else option.type) in types
+]
+_FIELDS = ("max_model_len", *(option.name for option in _OPTIONS))
+"""The options that decide about memory and layout: the fields of EngineConfig, and the context."""
 _LAYOUT = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 ONLINE_METHODS = {
     "fp8": "fp8_per_tensor",
@@ -48,11 +53,9 @@ def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: M
     if layout.data_parallel_size > 1:
         args += ["--data-parallel-size", str(layout.data_parallel_size)]
     of_plan = {**dict.fromkeys(_LAYOUT), "quantization": _quantization_flag(engine, model)}
-    for types in _ORDER:
-        for option in _OPTIONS:
-            if ("quantization" if option.name == "quantization" else option.type) in types:
-                value = of_plan[option.name] if option.name in of_plan else getattr(engine, option.name)
-                args += _words(option.name, value, option.default)
+    for option in _OPTIONS:
+        value = of_plan[option.name] if option.name in of_plan else getattr(engine, option.name)
+        args += _words(option.name, value, option.default)
     return tuple(args)
 
 

@@ -56,10 +56,6 @@ class ClusterSpec:
         """Return the GPUs of each node, if there are so many nodes."""
         return self.gpus_per_node or self.accelerator.node_size(num_nodes)
 
-    def with_nodes(self, num_nodes: int | None) -> ClusterSpec:
-        """Return the same machines with another number of nodes."""
-        return replace(self, num_nodes=num_nodes)
-
 
 def cluster_named(
     name: str, *, total_bytes: int | None = None, num_nodes: int | None = None, gpus_per_node: int | None = None

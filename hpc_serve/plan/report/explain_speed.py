@@ -58,7 +58,7 @@ def explain_lines(estimate: SpeedEstimate) -> Iterator[str]:
     parts = ", ".join(f"{cause} {100 * share:.0f} %" for cause, share in shares if share >= 0.005)
     time = "the ideal time" if estimate.is_ideal else "the time"
     prompts = "" if traffic.decode_only else ", prompts included"
-    yield f"  Of all {time}{prompts}: {parts}. The bound is {estimate.bound}."
+    yield f"  Of all {time}{prompts}: {parts}. The bound is {estimate.speed.bound}."
     reached = f"a large product has {100 * roofline.accelerator.matmul_share:.0f} % of the FLOP/s"
     yield f"  Ideal: every rate at its peak, communication hidden. Expected, where {reached}:"
     for name, meaning in _MEANING.items():

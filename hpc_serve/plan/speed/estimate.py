@@ -47,11 +47,6 @@ class SpeedEstimate:
         return self.ideal if self.is_ideal else self.expected
 
     @property
-    def bound(self) -> str:
-        """The cause of most of the time, prompts included."""
-        return self.speed.bound
-
-    @property
     def num_gpus(self) -> int:
         """GPUs of the replica."""
         return self.roofline.layout.num_gpus
@@ -69,39 +64,6 @@ class SpeedEstimate:
         return self.output_tokens_per_s_per_gpu * 3600 / self.usd_per_gpu_hour
 
 
-def estimate_speed(
-    roofline: Roofline,
-    traffic: Traffic,
-    memory: MemoryEstimate,
-    *,
-    factors: Factors = EXPECTED,
-    usd_per_gpu_hour: float | None = None,
-    is_ideal: bool = False,
-) -> SpeedEstimate:
-    """Return the speed of one replica under some traffic.
-
-    `memory` is that of the layout. Requests that the cache or vLLM's max_num_seqs cannot hold wait. The requests in
-    flight are divided among the data-parallel ranks. Ranks step together, so a step is that of the fullest one.
-    """
-    capacity = requests_held(roofline, traffic, memory)
-    batch = running_requests(roofline, traffic, capacity)
-    measured = _correction(roofline, traffic, batch)
-    if measured is not None:
-        factors = factors.times(measured.ratio)
-    return SpeedEstimate(
-        roofline=roofline,
-        traffic=traffic,
-        batch=batch,
-        capacity=roofline.layout.data_parallel_size * capacity,
-        ideal=speed_column(roofline, traffic, batch, IDEAL),
-        expected=speed_column(roofline, traffic, batch, factors),
-        factors=factors,
-        usd_per_gpu_hour=usd_per_gpu_hour,
-        is_ideal=is_ideal,
-        measured=measured,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReplicaSpeeds:
     """The speeds of one replica for any number of requests in flight, whose lengths and arrivals are `traffic`'s.
@@ -115,10 +77,30 @@ class ReplicaSpeeds:
     usd_per_gpu_hour: float | None = None
     is_ideal: bool = False
 
-    def at(self, concurrency: int) -> SpeedEstimate:
-        """Return the speed with so many requests in flight."""
-        traffic, price = replace(self.traffic, concurrency=concurrency), self.usd_per_gpu_hour
-        return estimate_speed(self.roofline, traffic, self.memory, usd_per_gpu_hour=price, is_ideal=self.is_ideal)
+    def at(self, concurrency: int, factors: Factors = EXPECTED) -> SpeedEstimate:
+        """Return the speed with so many requests in flight.
+
+        Requests that the cache or vLLM's max_num_seqs cannot hold wait. The requests in flight are divided among the
+        data-parallel ranks. Ranks step together, so a step is that of the fullest one.
+        """
+        roofline, traffic = self.roofline, replace(self.traffic, concurrency=concurrency)
+        capacity = requests_held(roofline, traffic, self.memory)
+        batch = running_requests(roofline, traffic, capacity)
+        measured = _correction(roofline, traffic, batch)
+        if measured is not None:
+            factors = factors.times(measured.ratio)
+        return SpeedEstimate(
+            roofline=roofline,
+            traffic=traffic,
+            batch=batch,
+            capacity=roofline.layout.data_parallel_size * capacity,
+            ideal=speed_column(roofline, traffic, batch, IDEAL),
+            expected=speed_column(roofline, traffic, batch, factors),
+            factors=factors,
+            usd_per_gpu_hour=self.usd_per_gpu_hour,
+            is_ideal=self.is_ideal,
+            measured=measured,
+        )
 
     def held(self) -> int:
         """Return the most requests of the traffic's mean length that run at once: by the cache, and by max_num_seqs."""

@@ -76,8 +76,6 @@ arXiv:2307.08691; FlashAttention-3 has up to 75 % on H100, arXiv:2407.08608), 40
 step, 25 µs for a launch.
 """
 FITTED = ("flops", "expert_flops", "bandwidth", "kernel_s", "sequence_s", "request_s")
-
-
 _PARTS = ("flops_s", "weights_s", "cache_s", "communication_s", "engine_s")
 
 
@@ -110,10 +108,7 @@ class StepTime:
         return self.pass_s + self.bubble_s
 
     def after(self, draft: StepTime, passes: int, own_s: float) -> StepTime:
-        """Return this time with passes of a draft model before it, and `own_s` of the engine's own for them.
-
-        None of its work happens beside the model's.
-        """
+        """Return this time with passes of a draft model before it, and `own_s` of the engine's own for them."""
         sums = {name: getattr(self, name) + passes * getattr(draft, name) for name in _PARTS}
         return replace(self, **{**sums, "engine_s": sums["engine_s"] + own_s})
 
@@ -129,19 +124,12 @@ class StepTime:
             "bubbles": self.bubble_s,
         }
 
-    @property
-    def bound(self) -> str:
-        """The largest cause."""
-        return max(self.causes, key=lambda cause: self.causes[cause])
-
 
 class Roofline:
     """How long a step of one model on one layout takes, for any batch. The work is counted once.
 
     With data parallelism the batch is that of one rank. The ranks step together, each with as large a batch.
-
     With speculation a step has `tokens_per_sequence` of each sequence: its last token, and the drafts after it.
-
     If scheduling is async, the host works on a step while the device computes the last one (`is_async` in
     plan/engine.py). `measured` are runs on this accelerator here. Raises InvalidRequestError if no source confirms the
     accelerator's FLOP/s or bandwidth.

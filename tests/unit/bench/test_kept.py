@@ -92,7 +92,7 @@ def test_others_weights_and_another_accelerator_are_not_kept(store):
     with pytest.raises(NoPlanError, match="stand in"):
         measured_run(store, run_of(), gpu=None)
     submit(store, gpu="cpu")
-    assert "Name its accelerator" in predict(store, run_of(), gpu=None)["reason"]
+    assert "its accelerator is not known" in predict(store, run_of(), gpu=None)["reason"]
     with pytest.raises(NoPlanError, match="its accelerator is not known"):
         measured_run(store, run_of(), gpu=None)
     assert measured_run(store, run_of(), gpu="h200").case.accelerator == "h200-141gb"

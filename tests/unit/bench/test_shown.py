@@ -19,9 +19,8 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.asked import PlanRequest
 from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit.plans.planned_speed import speed_figures
 from hpc_serve.submit.plans.planning import plan_for
-from tests.support.stubs import make_record, make_submitted
+from tests.support.stubs import make_record
 from tests.unit.bench.conftest import make_outcome, make_run
 
 RUN = make_run(make_outcome(), make_outcome(place=1, ttft_s=0.2, latency_s=0.4))
@@ -128,24 +127,12 @@ def test_with_the_accelerators_name_the_plan_is_made_for_the_run(store):
     assert found["mean_tpot_ms"] == pytest.approx(1e3 * one.expected.tpot_s, rel=0.01)
 
 
-def test_without_it_what_submit_wrote_down_counts_for_its_lengths(store):
-    result = plan_for(PlanRequest(model=MODEL, gpu="h100-80gb", num_nodes=1, gpus_per_node=2))
-    figures = speed_figures(result.estimates())
-    for job_id in ("1", "2"):
-        store.write_submitted(make_submitted(job_id=job_id, predicted=figures))
-    lengths = int(figures["request_input_tokens"]), int(figures["request_output_tokens"])
-    found = predict(store, run_of(*lengths), gpu=None)
-    assert found["output_throughput"] == pytest.approx(2 * figures["output_tokens_per_s_at_16"])
-    assert found["mean_ttft_ms"] is None
-    assert "is of requests of" in predict(store, run_of(7, 8), gpu=None)["reason"]
-
-
 @pytest.mark.parametrize(
     ("run", "gpu", "why"),
     [
         (run_of(10, 10, max_concurrency=None), None, "this run has a rate"),
         (run_of(10, 10, request_rate=2.0), None, "this run has a rate"),
-        (run_of(10, 10), None, "nothing of its speed was written down"),
+        (run_of(10, 10), None, "its accelerator is not known"),
         (run_of(10, 10), "nonsense", "nonsense"),
         (replace(run_of(10, 10), replicas=("9-r0-0",)), None, "no record of its replicas"),
         (run_of(None, 10), None, "not known before the run"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -11,10 +10,9 @@ from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.catalog import speed_accuracy
 from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.speed.classes import PIPELINE_STAGES
-from hpc_serve.plan.speed.estimate import estimate_speed
 from hpc_serve.plan.speed.target import Deployment, SpeedTarget, choose_deployment, parse_speed_target
 from hpc_serve.plan.speed.traffic import Traffic
-from tests.support.plans import plan_inputs
+from tests.support.plans import plan_inputs, replica
 from tests.unit.conftest import Ran
 from tests.unit.plan.conftest import Plan, Told
 
@@ -45,10 +43,9 @@ def test_small_replicas_win_on_throughput_and_a_wide_one_on_latency() -> None:
 
 def test_the_batch_is_as_large_as_the_target_allows() -> None:
     target, (option, _) = SpeedTarget(tpot_s=0.030), chosen(plan_inputs("70b"), tpot_s=0.030)
-    traffic = option.estimate.traffic
-    more = replace(traffic, concurrency=traffic.concurrency + 1)
+    more = replica("70b", tp=option.layout.tensor_parallel_size).at(option.estimate.traffic.concurrency + 1)
     assert target.is_met(option.estimate)
-    assert not target.is_met(estimate_speed(option.estimate.roofline, more, option.memory))
+    assert not target.is_met(more)
 
 
 @pytest.mark.parametrize(
