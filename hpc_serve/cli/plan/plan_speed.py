@@ -74,13 +74,16 @@ def speed_line(result: PlanResult) -> str:
         + (f", {one.output_tokens_per_usd / 1e6:.2f} M tokens a dollar)" if one.output_tokens_per_usd else ")")
         for count, one in shown.items()
     ]
-    figures = "Ideal speed" if result.asked.ideal else "Speed to expect"
-    whose = " of each replica" if result.chosen.replicas > 1 else ""
     arrivals, other = _ARRIVALS["decoding" if traffic.decode_only else traffic.arrivals]
     whence = None if result.asked.ideal else measured_text(list(shown.values()))
     measured = f"; {whence}" if whence else ""
-    line = f"{figures}{whose}: {', '.join(parts)}; {requests_text(traffic)}, {arrivals}{measured}.{other}"
+    line = f"{_what_speed(result)}: {', '.join(parts)}; {requests_text(traffic)}, {arrivals}{measured}.{other}"
     return f"{line} {_bounds(result, shown)}"
+
+
+def _what_speed(result: PlanResult) -> str:
+    figures = "Ideal speed" if result.asked.ideal else "Speed to expect"
+    return f"{figures} of each replica" if result.chosen.replicas > 1 else figures
 
 
 def _bounds(result: PlanResult, shown: Mapping[int, SpeedEstimate]) -> str:
@@ -165,29 +168,25 @@ def print_speed(console: Console, result: PlanResult) -> None:
             *dollar,
             speed.bound,
         )
-    whose = " of each replica" if result.chosen.replicas > 1 else ""
-    if result.asked.ideal:
-        figures = "Ideal speed"
-        about = "every rate at its peak, communication hidden: no published measurement is above it"
-    else:
-        figures, about = "Speed to expect", accuracy_text(traffic, result.accelerator.kind)
-    factors = "; the factors are below" if traffic.generates else ""
-    console.print(Text(f"{figures}{whose}, {requests_text(traffic)}, {arrivals_text(traffic)} ({about}{factors}):"))
+    ideal, alone = result.asked.ideal, traffic.decode_only
+    best = "every rate at its peak, communication hidden: no published measurement is above it"
+    about = best if ideal else accuracy_text(traffic, result.accelerator.kind)
+    about += "; the factors are below" if traffic.generates else ""
+    console.print(Text(f"{_what_speed(result)}, {requests_text(traffic)}, {arrivals_text(traffic)} ({about}):"))
     console.print(table)
     if not traffic.generates:
         return
     replica = result.speeds()
-    whence = None if result.asked.ideal else range_text(found)
-    for sentence in filter(None, (whence, *map(waiting_text, found))):
+    sentences = (
+        None if ideal else range_text(found),
+        *map(waiting_text, found),
+        start_text(_asked(found, traffic.concurrency)),
+        *(f"{text}." for text in class_texts(replica.roofline) if not (ideal or alone)),
+        knee_text(replica),
+        critical_text(replica) if ideal or alone else None,
+    )
+    for sentence in filter(None, sentences):
         console.print(Text(sentence))
-    if start := start_text(_asked(found, traffic.concurrency)):
-        console.print(Text(start))
-    if not result.asked.ideal and not traffic.decode_only:
-        for sentence in class_texts(replica.roofline):
-            console.print(Text(f"{sentence}."))
-    console.print(Text(knee_text(replica)))
-    if result.asked.ideal or traffic.decode_only:
-        console.print(Text(critical_text(replica)))
 
 
 def print_speed_explanation(result: PlanResult) -> None:

@@ -32,15 +32,8 @@ _OPTIONS = [
 _FIELDS = ("max_model_len", *(option.name for option in _OPTIONS))
 """The options that decide about memory and layout: the fields of EngineConfig, and the context."""
 _LAYOUT = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-ONLINE_METHODS = {
-    "fp8": "fp8_per_tensor",
-    "fp8_per_tensor": "fp8_per_tensor",
-    "fp8_per_channel": "fp8_per_channel",
-    "fp8_per_block": "fp8_per_block",
-    "int8_per_channel_weight_only": "int8_per_channel_weight_only",
-    "mxfp8": "mxfp8",
-}
-"""Methods with which vLLM 0.32 quantizes a 16-bit checkpoint while it loads it, and the name that it takes for each."""
+_ONLINE_METHODS = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8_per_channel_weight_only", "mxfp8")
+"""Methods with which vLLM 0.32 quantizes a 16-bit checkpoint while it loads it. `fp8` is its first."""
 
 
 def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: ModelSpec) -> tuple[str, ...]:
@@ -124,7 +117,9 @@ def _quantization_flag(engine: EngineConfig, model: ModelSpec) -> str | None:
         return None
     if not model.quantization.is_assumed:
         return engine.quantization
-    return ONLINE_METHODS.get(engine.quantization.lower().replace("-", "_"))
+    method = engine.quantization.lower().replace("-", "_")
+    method = "fp8_per_tensor" if method == "fp8" else method
+    return method if method in _ONLINE_METHODS else None
 
 
 def _flag(name: str) -> str:
