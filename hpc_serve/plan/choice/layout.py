@@ -242,10 +242,8 @@ def _too_many_gpus(layout: Layout, cluster: ClusterSpec) -> str:
 
 def _fewest_nodes(ranks: int, cluster: ClusterSpec) -> int | None:
     """Return the fewest nodes that share so many ranks evenly, or None."""
-    for nodes in range(1, _most_nodes(cluster) + 1):
-        if ranks % nodes == 0 and ranks <= nodes * cluster.node_size_of(nodes):
-            return nodes
-    return None
+    numbers = range(1, _most_nodes(cluster) + 1)
+    return next((one for one in numbers if ranks % one == 0 and ranks <= one * cluster.node_size_of(one)), None)
 
 
 def _larger_machines(ranks: int, cluster: ClusterSpec) -> str:

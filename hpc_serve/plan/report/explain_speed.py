@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from hpc_serve.plan.report.speed import lengths_text, measured_text
+from hpc_serve.plan.speed.burst import read_prompts
 from hpc_serve.plan.speed.estimate import SpeedEstimate
 from hpc_serve.plan.speed.limits import limit_lines
 from hpc_serve.plan.speed.step import FITTED, IDEAL
@@ -99,14 +99,10 @@ def _separate_lines(estimate: SpeedEstimate) -> Iterator[str]:
     A prompt alone takes p seconds. A replica that decodes ends batch / (output steps x step) requests a second. So p
     times as many replicas of the same layout read prompts for it (How To Scale Your Model, part 8).
     """
-    roofline, traffic = estimate.roofline, estimate.traffic
-    inputs, cached, rates, prefills, shares = traffic.read_tokens, traffic.cached_tokens, [], [], []
-    chunks = max(1, math.ceil(inputs / roofline.max_num_batched_tokens))
+    traffic = estimate.traffic
+    rates, prefills, shares = [], [], []
     for factors, speed in ((IDEAL, estimate.ideal), (estimate.factors, estimate.expected)):
-        stages = roofline.layout.pipeline_parallel_size
-        tokens = stages * inputs / chunks
-        alone = roofline.step(tokens, 0, traffic.mean_context, factors, inputs, cached_tokens=cached)
-        prefills.append((chunks + stages - 1) / stages * alone.total_s)
+        prefills.append(read_prompts(estimate.roofline, traffic, 1, factors).seconds)
         rates.append(estimate.batch * traffic.acceptance_length / speed.step.total_s)
         shares.append(prefills[-1] * rates[-1] / traffic.output_tokens)
     if not traffic.decode_only:
