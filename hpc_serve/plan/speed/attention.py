@@ -60,8 +60,6 @@ def attention_of(
             prefill = 2 * heads * (query_width + value_width)
         if cache.kind == "encoder":
             decode, prefill = 0, 2 * prefill
-        if cache.kind == "state":
-            decode = prefill = 0
         found.append(
             Attention(
                 count=count,
