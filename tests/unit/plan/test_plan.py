@@ -155,8 +155,7 @@ def test_70b_on_tpu_v5e(quantization: str | None, cache: str, chips: int) -> Non
 
 def test_one_two_or_four_replicas_of_70b_on_eight_a100() -> None:
     """The on-prem guide of llama-recipes prefers four, which leaves almost no cache."""
-    inputs = plan_inputs("70b", "a100-80gb")
-    ways = replica_options(inputs)
+    ways = replica_options(plan_inputs("70b", "a100-80gb"))
     assert [(way.replicas, way.layout.tensor_parallel_size) for way in ways] == [(1, 8), (2, 4), (4, 2)]
     totals = [way.total_tokens for way in ways]
     assert totals[0] > totals[1] > 5 * totals[2]
@@ -295,7 +294,6 @@ def test_explanation_adds_up() -> None:
 
 
 def test_small_replicas_win_where_they_leave_no_less_cache() -> None:
-    inputs = plan_inputs("Qwen/Qwen2.5-0.5B", length=2048)
-    ways = replica_options(inputs)
+    ways = replica_options(plan_inputs("Qwen/Qwen2.5-0.5B", length=2048))
     assert ways[-1].typical_requests >= ways[0].typical_requests
     assert "hold no less" in (compare_sharing(ways, 2048) or "")

@@ -78,7 +78,11 @@ def test_an_ideal_step_is_the_books_formula() -> None:
 )
 def test_the_critical_batch_of_a_dense_model_is_flops_over_bandwidth(gpu: str, critical: float) -> None:
     """With two bytes a weight and two operations for it, both cancel; the book has 240 for a v5e."""
-    assert critical_batch(roofline("8b", gpu)) == pytest.approx(critical, rel=0.02)
+    of_8b = roofline("8b", gpu)
+    batch = critical_batch(of_8b) or 0
+    assert batch == pytest.approx(critical, rel=0.02)
+    below, there = (of_8b.decode(count, 1, IDEAL) for count in (batch - 1, batch))
+    assert (below.flops_s < below.weights_s, there.flops_s >= there.weights_s) == (True, True)
 
 
 def test_experts_move_the_critical_batch_up() -> None:
