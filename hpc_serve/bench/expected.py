@@ -20,7 +20,7 @@ from hpc_serve.client.replicas.replicas import replica_of_file
 from hpc_serve.errors import HpcServeError
 from hpc_serve.plan.asked import PlanRequest
 from hpc_serve.plan.choice.vllm_flags import read_fields
-from hpc_serve.plan.engine import Arrivals, EngineConfig, Workload
+from hpc_serve.plan.engine import LAYOUT_SIZES, Arrivals, EngineConfig, Workload
 from hpc_serve.plan.hardware.cluster import cluster_named
 from hpc_serve.plan.speed.classes import case_of
 from hpc_serve.plan.speed.estimate import SpeedEstimate
@@ -152,8 +152,7 @@ def _planned_anew(
         raise NoPlanError("its accelerator is not known: --gpu names it.")
     options = read_fields(job.engine_args) if job else {}
     length = options.pop("max_model_len", sum(lengths))
-    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-    options |= {name: getattr(record, name) for name in sizes}
+    options |= {name: getattr(record, name) for name in LAYOUT_SIZES}
     result = plan_for(
         PlanRequest(
             model=record.model,

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan
+from hpc_serve.plan.engine import LAYOUT_SIZES
 from hpc_serve.plan.make import PlanResult
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.speed.classes import measured_classes, speed_range
@@ -13,8 +14,7 @@ from hpc_serve.plan.speed.estimate import SpeedEstimate
 from hpc_serve.plan.speed.step import EXPECTED, StepTime
 from hpc_serve.plan.speed.traffic import Speed
 
-_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-_LAYOUT_KEYS = (*_SIZES, "num_nodes", "gpus_per_node")
+_LAYOUT_KEYS = (*LAYOUT_SIZES, "num_nodes", "gpus_per_node")
 _MEMORY_KEYS = (
     *("total_bytes", "requested_bytes", "weight_bytes", "model_loading_bytes", "activation_bytes"),
     *("cuda_graph_bytes", "non_torch_bytes", "kv_cache_bytes"),
@@ -66,7 +66,7 @@ def _no_plan(error: NoLayoutError) -> dict[str, Any]:
     """Return the keys of a plan where nothing fits. The layout is null, and `memory` is that of the nearest
     candidate."""
     return {
-        **dict.fromkeys((*_SIZES, "replicas", "num_nodes", "gpus_per_node", "max_model_len")),
+        **dict.fromkeys((*LAYOUT_SIZES, "replicas", "num_nodes", "gpus_per_node", "max_model_len")),
         "minimum_gpus": asdict(error.minimum_gpus),
         **_memory(next((candidate.memory for candidate in error.candidates if candidate.memory), None)),
         "kv_cache_tokens": 0,

@@ -22,6 +22,7 @@ PINNED_VERSION = "0.32.0"
 DEFAULT_LORA_RANK = 16  # vLLM's --max-lora-rank (config/lora.py)
 LONGEST_THAT_FITS = -1
 """The context for `--max-model-len auto`, as vLLM writes it: the model's, or as long as the machines hold."""
+LAYOUT_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 Arrivals = Literal["steady", "burst"]
 """How requests come: always so many in flight, or all at once and then no more."""
 _DRAFTS_IN_STEP = ("ngram", "suffix", "medusa", "mlp_speculator")
@@ -184,7 +185,7 @@ class EngineConfig:
     @property
     def has_asked_layout(self) -> bool:
         """Whether a size of the layout was asked for."""
-        return bool(self.tensor_parallel_size or self.pipeline_parallel_size or self.data_parallel_size)
+        return any(getattr(self, name) for name in LAYOUT_SIZES)
 
     @property
     def redundant_experts(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.choice.layout import Layout
-from hpc_serve.plan.engine import EngineConfig
+from hpc_serve.plan.engine import LAYOUT_SIZES, EngineConfig
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.vllm.arguments import read_arguments, value_of
 from hpc_serve.vllm.options import load_data
@@ -31,7 +31,6 @@ _OPTIONS = [
 ]
 _FIELDS = ("max_model_len", *(option.name for option in _OPTIONS))
 """The options that decide about memory and layout: the fields of EngineConfig, and the context."""
-_LAYOUT = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _ONLINE_METHODS = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8_per_channel_weight_only", "mxfp8")
 """Methods with which vLLM 0.32 quantizes a 16-bit checkpoint while it loads it. `fp8` is its first."""
 
@@ -45,7 +44,7 @@ def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: M
     ]
     if layout.data_parallel_size > 1:
         args += ["--data-parallel-size", str(layout.data_parallel_size)]
-    of_plan = {**dict.fromkeys(_LAYOUT), "quantization": _quantization_flag(engine, model)}
+    of_plan = {**dict.fromkeys(LAYOUT_SIZES), "quantization": _quantization_flag(engine, model)}
     for option in _OPTIONS:
         value = of_plan[option.name] if option.name in of_plan else getattr(engine, option.name)
         args += _words(option.name, value, option.default)

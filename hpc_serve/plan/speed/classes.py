@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from hpc_serve.plan.catalog import speed_accuracy
-from hpc_serve.plan.engine import EngineConfig
+from hpc_serve.plan.engine import LAYOUT_SIZES, EngineConfig
 from hpc_serve.plan.memory.cuda_graphs import graph_mode
 from hpc_serve.plan.model.spec import ModelSpec, distinct_layers
 from hpc_serve.plan.model.weights import Linear
@@ -24,11 +24,10 @@ MANY_EXPERTS = 64
 MIXTURES = f"mixtures of {MANY_EXPERTS} experts and more on GPUs"
 OTHERS = "other models"
 PIPELINE_STAGES = "engines with pipeline stages"
-_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _OPTIONS = {
     one.name: one.default
     for one in fields(EngineConfig)
-    if one.name not in _SIZES
+    if one.name not in LAYOUT_SIZES
     and one.name not in ("dtype", "quantization", "enforce_eager", "compilation_config", "optimization_level")
     and one.name not in ("gpu_memory_utilization", "kv_cache_memory_bytes", "max_num_seqs", "vllm_version")
 }
@@ -124,7 +123,7 @@ def case_of(roofline: Roofline, traffic: Traffic, running: float) -> Case:
         accelerator=roofline.accelerator.name,
         numbers={
             "active_parameters": model.active_parameters,
-            **{name: getattr(layout, name) for name in (*_SIZES, "num_nodes")},
+            **{name: getattr(layout, name) for name in (*LAYOUT_SIZES, "num_nodes")},
             "input_tokens": traffic.input_tokens,
             "output_tokens": traffic.output_tokens,
             "running": running,
