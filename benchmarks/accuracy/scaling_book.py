@@ -16,7 +16,7 @@ from hpc_serve.plan import AcceleratorSpec, EngineConfig, ModelSpec, accelerator
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.hardware.accelerator import chip_count
 from hpc_serve.plan.memory.kv_cache import full_context_bytes
-from hpc_serve.plan.speed.limits import axis_bytes_per_s, critical_batch, model_parallel_limit
+from hpc_serve.plan.speed.limits import axis_bytes_per_s, model_parallel_limit
 from hpc_serve.plan.speed.step import IDEAL, Roofline, StepTime
 
 V5E, V5P, H100 = accelerator("v5e"), accelerator("v5p"), accelerator("h100-80gb")
@@ -88,7 +88,7 @@ def queries_per_s(kind: str, count: int) -> float:
 
 
 def tensor_parallel(count: int) -> Layout:
-    return Layout(tensor_parallel_size=count, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=count)
+    return Layout(tensor_parallel_size=count, pipeline_parallel_size=1)
 
 
 def pooled(count: int, model: ModelSpec = LLAMA, *, quantization: str | None = "int8") -> Roofline:
@@ -181,9 +181,9 @@ SEED = entries(
     ("FLOPs per USD, v5p", "1.09e14", 3600 * PER_USD["v5p"], "corrected", "3.9e17", HOUR),
     ("FLOPs per USD, v5e", "1.64e14", 3600 * PER_USD["v5e"], "corrected", "5.9e17", HOUR),
     ("FLOPs per USD, H100", "9.1e13", 3600 * PER_USD["H100"], "corrected", "3.3e17", HOUR),
-    ("compute-bound batch, bf16", "240", critical_batch(V5E, "bf16", 2)),
-    ("compute-bound batch, int8 weights", "120", critical_batch(V5E, "bf16", 1)),
-    ("compute-bound batch, int4 weights", "60", critical_batch(V5E, "bf16", 0.5)),
+    ("compute-bound batch, bf16", "240", FLOPS / BANDWIDTH * 2 / 2),
+    ("compute-bound batch, int8 weights", "120", FLOPS / BANDWIDTH * 1 / 2),
+    ("compute-bound batch, int4 weights", "60", FLOPS / BANDWIDTH * 0.5 / 2),
     ("parameters, 1e9", "70", LLAMA.parameters / 1e9),
     ("cache of a token, int8, KiB", "160", TOKEN / 1024),
     ("cache of 32k tokens, GB", "5.3", 32768 * TOKEN / 1e9, "rounded", "5.4", "163,840 bytes a token, 162e3 was taken"),

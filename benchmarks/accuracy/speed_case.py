@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from hpc_serve.plan import MemoryEstimate, ModelSpec, model_from_config, resolve
-from hpc_serve.plan.speed.estimate import SpeedEstimate, estimate_speed, speed_column
+from hpc_serve.plan.speed.estimate import ReplicaSpeeds, SpeedEstimate, speed_column
 from hpc_serve.plan.speed.step import Factors, Roofline
 from hpc_serve.plan.speed.traffic import Traffic
 
@@ -118,7 +118,8 @@ class Case:
         assert self.roofline
         assert self.traffic
         assert self.memory
-        return estimate_speed(self.roofline, self.traffic, self.memory, factors=factors)
+        replica = ReplicaSpeeds(roofline=self.roofline, traffic=self.traffic, memory=self.memory)
+        return replica.at(self.traffic.concurrency, factors)
 
     @property
     def has_few_rounds(self) -> bool:

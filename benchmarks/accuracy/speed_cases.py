@@ -219,7 +219,7 @@ def _prepared(
         async_scheduling=async_scheduling,
         enforce_eager=enforce_eager,
     )
-    layout = Layout(tensor_parallel_size=tensor, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=tensor)
+    layout = Layout(tensor_parallel_size=tensor, pipeline_parallel_size=1)
     memory = estimate_memory(
         model,
         device,

@@ -107,7 +107,6 @@ def _prepared(text: str) -> tuple[Roofline, MemoryEstimate]:
         tensor_parallel_size=tensor,
         pipeline_parallel_size=stages,
         num_nodes=nodes,
-        gpus_per_node=tensor * stages * data // nodes,
         data_parallel_size=data,
     )
     memory = estimate_memory(

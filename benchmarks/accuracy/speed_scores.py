@@ -124,7 +124,7 @@ def report(folds: dict[str, tuple[Factors, list[Case]]]) -> list[str]:
             lines.append(
                 f"  {one.id[:44]:44} {traffic.input_tokens:6} {traffic.output_tokens:5} {traffic.concurrency:6} "
                 f"{estimate.batch:5.0f} {one.replicas * ideal:8.0f} {expected:8.0f} "
-                f"{one.measured:8.0f} {error(one, factors):+5.0f} %  {estimate.bound}"
+                f"{one.measured:8.0f} {error(one, factors):+5.0f} %  {estimate.speed.bound}"
             )
     return lines
 

@@ -1,17 +1,15 @@
 """Predicts a run from the plan: one replica with its part of the requests in flight, times the replicas.
 
 The plan is made again for the lengths of the run, on the accelerator that the service was submitted for or that a
-person names. If an earlier version submitted the job, the figures that `submit` wrote down count; they are of one
-length. If neither will do, the prediction says why. It counts no earlier run: later plans are corrected by what was
-measured of it.
+person names. If neither is known, the prediction says so. It counts no earlier run: later plans are corrected by what
+was measured of it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,14 +20,13 @@ from hpc_serve.client.replicas.replicas import replica_of_file
 from hpc_serve.errors import HpcServeError
 from hpc_serve.plan.asked import PlanRequest
 from hpc_serve.plan.choice.vllm_flags import read_fields
-from hpc_serve.plan.engine import Arrivals, EngineConfig, Workload
+from hpc_serve.plan.engine import LAYOUT_SIZES, Arrivals, EngineConfig, Workload
 from hpc_serve.plan.hardware.cluster import cluster_named
 from hpc_serve.plan.speed.classes import case_of
-from hpc_serve.plan.speed.estimate import SpeedEstimate, estimate_speed
+from hpc_serve.plan.speed.estimate import SpeedEstimate
 from hpc_serve.plan.speed.measured import Case, MeasuredRun
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit.plans.planned_speed import planned_request, planned_tokens_per_s
 from hpc_serve.submit.plans.planning import plan_for
 
 _MADE_PROMPTS = ("random", "chat")
@@ -54,9 +51,6 @@ def predict(store: ServiceStore, run: Run, *, gpu: str | None) -> dict[str, Any]
         replicas = _replicas(store, run)
         assert run.pace.max_concurrency is not None
         in_flight = max(1, round(min(run.pace.max_concurrency, len(run.requests)) / len(replicas)))
-        if gpu is None and not all(_gpu_of(job) for _, job in replicas):
-            rates = [_written_down(job, lengths, in_flight) for _, job in replicas]
-            return {"output_throughput": sum(rates), "mean_ttft_ms": None, "mean_tpot_ms": None}
         speeds = [_planned_anew(one, gpu, lengths, in_flight, _arrivals(run))[0].expected for one in replicas]
     except HpcServeError as error:
         return {"reason": one_line(error)}
@@ -112,8 +106,6 @@ def _check(run: Run, replicas: Sequence[_Replica], gpu: str | None) -> None:
         own = _gpu_of(job)
         if record.stand_in:
             raise NoPlanError("other weights stand in for its model.")
-        if not (gpu or own):
-            raise NoPlanError("its accelerator is not known: --gpu names it.")
         if gpu and own and _accelerator(own) != _accelerator(gpu):
             raise NoPlanError(f"it was submitted for {own}, not for {gpu}.")
 
@@ -151,43 +143,31 @@ def _lengths(run: Run) -> tuple[int, int]:
     return input_len, output_len
 
 
-def _written_down(job: SubmittedJob | None, lengths: tuple[int, int], in_flight: int) -> float:
-    """Return the tokens/s that a replica's job carries, if they are of requests of these lengths."""
-    predicted: Mapping[str, float] = job.predicted if job else {}
-    of, rate = planned_request(predicted), planned_tokens_per_s(predicted, in_flight)
-    if of is None or rate is None:
-        why = "nothing of its speed was written down when it was submitted. Name its accelerator"
-    elif of != lengths:
-        why = f"what was written down is of requests of {of[0]}/{of[1]} tokens. Name its accelerator for others"
-    else:
-        return rate
-    raise NoPlanError(f"{why}: --gpu h100-80gb.")
-
-
 def _planned_anew(
     replica: _Replica, gpu: str | None, lengths: tuple[int, int], in_flight: int, arrivals: Arrivals
 ) -> tuple[SpeedEstimate, Case]:
     """Return the speed of a replica by a plan of its layout and its options, and what the speed is of."""
     record, job = replica
+    if not (name := gpu or _gpu_of(job)):
+        raise NoPlanError("its accelerator is not known: --gpu names it.")
     options = read_fields(job.engine_args) if job else {}
-    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-    own = {one.name: options[one.name] for one in dataclasses.fields(EngineConfig) if one.name in options}
+    length = options.pop("max_model_len", sum(lengths))
+    options |= {name: getattr(record, name) for name in LAYOUT_SIZES}
     result = plan_for(
         PlanRequest(
             model=record.model,
-            gpu=gpu or _gpu_of(job),
+            gpu=name,
             gpu_memory_bytes=job.gpu_memory_bytes if job else None,
             num_nodes=record.num_nodes,
             gpus_per_node=record.gpus_per_node or None,
             engines_per_node=record.replicas_per_job,
-            engine=EngineConfig(**{**own, **{name: getattr(record, name) for name in sizes}}),
-            workload=Workload(concurrency=in_flight, max_model_len=options.get("max_model_len", sum(lengths))),
+            engine=EngineConfig(**options),
+            workload=Workload(concurrency=in_flight, max_model_len=length),
             input_tokens=lengths[0],
             output_tokens=lengths[1],
             arrivals=arrivals,
             measured=False,
         )
     )
-    roofline, traffic = result.roofline(), replace(result.traffic, concurrency=in_flight)
-    estimate = estimate_speed(roofline, traffic, result.chosen.memory)
-    return estimate, case_of(roofline, traffic, estimate.batch)
+    estimate = result.speeds().at(in_flight)
+    return estimate, case_of(estimate.roofline, estimate.traffic, estimate.batch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from markupsafe import Markup
 
@@ -23,12 +24,7 @@ from hpc_serve.bench.report import (
 from hpc_serve.pages.charts import over_load
 from hpc_serve.pages.frame import document, table
 
-_STYLE = """
-body{max-width:88rem} .charts{display:flex;flex-wrap:wrap;gap:1rem;margin-top:.8rem}
-.charts figure{flex:1 1 22rem;max-width:430px;margin:0}
-td,th{border-bottom:1px solid var(--line);white-space:nowrap} .scroll{margin:.8rem 0}
-.warning{background:var(--note);padding:.4rem .8rem;margin:.4rem 0}
-"""
+_STYLE = Path(__file__).with_name("page.css")
 
 
 def page(results: Sequence[Result]) -> str:
@@ -41,7 +37,8 @@ def page(results: Sequence[Result]) -> str:
         *(_curves(results) if len(results) > 1 else ()),
         *(part for number, one in enumerate(results, start=1) for part in _run(number, one)),
     ]
-    return document(f"{services}: measured by hpc-serve bench", Markup("\n").join(parts), style=_STYLE)
+    style = _STYLE.read_text(encoding="utf-8")
+    return document(f"{services}: measured by hpc-serve bench", Markup("\n").join(parts), style=style)
 
 
 def _about(results: Sequence[Result]) -> str:

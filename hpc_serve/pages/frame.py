@@ -11,35 +11,15 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from markupsafe import Markup
 
 COLOURS = 8
-"""Series have the classes s0 to s7, whose colour is `currentColor`: darker on paper, lighter on a dark screen."""
-_LIGHT = ("#1b66a8", "#c05a12", "#2b8049", "#8f3f8a", "#b3332f", "#5f5f5f", "#7a6a10", "#1f7f8c")
-_DARK = ("#6bb2f2", "#f2a266", "#76c893", "#d59ad1", "#f28b82", "#b8b8b8", "#d8c65a", "#6fd0de")
+"""Series have the classes s0 to s7 of frame.css, whose colour is `currentColor`: darker on paper, lighter on a dark
+screen."""
 _NUMBER = re.compile(r"-|[-+]?[0-9][0-9.,]*( \S+)?")
-_STYLE = """
-:root{color-scheme:light dark;--ink:#1d1d1f;--soft:#5a5a60;--paper:#fff;--line:#dcdce0;--panel:#f4f4f7;--bad:#b3261e;
---bad-panel:#fdf1f0;--good:#27753c;--note:#fff3bf}
-@media (prefers-color-scheme:dark){:root{--ink:#e8e8ec;--soft:#a9a9b2;--paper:#17181b;--line:#3a3b41;--panel:#232429;
---bad:#f28b82;--bad-panel:#3a2222;--good:#7fce96;--note:#4a4116}}
-body{font:15px/1.45 system-ui,sans-serif;color:var(--ink);background:var(--paper);margin:2em auto;padding:0 1em}
-h1{font-size:1.5em;margin-bottom:0} h2{font-size:1.2em;margin:1.8em 0 .3em;border-bottom:1px solid var(--line)}
-h3{font-size:1em;margin:1.3em 0 .3em} .about,.when,p.note{color:var(--soft)}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums} .scroll{overflow-x:auto;
-background:linear-gradient(90deg,var(--paper) 40%,transparent) 0 0/3em 100% no-repeat local,
-linear-gradient(270deg,var(--paper) 40%,transparent) 100% 0/3em 100% no-repeat local,
-linear-gradient(90deg,var(--soft),transparent) 0 0/.8em 100% no-repeat,
-linear-gradient(270deg,var(--soft),transparent) 100% 0/.8em 100% no-repeat}
-.scroll td:first-child{white-space:nowrap}
-td,th{padding:.15em 1.2em .15em 0;text-align:left;vertical-align:top} td.n,th.n{text-align:right}
-th{font-weight:600;color:var(--soft)} svg{max-width:100%;height:auto} figure{margin:.8em 0} figcaption{font-size:.9em}
-.swatch{display:inline-block;width:.7em;height:.7em;background:currentColor}
-svg text{font-size:12px;fill:var(--soft)} svg .grid{stroke:var(--line)} svg .bold{font-weight:600;fill:var(--ink)}
-@media (max-width:600px){td,th{padding-right:.8em} table{font-size:.92em}
-svg.wide text{font-size:19px} svg.wide .in{font-size:18px}}
-"""
+_STYLE = Path(__file__).with_name("frame.css")
 
 
 def document(
@@ -55,7 +35,7 @@ def document(
 
     With `asks_its_host` the script may send requests to the server that the page came from.
     """
-    css = f"{_STYLE}{_series()}{style}"
+    css = _STYLE.read_text(encoding="utf-8") + style
     policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src {_source(css)}"
     parts = [body]
     if data is not None:
@@ -100,12 +80,6 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
 def swatch(number: int) -> Markup:
     """A little square in the colour of a series."""
     return Markup('<i class="swatch s{}"></i>').format(number % COLOURS)
-
-
-def _series() -> str:
-    light = "".join(f".s{place}{{color:{colour}}}" for place, colour in enumerate(_LIGHT))
-    dark = "".join(f".s{place}{{color:{colour}}}" for place, colour in enumerate(_DARK))
-    return f"{light}\n@media (prefers-color-scheme:dark){{{dark}}}\n"
 
 
 def _source(text: str) -> str:

@@ -8,45 +8,25 @@ with the memory model of 0.32: no default that is looked up here differs. A newe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.accelerator import AcceleratorKind, AcceleratorSpec
+from hpc_serve.plan.option_values import at_least_one, check_options
 from hpc_serve.sizes import GIB
 
 PINNED_VERSION = "0.32.0"
 DEFAULT_LORA_RANK = 16  # vLLM's --max-lora-rank (config/lora.py)
 LONGEST_THAT_FITS = -1
 """The context for `--max-model-len auto`, as vLLM writes it: the model's, or as long as the machines hold."""
+LAYOUT_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 Arrivals = Literal["steady", "burst"]
 """How requests come: always so many in flight, or all at once and then no more."""
-_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 _DRAFTS_IN_STEP = ("ngram", "suffix", "medusa", "mlp_speculator")
 """Methods of speculation that async scheduling does not go with."""
-_LARGEST_GIB = 1_000_000
-_Rule: TypeAlias = tuple[Callable[[Any], bool], str]
-_BY_TYPE: dict[str, _Rule] = {
-    "int | None": (lambda value: value >= 1, "at least 1"),
-    "Mapping[str, Any] | None": (lambda value: isinstance(value, Mapping), "a JSON object, as {...}"),
-}
-_BY_NAME: dict[str, _Rule] = {
-    "speculative_config's method": (lambda value: isinstance(value, str), "a text"),
-    "speculative_config's model": (lambda value: isinstance(value, str), "a text"),
-    "speculative_config's num_speculative_tokens": (lambda one: _is_count(one, 1), "a whole number from 1 to 1000"),
-    "eplb_config's num_redundant_experts": (lambda value: _is_count(value, 0), "a whole number from 0 to 1000"),
-    "compilation_config's mode": (lambda value: type(value) in (int, str), "a number from 0 to 3, or its name"),
-    "compilation_config's cudagraph_mode": (lambda value: str(value).upper() in _MODES, ", ".join(_MODES)),
-    "compilation_config's cudagraph_capture_sizes": (lambda value: _are_sizes(value), "a list of sizes"),
-    "compilation_config's max_cudagraph_capture_size": (lambda value: _are_sizes([value]), "a size"),
-    "optimization_level": (lambda value: value in ("0", "1", "2", "3"), "from 0 to 3"),
-    "cpu_offload_gb": (lambda value: 0 <= value <= _LARGEST_GIB, f"from 0 to {_LARGEST_GIB:,} GiB"),
-    "kv_offloading_size": (lambda value: 0 <= value <= _LARGEST_GIB, f"from 0 to {_LARGEST_GIB:,} GiB"),
-    "gpu_memory_utilization": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
-}
-"""What the values of options and of keys within them must be: by the option's type, and by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +80,7 @@ class EngineConfig:
     uncounted: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, (is_right, wanted) in _RULES.items():
-            option, _, key = name.partition("'s ")
-            value = getattr(self, option)
-            value = (value or {}).get(key) if key else value
-            if value is not None and not is_right(value):
-                raise InvalidRequestError(f"{name} is {str(value)[:40]}: it must be {wanted}.")
+        check_options({one.name: (str(one.type), getattr(self, one.name)) for one in fields(self)})
         if not re.match(r"\d+\.\d+", self.vllm_version):
             raise InvalidRequestError(f"vllm_version is {self.vllm_version!r}: write it as {PINNED_VERSION}.")
 
@@ -210,23 +185,12 @@ class EngineConfig:
     @property
     def has_asked_layout(self) -> bool:
         """Whether a size of the layout was asked for."""
-        return bool(self.tensor_parallel_size or self.pipeline_parallel_size or self.data_parallel_size)
+        return any(getattr(self, name) for name in LAYOUT_SIZES)
 
     @property
     def redundant_experts(self) -> int:
         """Copies of experts in each layer beside the model's own, for --enable-eplb."""
         return int((self.eplb_config or {}).get("num_redundant_experts") or 0)
-
-
-_RULES = {one.name: _BY_TYPE[str(one.type)] for one in fields(EngineConfig) if one.type in _BY_TYPE} | _BY_NAME
-
-
-def _is_count(value: object, least: int) -> bool:
-    return type(value) is int and least <= value <= 1000
-
-
-def _are_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size <= 2**20 for size in value)
 
 
 def _version(text: str) -> tuple[int, int]:
@@ -249,12 +213,8 @@ class Workload:
     request_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_model_len not in (None, LONGEST_THAT_FITS) and self.max_model_len < 1:
-            raise InvalidRequestError(f"max_model_len is {self.max_model_len}: it must be at least 1.")
-        if self.concurrency < 1:
-            raise InvalidRequestError(f"concurrency is {self.concurrency}: it must be at least 1.")
-        if self.replicas is not None and self.replicas < 1:
-            raise InvalidRequestError(f"replicas is {self.replicas}: it must be at least 1.")
+        length = None if self.max_model_len == LONGEST_THAT_FITS else self.max_model_len
+        at_least_one(max_model_len=length, concurrency=self.concurrency, replicas=self.replicas)
 
 
 def gpu_memory_utilization(engine: EngineConfig) -> float:

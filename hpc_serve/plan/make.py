@@ -6,21 +6,21 @@ is. This module decides only what they are asked.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.asked import PlanRequest, asked_traffic, check_speech
-from hpc_serve.plan.choice.candidates import LayoutContexts, PlanInputs, contexts_of, minimum_gpus
+from hpc_serve.plan.choice.candidates import Candidate, PlanInputs
 from hpc_serve.plan.choice.layout import layouts_on
+from hpc_serve.plan.choice.limits import Contexts, contexts_of, minimum_gpus
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan, choose
-from hpc_serve.plan.engine import LONGEST_THAT_FITS, EngineConfig
+from hpc_serve.plan.engine import LONGEST_THAT_FITS
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import ClusterSpec
 from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.plan.report.notes import plan_notes
-from hpc_serve.plan.report.speed import estimates_by_concurrency
-from hpc_serve.plan.speed.estimate import SpeedEstimate
+from hpc_serve.plan.speed.estimate import ReplicaSpeeds, SpeedEstimate
 from hpc_serve.plan.speed.measured import MeasuredHere, MeasuredRun
 from hpc_serve.plan.speed.step import Roofline
 from hpc_serve.plan.speed.traffic import Traffic
@@ -48,21 +48,18 @@ class FoundParts:
 class PlanResult:
     """A plan, or the error that says why there is none, and what both were made from.
 
-    `contexts` are the longest contexts by layout, if `--max-model-len auto` asked for them. `ideal`: the person asked
-    for the ideal speed. `measured` are runs here on this accelerator. `plain_model` is the model without speculation,
-    where the engine speculates.
+    `asked` has the options that the model's entry in the catalogue adds. `contexts` are the longest contexts by layout,
+    if `--max-model-len auto` asked for them. `measured` are runs here on this accelerator.
     """
 
+    asked: PlanRequest
+    found: FoundParts
     inputs: PlanInputs
-    plan: ServePlan | None
-    error: NoLayoutError | None
-    note: str | None
     traffic: Traffic
-    usd_per_gpu_hour: float | None = None
-    contexts: tuple[LayoutContexts, ...] = ()
-    ideal: bool = False
-    measured: MeasuredHere | None = None
-    plain_model: ModelSpec | None = None
+    measured: MeasuredHere
+    plan: ServePlan | None = None
+    error: NoLayoutError | None = None
+    contexts: Contexts = field(default_factory=dict)
 
     @property
     def model(self) -> ModelSpec:
@@ -80,37 +77,37 @@ class PlanResult:
             raise self.error
         return self.plan
 
-    def roofline(self, engine: EngineConfig | None = None) -> Roofline:
-        """Return how fast a replica of the plan is.
+    def speeds(self, inputs: PlanInputs | None = None, of: Candidate | None = None) -> ReplicaSpeeds:
+        """Return how fast a replica of the plan is, or of another layout; for its own inputs, or for others.
 
         Raises InvalidRequestError if the accelerator's speed is not known.
         """
-        layout = self.chosen.layout
-        engine = replace(self.inputs, engine=engine or self.inputs.engine).engine_for(layout)
-        return Roofline(self.model, self.accelerator, engine, layout, self.measured)
+        inputs, layout, memory = inputs or self.inputs, self.chosen.layout, self.chosen.memory
+        if of is not None and of.memory is not None:
+            layout, memory = of.layout, of.memory
+        engine = inputs.engine_for(layout)
+        return ReplicaSpeeds(
+            roofline=Roofline(inputs.model, self.accelerator, engine, layout, self.measured),
+            traffic=self.traffic,
+            memory=memory,
+            usd_per_gpu_hour=self.asked.usd_per_gpu_hour,
+            is_ideal=self.asked.ideal,
+        )
 
-    def plain_roofline(self) -> Roofline | None:
+    def plain_speeds(self) -> ReplicaSpeeds | None:
         """Return how fast a replica is without speculation; None where the engine does not speculate."""
-        if self.plain_model is None:
+        if not self.asked.engine.speculative_tokens:
             return None
-        plain = replace(self.inputs.engine, speculative_config=None)
-        return replace(self, inputs=replace(self.inputs, model=self.plain_model)).roofline(plain)
+        engine = replace(self.inputs.engine, speculative_config=None)
+        plain = self.speeds(replace(self.inputs, model=loaded_model(self.found.model, engine), engine=engine))
+        return replace(plain, traffic=replace(self.traffic, acceptance_length=1.0))
 
-    def estimates(self, engine: EngineConfig | None = None) -> list[SpeedEstimate]:
+    def estimates(self, inputs: PlanInputs | None = None) -> list[SpeedEstimate]:
         """Return the speeds of a replica by requests in flight; none if the speed is not known."""
-        if self.model.encoder_positions:
-            return []
         try:
-            roofline = self.roofline(engine)
+            return [] if self.model.encoder_positions else self.speeds(inputs).for_table()
         except InvalidRequestError:
             return []
-        return estimates_by_concurrency(
-            roofline,
-            self.traffic,
-            self.chosen.memory,
-            usd_per_gpu_hour=self.usd_per_gpu_hour,
-            is_ideal=self.ideal,
-        )
 
 
 def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
@@ -131,11 +128,9 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
         )
     if found.model.encoder_positions:
         check_speech(asked, found.model)
-    plain = replace(asked.engine, speculative_config=None)
-    plain_model = loaded_model(found.model, plain) if asked.engine.speculative_tokens else None
-    found = replace(found, model=loaded_model(found.model, asked.engine, found.draft))
-    inputs, contexts = _inputs(asked, found)
-    traffic = asked_traffic(asked, found.model, inputs.max_model_len)
+    model = loaded_model(found.model, asked.engine, found.draft)
+    inputs, contexts = _inputs(asked, model, found.cluster)
+    traffic = asked_traffic(asked, model, inputs.max_model_len)
     if asked.input_tokens or asked.output_tokens:
         tokens = traffic.input_tokens + (traffic.output_tokens if traffic.generates else 0)
         inputs = replace(inputs, workload=replace(inputs.workload, request_tokens=tokens))
@@ -152,62 +147,54 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
             inputs = replace(inputs, engine=planned.engine)
         chosen = choose(planned, served_model_names=found.served_model_names)
     except NoLayoutError as error:
-        return PlanResult(inputs=inputs, plan=None, error=error, note=found.note, traffic=traffic)
+        return PlanResult(asked=asked, found=found, inputs=inputs, traffic=traffic, measured=measured, error=error)
     if is_auto:
         contexts = _all_contexts(inputs.for_one_replica(), contexts, chosen)
-    warnings = [
-        *filter(None, [found.warning]),
-        *plan_notes(found.model, asked.engine, on_cpus=found.cluster.accelerator.kind == "cpu"),
-    ]
+    notes = plan_notes(model, asked.engine, on_cpus=found.cluster.accelerator.kind == "cpu")
     return PlanResult(
+        asked=asked,
+        found=found,
         inputs=inputs,
-        plan=replace(chosen, reasons=(*reasons, *chosen.reasons, *warnings)),
-        error=None,
-        note=found.note,
         traffic=traffic,
-        usd_per_gpu_hour=asked.usd_per_gpu_hour,
-        contexts=tuple(contexts),
-        ideal=asked.ideal,
         measured=measured,
-        plain_model=plain_model,
+        plan=replace(chosen, reasons=(*reasons, *chosen.reasons, *filter(None, [found.warning]), *notes)),
+        contexts=contexts,
     )
 
 
-def _inputs(asked: PlanRequest, found: FoundParts) -> tuple[PlanInputs, list[LayoutContexts]]:
+def _inputs(asked: PlanRequest, model: ModelSpec, cluster: ClusterSpec) -> tuple[PlanInputs, Contexts]:
     """Return the inputs of the plan, and for `--max-model-len auto` the longest contexts by layout.
 
     The context is then the model's, or the longest of any layout if the machines asked for do not hold the model's. If
     no number of nodes was asked for, the plan chooses the number first.
     """
-    whole = found.model.max_model_len
     is_auto = asked.workload.max_model_len == LONGEST_THAT_FITS
     workload = replace(asked.workload, max_model_len=None) if is_auto else asked.workload
     inputs = PlanInputs(
-        model=found.model,
-        cluster=found.cluster,
+        model=model,
+        cluster=cluster,
         engine=asked.engine,
         workload=workload,
-        max_model_len=workload.max_model_len or whole,
+        max_model_len=workload.max_model_len or model.max_model_len,
     )
     one = inputs.for_one_replica() if is_auto else inputs
     if not is_auto or not one.cluster.num_nodes:
-        return inputs, []
+        return inputs, {}
     contexts = contexts_of(one, layouts_on(one.cluster.num_nodes, one.cluster, one.engine))
-    longest = max((lengths.by_requests[0][1] for lengths in contexts), default=whole)
-    if longest < whole:
+    longest = max((max(lengths.values()) for lengths in contexts.values()), default=model.max_model_len)
+    if longest < model.max_model_len:
         workload = replace(workload, max_model_len=longest)
         inputs = replace(inputs, workload=workload, max_model_len=longest)
     return inputs, contexts
 
 
-def _all_contexts(inputs: PlanInputs, found: list[LayoutContexts], chosen: ServePlan) -> list[LayoutContexts]:
+def _all_contexts(inputs: PlanInputs, found: Contexts, chosen: ServePlan) -> Contexts:
     """Return the contexts of all layouts on the chosen number of nodes, and of the plan's other candidates."""
     found = found or contexts_of(inputs, layouts_on(chosen.layout.num_nodes, inputs.cluster, inputs.engine))
-    known = {one.layout for one in found}
-    return found + contexts_of(inputs, (one.layout for one in chosen.candidates if one.layout not in known))
+    return found | contexts_of(inputs, (one.layout for one in chosen.candidates if one.layout not in found))
 
 
-def _context_reasons(inputs: PlanInputs, contexts: list[LayoutContexts]) -> list[str]:
+def _context_reasons(inputs: PlanInputs, contexts: Contexts) -> list[str]:
     """Say which context `--max-model-len auto` chose, unless it is the model's own."""
     if not contexts or inputs.max_model_len == inputs.model.max_model_len:
         return []
@@ -250,4 +237,4 @@ def _for_target(
     nodes = max(1, layout.num_gpus * option.replicas // cluster.node_size_of(layout.num_nodes))
     concurrency = -(-workload.concurrency // option.replicas)
     workload = replace(workload, replicas=option.replicas, concurrency=concurrency)
-    return replace(inputs, cluster=cluster.with_nodes(nodes), engine=engine, workload=workload), reasons
+    return replace(inputs, cluster=replace(cluster, num_nodes=nodes), engine=engine, workload=workload), reasons

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.speed.decode import critical_batch
-from hpc_serve.plan.speed.estimate import SpeedEstimate
+from hpc_serve.plan.speed.estimate import ReplicaSpeeds, SpeedEstimate, requests_held
 from hpc_serve.plan.speed.step import EXPECTED, IDEAL
 from hpc_serve.plan.speed.traffic import Speed
-from hpc_serve.plots.curves import Drawn, batches, drawn_of
+from hpc_serve.plots.curves import curve, drawn_speeds, prompt_lengths, with_prompts
 from hpc_serve.sizes import GIB
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hpc_serve.plan.make import PlanResult
 
 _FORMATS = (".png", ".svg", ".pdf")
+_PROMPTS = (1024, 4096, 16384, 65536)
 _MARKED = (1, 4, 16, 64, 256, 1024)
 _LAYOUTS = 5
 _INK, _PAPER = "#1f2933", "#ffffff"
@@ -77,7 +78,9 @@ def draw(result: PlanResult, path: str) -> None:
     """
     check_picture(Path(path), or_else=" or .html")
     plan, traffic = result.chosen, result.traffic
-    drawn = drawn_of(result, plan.layout, plan.memory)
+    drawn = drawn_speeds(result)
+    lengths = prompt_lengths(plan.max_model_len, traffic, _PROMPTS, len(_PROMPTS))
+    by_prompt = [with_prompts(drawn, length) for length in lengths]
     scheme = result.model.quantization.method.replace("none", result.model.dtype)
     about = (
         f"one replica: {plan.layout.sizes(', ')} on {plan.layout.num_nodes} x {plan.layout.gpus_per_node} "
@@ -89,55 +92,55 @@ def draw(result: PlanResult, path: str) -> None:
         grid = figure.add_gridspec(2, 2, height_ratios=[1.2, 1])
         rate = f"output tokens per second and {drawn.roofline.accelerator.unit}"
         if traffic.decode_only:
-            _over_batch(figure.add_subplot(grid[0, 0]), drawn, "ms of a step", _step_ms)
-            _over_batch(figure.add_subplot(grid[0, 1]), drawn, rate, _rate)
+            _over_batch(figure.add_subplot(grid[0, 0]), by_prompt, "ms of a step", _step_ms)
+            _over_batch(figure.add_subplot(grid[0, 1]), by_prompt, rate, _rate)
         else:
-            _rate_by_time(figure.add_subplot(grid[0, :]), drawn, rate)
+            _rate_by_time(figure.add_subplot(grid[0, :]), by_prompt, rate)
         _step_by_cause(figure.add_subplot(grid[1, 0]), drawn)
         _memory(figure.add_subplot(grid[1, 1]), plan)
 
 
-def _rate_by_time(axes: Any, drawn: Drawn, label: str) -> None:
+def _rate_by_time(axes: Any, by_prompt: Sequence[ReplicaSpeeds], label: str) -> None:
     """Draw tokens/s per GPU over the time between tokens, with marks for some batches, named on the first curve."""
-    _curves(axes, drawn, _step_ms, _rate)
-    for colour, inputs in zip(_FAMILY, drawn.contexts()):
-        held = drawn.held(inputs)
+    _curves(axes, by_prompt, _step_ms, _rate)
+    for colour, speeds in zip(_FAMILY, by_prompt):
+        held = speeds.held()
         for batch in sorted({*(mark for mark in _MARKED if mark <= held), held}):
-            estimate = drawn.at(inputs, batch)
+            estimate = speeds.at(batch)
             point = _step_ms(estimate, estimate.speed), _rate(estimate, estimate.speed)
             axes.plot(*point, "o", color=colour, markersize=5, markeredgecolor=_PAPER, zorder=4)
             if colour == _FAMILY[0]:
                 axes.annotate(
                     f"{batch:,}", point, (-5, 5), textcoords="offset points", ha="right", color=colour, fontsize=8.5
                 )
+    arrivals = "steady arrivals" if by_prompt[0].traffic.arrivals == "steady" else "all requests at once"
     axes.set_xlabel("time between tokens of a request (ms), prompts of others included; marks: requests at once")
     axes.set_ylabel(label)
-    axes.set_title(f"Latency against throughput, {drawn.formula}{', ideal' if drawn.is_ideal else ''}")
+    axes.set_title(f"Latency against throughput, {arrivals}{', ideal' if by_prompt[0].is_ideal else ''}")
     _legend_below(axes)
 
 
-def _over_batch(axes: Any, drawn: Drawn, label: str, value: Value) -> None:
+def _over_batch(axes: Any, by_prompt: Sequence[ReplicaSpeeds], label: str, value: Value) -> None:
     """Draw a figure of decoding over the batch, and the batch where FLOP/s begin to limit."""
-    _curves(axes, drawn, lambda estimate, _: estimate.traffic.concurrency, value)
-    if (knee := critical_batch(drawn.roofline)) is not None:
+    _curves(axes, by_prompt, lambda estimate, _: estimate.traffic.concurrency, value)
+    if (knee := critical_batch(by_prompt[0].roofline)) is not None:
         axes.axvline(knee, color=_INK, linewidth=1, linestyle="dotted", label=f"critical batch {knee:,}")
     axes.set_xlabel("requests that run at once")
     axes.set_ylabel(label)
-    axes.set_title("Decoding alone, ideal" if drawn.is_ideal else "Decoding alone")
+    axes.set_title("Decoding alone, ideal" if by_prompt[0].is_ideal else "Decoding alone")
     _legend_below(axes, columns=2)
 
 
-def _curves(axes: Any, drawn: Drawn, across: Value, up: Value) -> None:
+def _curves(axes: Any, by_prompt: Sequence[ReplicaSpeeds], across: Value, up: Value) -> None:
     """Draw the curves of each length of prompt: an ideal one, dashed, and the one that is asked for."""
-    for colour, inputs in zip(_FAMILY, drawn.contexts()):
-        held = drawn.held(inputs)
-        along = [drawn.at(inputs, batch) for batch in batches(held)]
-        label = f"{inputs:,} tokens in, up to {held:,} at once"
-        ideal = {"linestyle": "dashed", "linewidth": 1.2, "alpha": 0.6}
+    ideal = {"linestyle": "dashed", "linewidth": 1.2, "alpha": 0.6}
+    for colour, speeds in zip(_FAMILY, by_prompt):
+        along = curve(speeds)
+        label = f"{speeds.traffic.input_tokens:,} tokens in, up to {speeds.held():,} at once"
         for kind, style in (("ideal", ideal), ("speed", {"linewidth": 2.4, "label": label})):
-            speeds = [(one, getattr(one, kind)) for one in along]
-            axes.plot([across(*one) for one in speeds], [up(*one) for one in speeds], color=colour, zorder=3, **style)
-    if not drawn.is_ideal:
+            points = [(across(one, getattr(one, kind)), up(one, getattr(one, kind))) for one in along]
+            axes.plot(*zip(*points), color=colour, zorder=3, **style)
+    if not by_prompt[0].is_ideal:
         axes.plot([], [], color="#52606d", label="ideal roofline", **ideal)
     ticker = import_module("matplotlib.ticker")
     axes.set(xscale="log", yscale="log")
@@ -155,17 +158,19 @@ def _rate(estimate: SpeedEstimate, speed: Speed) -> float:
     return speed.output_tokens_per_s / estimate.num_gpus
 
 
-def _step_by_cause(axes: Any, drawn: Drawn) -> None:
+def _step_by_cause(axes: Any, drawn: ReplicaSpeeds) -> None:
     """Draw the time of a decode step by cause, one bar for each batch."""
-    held, context = drawn.held(drawn.traffic.input_tokens), drawn.traffic.mean_context
+    roofline, held, context = drawn.roofline, drawn.held(), drawn.traffic.mean_context
     sizes = sorted({held, *(2**power for power in range(11) if 2**power < held / 1.3)})
-    ranks, factors = drawn.roofline.layout.data_parallel_size, IDEAL if drawn.is_ideal else EXPECTED
-    found = [drawn.roofline.decode(batch / ranks, context, factors).causes for batch in sizes]
+    ranks, factors = roofline.layout.data_parallel_size, IDEAL if drawn.is_ideal else EXPECTED
+    found = [roofline.decode(batch / ranks, context, factors).causes for batch in sizes]
     steps = [[1000 * seconds for seconds in causes.values()] for causes in found]
     bars = _stacked(axes.bar, [f"{size:,}" for size in sizes], "bottom", steps, _CAUSES)
     axes.bar_label(bars[-1], [f"{sum(step):.3g}" for step in steps], padding=3, fontsize=8.5)
     axes.grid(visible=False, axis="x")
-    axes.set_xlabel(f"requests that run at once (the last: {drawn.limit()})")
+    is_full = requests_held(roofline, drawn.traffic, drawn.memory) < roofline.max_num_seqs
+    limit = "as many as the cache holds" if is_full else f"--max-num-seqs {roofline.max_num_seqs:,}, not the cache"
+    axes.set_xlabel(f"requests that run at once (the last: {limit})")
     axes.set_ylabel("ms")
     axes.set_title(f"Parts of a decode step, contexts of {context:,.0f} tokens")
     axes.margins(y=0.12)

@@ -18,13 +18,14 @@ from hpc_serve.pages.frame import document
 from hpc_serve.plan.report.speed import accuracy_text, formula_text
 from hpc_serve.plan.speed.classes import class_texts
 from hpc_serve.plan.speed.decode import critical_batch
+from hpc_serve.plan.speed.estimate import ReplicaSpeeds
 from hpc_serve.plan.speed.traffic import Traffic
-from hpc_serve.plots.curves import Drawn, batches, drawn_of
+from hpc_serve.plots.curves import curve, drawn_speeds, prompt_lengths, with_prompts
 
 if TYPE_CHECKING:
     from hpc_serve.plan.make import PlanResult
 
-CONTEXTS = tuple(512 << power for power in range(9))
+_PROMPTS = tuple(512 << power for power in range(9))
 _MOST_COMPARED = 6
 _PER_OCTAVE = 2
 _FORMULAS = {"steady": "steady arrivals", "burst": "all at once", "decode": "decoding alone"}
@@ -47,16 +48,16 @@ def speed_page(results: Sequence[PlanResult]) -> str:
     drawn = list(compared.values())
     asked = first.traffic
     formulas = _formulas(asked)
-    longest = min(one.max_model_len for one in drawn) - asked.output_tokens
-    contexts = [length for length in drawn[0].contexts(CONTEXTS, most=len(CONTEXTS) + 1) if length <= longest]
+    longest = min(one.chosen.max_model_len for one in planned)
+    contexts = prompt_lengths(longest, asked, _PROMPTS, len(_PROMPTS) + 1)
     units = {one.roofline.accelerator.unit for one in drawn}
     data = {
         "unit": units.pop() if len(units) == 1 else "device",
-        "usd": first.usd_per_gpu_hour,
+        "usd": first.asked.usd_per_gpu_hour,
         "contexts": contexts,
         "context": contexts.index(asked.input_tokens),
         "batch": asked.concurrency,
-        "ideal": first.ideal,
+        "ideal": first.asked.ideal,
         "formula": _key(asked),
         "formulas": [
             {"key": key, "name": _FORMULAS[key], "says": formula_text(traffic), "accuracy": _accuracy(traffic, drawn)}
@@ -73,17 +74,13 @@ def speed_page(results: Sequence[PlanResult]) -> str:
     return document(f"{first.model.name}: speed", heading + Markup(body), style=style, script=script, data=data)
 
 
-def _compared(planned: Sequence[PlanResult]) -> dict[str, Drawn]:
+def _compared(planned: Sequence[PlanResult]) -> dict[str, ReplicaSpeeds]:
     """Return what is compared, by name: of one plan the chosen layout and others that fit, else the chosen layouts."""
     if len(planned) > 1:
-        plans = [(result, result.chosen) for result in planned]
-        return {
-            f"{plan.accelerator.name}, {plan.layout}": drawn_of(one, plan.layout, plan.memory) for one, plan in plans
-        }
-    fitting = [one for one in planned[0].chosen.candidates if one.verdict in ("chosen", "fits")]
+        return {f"{one.accelerator.name}, {one.chosen.layout}": drawn_speeds(one) for one in planned}
+    fitting = [one for one in planned[0].chosen.candidates if one.memory and one.verdict in ("chosen", "fits")]
     fitting.sort(key=lambda one: one.verdict != "chosen")
-    known = [(one.layout, one.memory) for one in fitting if one.memory][:_MOST_COMPARED]
-    return {str(layout): drawn_of(planned[0], layout, memory) for layout, memory in known}
+    return {str(one.layout): drawn_speeds(planned[0], one) for one in fitting[:_MOST_COMPARED]}
 
 
 def _formulas(asked: Traffic) -> dict[str, Traffic]:
@@ -97,7 +94,7 @@ def _key(traffic: Traffic) -> str:
     return "decode" if traffic.decode_only else traffic.arrivals
 
 
-def _accuracy(traffic: Traffic, drawn: Sequence[Drawn]) -> str:
+def _accuracy(traffic: Traffic, drawn: Sequence[ReplicaSpeeds]) -> str:
     """Return how far published figures were from this formula's: by kind of accelerator, then by class of run."""
     kinds = dict.fromkeys(one.roofline.accelerator.kind for one in drawn)
     classes = dict.fromkeys(text for one in drawn for text in class_texts(one.roofline))
@@ -108,29 +105,28 @@ def _accuracy(traffic: Traffic, drawn: Sequence[Drawn]) -> str:
     )
 
 
-def _subject(name: str, drawn: Drawn, formulas: dict[str, Traffic], contexts: Sequence[int]) -> dict[str, Any]:
+def _subject(name: str, drawn: ReplicaSpeeds, formulas: dict[str, Traffic], contexts: Sequence[int]) -> dict[str, Any]:
     return {
         "name": name,
         "gpus": drawn.roofline.layout.num_gpus,
         "critical": critical_batch(drawn.roofline),
         "curves": {
-            key: [_curve(replace(drawn, traffic=traffic), length) for length in contexts]
+            key: [_curve(with_prompts(replace(drawn, traffic=traffic), length)) for length in contexts]
             for key, traffic in formulas.items()
         },
     }
 
 
-def _curve(drawn: Drawn, input_tokens: int) -> dict[str, Any]:
+def _curve(speeds: ReplicaSpeeds) -> dict[str, Any]:
     """Return requests at once, and columns of figures of both kinds, in four digits."""
-    sizes = batches(drawn.held(input_tokens), _PER_OCTAVE)
-    along = [drawn.at(input_tokens, size) for size in sizes]
-    curve: dict[str, Any] = {"batch": sizes}
+    along = curve(speeds, _PER_OCTAVE)
+    columns: dict[str, Any] = {"batch": [one.traffic.concurrency for one in along]}
     for kind in ("expected", "ideal"):
-        speeds = [(getattr(one, kind), one.num_gpus) for one in along]
-        curve[kind] = {
-            "tpot": [float(f"{1000 * speed.tpot_s:.4g}") for speed, _ in speeds],
-            "ttft": [float(f"{1000 * speed.ttft_s:.4g}") for speed, _ in speeds],
-            "rate": [float(f"{speed.output_tokens_per_s / gpus:.4g}") for speed, gpus in speeds],
-            "bound": [speed.bound for speed, _ in speeds],
+        speeds_of_kind = [(getattr(one, kind), one.num_gpus) for one in along]
+        columns[kind] = {
+            "tpot": [float(f"{1000 * speed.tpot_s:.4g}") for speed, _ in speeds_of_kind],
+            "ttft": [float(f"{1000 * speed.ttft_s:.4g}") for speed, _ in speeds_of_kind],
+            "rate": [float(f"{speed.output_tokens_per_s / gpus:.4g}") for speed, gpus in speeds_of_kind],
+            "bound": [speed.bound for speed, _ in speeds_of_kind],
         }
-    return curve
+    return columns

@@ -168,7 +168,6 @@ def layout_script(
 ) -> str:
     """A script for any layout of a scaled-down model; the planner is not asked whether the real one would fit."""
     found = find_model(model)
-    ranks = tensor_parallel_size * pipeline_parallel_size
     real = plan(model_from_config(found.config, name=found.name), ClusterSpec(accelerator=accelerator("h100-80gb")))
     sizes = [
         "--tensor-parallel-size",
@@ -182,7 +181,6 @@ def layout_script(
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             num_nodes=num_nodes,
-            gpus_per_node=-(-ranks // num_nodes),
         ),
         vllm_args=(*without(sizes, names_in(engine_args)), *engine_args),
         served_model_names=found.served_model_names,

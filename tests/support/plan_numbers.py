@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_serve.cli.plan.plan_view import as_json
 from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan import EngineConfig, Workload
+from hpc_serve.plan.as_json import result_json
 from hpc_serve.plan.asked import PlanRequest
 from hpc_serve.plan.catalog import models
 from hpc_serve.submit.plans.planning import plan_for
@@ -47,7 +47,7 @@ def _has_target(name: str) -> bool:
 
 
 def _numbers(asked: PlanRequest) -> list[Any]:
-    document = as_json(plan_for(replace(asked, measured=False)))
+    document = result_json(plan_for(replace(asked, measured=False)))
     digest = hashlib.sha256(json.dumps(_rounded(document)).encode()).hexdigest()[:12]
     layout = [document[key] for key in ("tensor_parallel_size", "pipeline_parallel_size", "num_nodes")]
     return [document["parameters"], *layout, document["kv_cache_tokens"], digest]

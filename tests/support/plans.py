@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,17 +15,22 @@ from hpc_serve.plan import (
     EngineConfig,
     MemoryEstimate,
     ModelSpec,
+    Workload,
     accelerator,
     estimate_memory,
     model_from_config,
     resolve,
 )
 from hpc_serve.plan.asked import PlanRequest
+from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import cluster_named
 from hpc_serve.plan.make import FoundParts, PlanResult, make_plan
 from hpc_serve.plan.memory.loaded import loaded_model
+from hpc_serve.plan.speed.estimate import ReplicaSpeeds, SpeedEstimate
+from hpc_serve.plan.speed.step import Roofline
+from hpc_serve.plan.speed.traffic import Traffic
 
 
 @cache
@@ -41,7 +47,7 @@ def changed(name: str, **changes: Any) -> ModelSpec:
 
 def layout(tp: int = 1, pp: int = 1, dp: int = 1, nodes: int = 1) -> Layout:
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": dp}
-    return Layout(**sizes, num_nodes=nodes, gpus_per_node=tp * pp * dp // nodes)
+    return Layout(**sizes, num_nodes=nodes)
 
 
 def estimate(
@@ -64,6 +70,51 @@ def estimate(
         tensor_parallel_size=tp,
         pipeline_parallel_size=pp,
         data_parallel_size=dp,
+        max_model_len=length,
+    )
+
+
+def replica(
+    model: str | ModelSpec,
+    gpu: str | AcceleratorSpec = "h100-80gb",
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    nodes: int = 1,
+    length: int = 8192,
+    **options: Any,
+) -> ReplicaSpeeds:
+    """The speeds of a layout for a model with all that the engine's `options` load."""
+    engine, device = EngineConfig(**options), accelerator(gpu) if isinstance(gpu, str) else gpu
+    loaded = loaded_model(spec(model) if isinstance(model, str) else model, engine)
+    return ReplicaSpeeds(
+        roofline=Roofline(loaded, device, engine, layout(tp, pp, dp, nodes)),
+        memory=estimate(model, device, tp=tp, pp=pp, dp=dp, length=length, **options),
+        traffic=Traffic(),
+    )
+
+
+def roofline(name: str, gpu: str | AcceleratorSpec = "h100-80gb", **asked: Any) -> Roofline:
+    """How long a step of such a replica takes."""
+    return replica(name, gpu, **asked).roofline
+
+
+def speed(of: ReplicaSpeeds, **traffic: Any) -> SpeedEstimate:
+    """The speed of a replica under other traffic than its own."""
+    asked = replace(of.traffic, **traffic)
+    return replace(of, traffic=asked).at(asked.concurrency)
+
+
+def plan_inputs(
+    name: str, gpu: str = "h100-80gb", *, length: int = 8192, nodes: int | None = None, **options: Any
+) -> PlanInputs:
+    """The inputs of a plan for contexts of so many tokens, on such machines."""
+    return PlanInputs(
+        model=spec(name),
+        cluster=replace(cluster_named(gpu, num_nodes=nodes), is_whole=False),
+        engine=EngineConfig(**options),
+        workload=Workload(max_model_len=length),
         max_model_len=length,
     )
 

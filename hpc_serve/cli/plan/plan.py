@@ -87,8 +87,9 @@ def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str 
         click.echo(f"wrote {plot}", err=True)
     if as_json:
         from hpc_serve.cli.show import print_json
+        from hpc_serve.plan.as_json import result_json
 
-        documents = [plan_view.as_json(result) for result in results]
+        documents = [result_json(result) for result in results]
         print_json(documents if compare else documents[0])
     elif compare:
         from hpc_serve.cli.plan.plan_compare import print_comparison

@@ -41,7 +41,7 @@ def print_comparison(results: list[PlanResult]) -> None:
         console.print(Text(_speed_heading(results, unit)))
         console.print(_speed_table(results, unit))
         for result in results:
-            estimate = None if result.plan is None or result.ideal else _estimate(result)
+            estimate = None if result.plan is None or result.asked.ideal else _estimate(result)
             if estimate is not None and (whence := measured_text([estimate])) is not None:
                 console.print(Text(f"{result.accelerator.name}: {whence}."))
 
@@ -77,14 +77,14 @@ def _speed_heading(results: list[PlanResult], unit: str) -> str:
     together = ", all replicas together" if _has_replicas(results) else ""
     allowing = "--max-num-seqs allows" if results[0].model.is_encoder else "--max-num-seqs and the cache allow"
     most = "" if _is_concurrency_asked(results[0]) else f", as many in flight as {allowing}"
-    usd = next((result.usd_per_gpu_hour for result in results if result.usd_per_gpu_hour), None)
+    usd = results[0].asked.usd_per_gpu_hour
     price = f", each {unit} at {usd:g} dollars an hour" if usd else ""
-    figures = "Ideal speed" if results[0].ideal else "Speed to expect"
+    figures = "Ideal speed" if results[0].asked.ideal else "Speed to expect"
     return f"{figures}{together}, {requests}, {arrivals_text(traffic)}{most}{price}:"
 
 
 def _speed_table(results: list[PlanResult], unit: str) -> Table:
-    price, generates = any(result.usd_per_gpu_hour for result in results), results[0].traffic.generates
+    price, generates = results[0].asked.usd_per_gpu_hour, results[0].traffic.generates
     columns = ("TPOT", "TOKENS/S") if generates else ("TIME", "TEXTS/S")
     table = _table(f"{unit.upper()}S", "IN FLIGHT", *columns, f"PER {unit.upper()}", *(("PER $",) if price else ()))
     for result in results:
@@ -110,7 +110,7 @@ def _speed_table(results: list[PlanResult], unit: str) -> Table:
 def _estimate(result: PlanResult) -> SpeedEstimate | None:
     """One replica at the concurrency asked for, else with as many requests as it runs; None of unknown speed."""
     engine = replace(result.inputs.engine, max_num_seqs=result.chosen.memory.max_num_seqs)
-    found = result.estimates(engine)
+    found = result.estimates(replace(result.inputs, engine=engine))
     if _is_concurrency_asked(result):
         found = [one for one in found if one.traffic.concurrency == result.traffic.concurrency]
     return found[-1] if found else None

@@ -11,12 +11,12 @@ from rich.text import Text
 
 from hpc_serve.cli.console import plain_table
 from hpc_serve.plan.make import PlanResult
+from hpc_serve.plan.report.explain_speed import explain_lines
 from hpc_serve.plan.report.gains import offloading_text, speculation_text
 from hpc_serve.plan.report.speed import (
     accuracy_text,
     arrivals_text,
     critical_text,
-    explain_lines,
     knee_text,
     measured_text,
     range_of,
@@ -29,7 +29,6 @@ from hpc_serve.plan.report.speed import (
 from hpc_serve.plan.speed.classes import class_texts, speed_range
 from hpc_serve.plan.speed.drafts import known_draft
 from hpc_serve.plan.speed.estimate import SpeedEstimate
-from hpc_serve.plan.speed.step import Roofline
 
 _UNKNOWN = "Speed: no source confirms this accelerator's FLOP/s and bandwidth."
 OF_SPEECH = "Speed: not planned for models that attend to an encoder of sound."
@@ -68,32 +67,35 @@ def speed_line(result: PlanResult) -> str:
     shown, traffic = _shown(result), result.traffic
     if not shown:
         return _why_none(result)
-    roofline, unit = result.roofline(), "token" if traffic.generates else "text"
+    unit = "token" if traffic.generates else "text"
     parts = [
-        f"{one.speed.output_tokens_per_s:,.0f} {unit}s/s{_range(roofline, one)} with {count:,} in flight "
+        f"{one.speed.output_tokens_per_s:,.0f} {unit}s/s{_range(one)} with {count:,} in flight "
         f"({_time(time_of(one))} a {unit}"
         + (f", {one.output_tokens_per_usd / 1e6:.2f} M tokens a dollar)" if one.output_tokens_per_usd else ")")
         for count, one in shown.items()
     ]
-    figures = "Ideal speed" if result.ideal else "Speed to expect"
-    whose = " of each replica" if result.chosen.replicas > 1 else ""
     arrivals, other = _ARRIVALS["decoding" if traffic.decode_only else traffic.arrivals]
-    whence = None if result.ideal else measured_text(list(shown.values()))
+    whence = None if result.asked.ideal else measured_text(list(shown.values()))
     measured = f"; {whence}" if whence else ""
-    line = f"{figures}{whose}: {', '.join(parts)}; {requests_text(traffic)}, {arrivals}{measured}.{other}"
-    return f"{line} {_bounds(result, roofline, shown)}"
+    line = f"{_what_speed(result)}: {', '.join(parts)}; {requests_text(traffic)}, {arrivals}{measured}.{other}"
+    return f"{line} {_bounds(result, shown)}"
 
 
-def _bounds(result: PlanResult, roofline: Roofline, shown: Mapping[int, SpeedEstimate]) -> str:
+def _what_speed(result: PlanResult) -> str:
+    figures = "Ideal speed" if result.asked.ideal else "Speed to expect"
+    return f"{figures} of each replica" if result.chosen.replicas > 1 else figures
+
+
+def _bounds(result: PlanResult, shown: Mapping[int, SpeedEstimate]) -> str:
     """What takes most of the time, and how the range is known."""
     bounds: dict[str, list[str]] = {}
     for count, one in shown.items():
-        bounds.setdefault(_CAUSES[one.bound], []).append(f"{count:,}")
+        bounds.setdefault(_CAUSES[one.speed.bound], []).append(f"{count:,}")
     each = [f"{bound} with {' and '.join(counts)} in flight" for bound, counts in bounds.items()]
     most = f"Most of the time goes to {', to '.join(each) if len(each) > 1 else next(iter(bounds))}."
-    if result.ideal or any(one.measured for one in shown.values()):
+    if result.asked.ideal or any(one.measured for one in shown.values()):
         return most
-    found = speed_range(roofline, result.traffic)
+    found = speed_range(shown[1].roofline, result.traffic)
     if found is None:
         return f"{most} Too few runs of this kind were published to give a range."
     return f"{most} The range is that of {found['sources']} published sources."
@@ -109,13 +111,13 @@ def gain_lines(result: PlanResult) -> Iterator[str]:
     if not shown:
         return
     if has_offloading:
-        yield offloading_text(result.roofline())
-    if (plain := result.plain_roofline()) is None:
+        yield offloading_text(result.speeds().roofline)
+    if (plain := result.plain_speeds()) is None:
         return
     known = known_draft(result.model.name, engine)
     if known and known.acceptance_length(engine.speculative_tokens) != result.traffic.acceptance_length:
         known = None
-    yield speculation_text(result.roofline(), plain, shown, result.chosen.memory, known)
+    yield speculation_text(result.speeds(), plain, shown, known)
 
 
 def _shown(result: PlanResult) -> dict[int, SpeedEstimate]:
@@ -130,9 +132,9 @@ def _why_none(result: PlanResult) -> str:
     return OF_SPEECH if result.model.encoder_positions else _UNKNOWN
 
 
-def _range(roofline: Roofline, estimate: SpeedEstimate) -> str:
+def _range(estimate: SpeedEstimate) -> str:
     """The tokens/s between which 17 of 20 measurements would be, to two digits."""
-    bounds = None if estimate.is_ideal else range_of(roofline, estimate)
+    bounds = None if estimate.is_ideal else range_of(estimate)
     if bounds is None:
         return ""
     low, high = (float(f"{bound * estimate.speed.output_tokens_per_s:.1e}") for bound in bounds)
@@ -141,7 +143,7 @@ def _range(roofline: Roofline, estimate: SpeedEstimate) -> str:
 
 def print_speed(console: Console, result: PlanResult) -> None:
     """The table: what to expect, and the ideal beside it; or the ideal alone."""
-    found, traffic, usd = result.estimates(), result.traffic, result.usd_per_gpu_hour
+    found, traffic, usd = result.estimates(), result.traffic, result.asked.usd_per_gpu_hour
     if not found:
         console.print(Text(_why_none(result), style="dim"))
         return
@@ -150,7 +152,7 @@ def print_speed(console: Console, result: PlanResult) -> None:
     each = (f"PER {unit}",) if has_each else ()
     first = () if traffic.decode_only or not traffic.generates else ("TTFT",)
     rate = ("TPOT", "TOKENS/S") if traffic.generates else ("TIME", "TEXTS/S")
-    beside = () if result.ideal else ("IDEAL",)
+    beside = () if result.asked.ideal else ("IDEAL",)
     numbers = ("IN FLIGHT", *first, *rate, *beside, *each, *(("PER $",) if usd else ()))
     table = wide_table(console, *numbers, "BOUND BY", left=("BOUND BY",))
     for estimate in found:
@@ -164,32 +166,27 @@ def print_speed(console: Console, result: PlanResult) -> None:
             *((f"{estimate.ideal.output_tokens_per_s:,.0f}",) if beside else ()),
             *((f"{estimate.output_tokens_per_s_per_gpu:,.0f}",) if has_each else ()),
             *dollar,
-            estimate.bound,
+            speed.bound,
         )
-    whose = " of each replica" if result.chosen.replicas > 1 else ""
-    if result.ideal:
-        figures = "Ideal speed"
-        about = "every rate at its peak, communication hidden: no published measurement is above it"
-    else:
-        figures, about = "Speed to expect", accuracy_text(traffic, result.accelerator.kind)
-    factors = "; the factors are below" if traffic.generates else ""
-    console.print(Text(f"{figures}{whose}, {requests_text(traffic)}, {arrivals_text(traffic)} ({about}{factors}):"))
+    ideal, alone = result.asked.ideal, traffic.decode_only
+    best = "every rate at its peak, communication hidden: no published measurement is above it"
+    about = best if ideal else accuracy_text(traffic, result.accelerator.kind)
+    about += "; the factors are below" if traffic.generates else ""
+    console.print(Text(f"{_what_speed(result)}, {requests_text(traffic)}, {arrivals_text(traffic)} ({about}):"))
     console.print(table)
     if not traffic.generates:
         return
-    roofline, memory = result.roofline(), result.chosen.memory
-    whence = None if result.ideal else range_text(roofline, found)
-    for sentence in filter(None, (whence, *map(waiting_text, found))):
+    replica = result.speeds()
+    sentences = (
+        None if ideal else range_text(found),
+        *map(waiting_text, found),
+        start_text(_asked(found, traffic.concurrency)),
+        *(f"{text}." for text in class_texts(replica.roofline) if not (ideal or alone)),
+        knee_text(replica),
+        critical_text(replica) if ideal or alone else None,
+    )
+    for sentence in filter(None, sentences):
         console.print(Text(sentence))
-    start = start_text(roofline, _asked(found, traffic.concurrency))
-    if start:
-        console.print(Text(start))
-    if not result.ideal and not traffic.decode_only:
-        for sentence in class_texts(roofline):
-            console.print(Text(f"{sentence}."))
-    console.print(Text(knee_text(roofline, traffic, memory, is_ideal=result.ideal)))
-    if result.ideal or traffic.decode_only:
-        console.print(Text(critical_text(roofline, traffic, memory)))
 
 
 def print_speed_explanation(result: PlanResult) -> None:
@@ -198,7 +195,7 @@ def print_speed_explanation(result: PlanResult) -> None:
     if not found or not result.traffic.generates:
         return
     click.echo()
-    for line in explain_lines(result.roofline(), _asked(found, result.traffic.concurrency)):
+    for line in explain_lines(_asked(found, result.traffic.concurrency)):
         click.echo(line)
 
 

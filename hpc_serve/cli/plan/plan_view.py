@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import click
 from rich.console import Console
@@ -13,37 +12,18 @@ from rich.text import Text
 
 from hpc_serve.cli.console import plain_table
 from hpc_serve.cli.plan.plan_speed import gain_lines, print_speed, print_speed_explanation, speed_line, wide_table
-from hpc_serve.plan.choice.candidates import Candidate, LayoutContexts, on_most_gpus
+from hpc_serve.plan.choice.candidates import Candidate, on_most_gpus
 from hpc_serve.plan.choice.layout import Layout
+from hpc_serve.plan.choice.limits import Contexts
 from hpc_serve.plan.choice.planner import ServePlan
 from hpc_serve.plan.choice.replicas import TYPICAL_REQUEST_TOKENS, compare_sharing, replica_options
 from hpc_serve.plan.make import PlanResult
 from hpc_serve.plan.memory.estimate import MemoryEstimate
-from hpc_serve.plan.report.as_json import contexts_json, no_plan_json, plan_json
 from hpc_serve.plan.report.explain import explain
-from hpc_serve.plan.report.speed import speed_json
-from hpc_serve.plan.speed.classes import measured_classes, speed_range
 from hpc_serve.sizes import GIB
 
 _BAR_WIDTH = 60
 _VERDICTS = {"chosen": "bold green", "fits": "green", "too small": "yellow", "refused": "red"}
-
-
-def as_json(result: PlanResult) -> dict[str, Any]:
-    """The plan, or the lack of one, under stable keys."""
-    if result.plan is None:
-        assert result.error is not None
-        return {**no_plan_json(result.error, result.model, result.accelerator), "performance": None}
-    performance = None
-    if found := result.estimates():
-        roofline = result.roofline()
-        nearness = {"range": speed_range(roofline, result.traffic), "measured_classes": measured_classes(roofline)}
-        performance = {**speed_json(found), **nearness}  # how near its speeds are to published ones
-    return {
-        **plan_json(result.plan, result.model),
-        "performance": performance,
-        "contexts": [contexts_json(one) for one in result.contexts],
-    }
 
 
 def print_plan(result: PlanResult, *, note: str | None = None, memory: str = "") -> None:
@@ -74,7 +54,7 @@ def print_explanation(result: PlanResult, words: Sequence[str], *, note: str | N
     for line in gain_lines(result):
         console.print(Text(line))
     console.print()
-    for line in explain(result.inputs, chosen.layout, chosen.memory, chosen.minimum_gpus, note=result.note):
+    for line in explain(result.inputs, chosen.layout, chosen.memory, chosen.minimum_gpus, note=result.found.note):
         click.echo(line)
     print_speed_explanation(result)
     click.echo()
@@ -164,7 +144,7 @@ def _print_layouts(console: Console, result: PlanResult, candidates: Sequence[Ca
     data = ("DP",) if any(layout.data_parallel_size > 1 for layout in verdicts) else ()
     sizes = (*data, "TP", "PP", "NODES")
     if result.contexts:
-        first, *counts = [str(count) for count, _ in result.contexts[0].by_requests]
+        first, *counts = map(str, next(iter(result.contexts.values())))
         table = wide_table(console, *sizes, "", f"{first} AT ONCE", *counts, left=("",))
         verdicts = _with_contexts(verdicts, result.contexts)
         console.print(Text("Longest context by layout, for so many requests of that length at once:"))
@@ -183,22 +163,18 @@ def _print_layouts(console: Console, result: PlanResult, candidates: Sequence[Ca
 
 
 def _with_contexts(
-    verdicts: Mapping[Layout, tuple[str, tuple[str, ...]]], contexts: Sequence[LayoutContexts]
+    verdicts: Mapping[Layout, tuple[str, tuple[str, ...]]], contexts: Contexts
 ) -> dict[Layout, tuple[str, tuple[str, ...]]]:
     """The layouts with their contexts in place of the reasons. One that holds some context fits."""
-    held = {
-        found.layout: tuple(f"{length:,}" if length else "-" for _, length in found.by_requests) for found in contexts
-    }
-    none = ("-",) * len(contexts[0].by_requests)
-    order = sorted({*verdicts, *held}, key=lambda one: (one.num_gpus, one.pipeline_parallel_size))
-    chosen = next(layout for layout, (verdict, _) in verdicts.items() if verdict == "chosen")
-    return {
-        layout: (
-            "chosen" if layout == chosen else "fits" if layout in held else verdicts[layout][0],
-            held.get(layout, none),
-        )
-        for layout in order
-    }
+    none = dict.fromkeys(next(iter(contexts.values())), 0)
+    order = sorted({*verdicts, *contexts}, key=lambda one: (one.num_gpus, one.pipeline_parallel_size))
+    found = {}
+    for layout in order:
+        verdict = verdicts[layout][0] if layout in verdicts else "fits"
+        verdict = "fits" if layout in contexts and verdict != "chosen" else verdict
+        lengths = contexts.get(layout, none).values()
+        found[layout] = verdict, tuple(f"{length:,}" if length else "-" for length in lengths)
+    return found
 
 
 def _print_sharing(console: Console, result: PlanResult) -> None:

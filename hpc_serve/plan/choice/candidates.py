@@ -1,13 +1,8 @@
-"""Evaluates single layouts: whether one fits, and the number that decides about it.
-
-The searches over them are here too: the longest context that a layout holds, and the fewest GPUs on which a model
-starts.
-"""
+"""Evaluates single layouts: whether one fits, and the number that decides about it."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,7 +11,7 @@ from hpc_serve.plan.choice.layout import Layout, layouts_on
 from hpc_serve.plan.engine import EngineConfig, Workload, max_num_batched_tokens
 from hpc_serve.plan.hardware.cluster import ClusterSpec
 from hpc_serve.plan.memory.estimate import MemoryEstimate, estimate_memory
-from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
+from hpc_serve.plan.memory.kv_cache import cache_layout
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.sizes import GIB
 
@@ -256,93 +251,3 @@ def _reason_against(layout: Layout, chosen: Layout, inputs: PlanInputs) -> str:
         verb = "is" if chosen.num_gpus == 1 else "are"
         return f"{layout.num_gpus} {accelerator.unit}s, and {chosen.num_gpus} {verb} enough"
     return "more pipeline stages than needed, and each costs a transfer and waiting"
-
-
-CONTEXT_STEP = 1024
-"""Contexts are looked for in steps of so many tokens, and the model's own is tried too."""
-AT_ONCE = (1, 4, 16, 64)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutContexts:
-    """The longest context of a layout by the number of requests of that length at once. 0: none of a step fits."""
-
-    layout: Layout
-    by_requests: tuple[tuple[int, int], ...]
-
-
-def longest_context(inputs: PlanInputs, layout: Layout) -> int:
-    """Return the longest context that fits for the requests asked for, at most that of `inputs`.
-
-    0: none of a step fits.
-    """
-    whole = inputs.max_model_len
-    inputs = replace(inputs, workload=replace(inputs.workload, request_tokens=None))
-    if inputs.fits(layout):
-        return whole
-    steps = range(CONTEXT_STEP, whole, CONTEXT_STEP)
-    fitting = bisect_left(steps, True, key=lambda tokens: not replace(inputs, max_model_len=tokens).fits(layout))
-    return fitting * CONTEXT_STEP
-
-
-def contexts_of(inputs: PlanInputs, layouts: Iterable[Layout]) -> list[LayoutContexts]:
-    """Return the longest contexts of those layouts that hold any, for several numbers of requests at once."""
-    found = []
-    for layout in layouts:
-        lengths: list[tuple[int, int]] = []
-        for count in AT_ONCE:
-            longest = lengths[-1][1] if lengths else inputs.max_model_len
-            asked = replace(inputs, workload=replace(inputs.workload, concurrency=count))
-            lengths.append((count, longest_context(replace(asked, max_model_len=longest), layout) if longest else 0))
-        if lengths[0][1]:
-            found.append(LayoutContexts(layout=layout, by_requests=tuple(lengths)))
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class MinimumGpus:
-    """GPUs by their label's bytes (80e9 for an H100): for the weights, and for weights and one longest request.
-
-    `usable` is the smallest number on which vLLM starts with any sizes. None: not on as many as were tried.
-    """
-
-    weights: int
-    full_context: int
-    usable: int | None
-
-
-def minimum_gpus(inputs: PlanInputs, *, at_most: int) -> MinimumGpus:
-    """Return the three figures. The search for `usable` ends at `at_most` GPUs.
-
-    >>> from hpc_serve.plan import ClusterSpec, EngineConfig, accelerator, model_from_config, resolve
-    >>> model = model_from_config(resolve("70b").config, name="70b")
-    >>> h100 = ClusterSpec(accelerator=accelerator("h100-80gb"))
-    >>> asked = PlanInputs(
-    ...     model=model, cluster=h100, engine=EngineConfig(), workload=Workload(), max_model_len=131072
-    ... )
-    >>> minimum_gpus(asked, at_most=4)
-    MinimumGpus(weights=2, full_context=3, usable=3)
-    """
-    label = inputs.cluster.accelerator.label_bytes
-    weights = inputs.model.weight_bytes
-    context = full_context_bytes(inputs.model, inputs.engine, inputs.max_model_len)
-    return MinimumGpus(
-        weights=-(-weights // label),
-        full_context=-(-(weights + context) // label),
-        usable=_usable(inputs, range(max(1, weights // label), at_most + 1)),
-    )
-
-
-def _usable(inputs: PlanInputs, counts: range) -> int | None:
-    one_request = replace(inputs, workload=Workload())
-    model = inputs.model
-    for gpus in counts:
-        for width in range(min(gpus, inputs.cluster.node_size), 0, -1):
-            if gpus % width or model.num_attention_heads % width or gpus // width > model.num_hidden_layers:
-                continue
-            layout = Layout(
-                tensor_parallel_size=width, pipeline_parallel_size=gpus // width, num_nodes=1, gpus_per_node=gpus
-            )
-            if one_request.fits(layout):
-                return gpus
-    return None

@@ -22,21 +22,25 @@ MAX_NODES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The ranks of one engine and where they are. `gpus_per_node` are the GPUs used on each node.
+    """The ranks of one engine, and the number of nodes that share them evenly.
 
     `data_parallel_size` above 1: so many groups of TP x PP ranks hold requests of their own, and share the experts.
     """
 
     tensor_parallel_size: int
     pipeline_parallel_size: int
-    num_nodes: int
-    gpus_per_node: int
+    num_nodes: int = 1
     data_parallel_size: int = 1
 
     @property
     def num_gpus(self) -> int:
         """Ranks in all."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs used on each node."""
+        return -(-self.num_gpus // self.num_nodes)
 
     def sizes(self, between: str = " ") -> str:
         """Return the sizes for a person, as `TP=8 PP=2`."""
@@ -99,11 +103,7 @@ def data_parallel_layouts(num_nodes: int, cluster: ClusterSpec, engine: EngineCo
         ranks = num_nodes * node_size // tensor
         if ranks > 1 and engine.tensor_parallel_size in (None, tensor):
             yield Layout(
-                tensor_parallel_size=tensor,
-                pipeline_parallel_size=1,
-                data_parallel_size=ranks,
-                num_nodes=num_nodes,
-                gpus_per_node=node_size,
+                tensor_parallel_size=tensor, pipeline_parallel_size=1, data_parallel_size=ranks, num_nodes=num_nodes
             )
 
 
@@ -160,7 +160,6 @@ def layouts_on(num_nodes: int, cluster: ClusterSpec, engine: EngineConfig) -> It
                 pipeline_parallel_size=pipeline,
                 data_parallel_size=data,
                 num_nodes=num_nodes,
-                gpus_per_node=used,
             )
             if not (layout.cuts_ranks or _leaves_asked_gpus_idle(layout, cluster)):
                 yield layout
@@ -202,7 +201,6 @@ def _layout_asked_for(tensor: int, pipeline: int, data: int, cluster: ClusterSpe
         pipeline_parallel_size=pipeline,
         data_parallel_size=data,
         num_nodes=nodes,
-        gpus_per_node=ranks // nodes,
     )
     if layout.cuts_ranks:
         raise DoesNotFitError(
@@ -244,10 +242,8 @@ def _too_many_gpus(layout: Layout, cluster: ClusterSpec) -> str:
 
 def _fewest_nodes(ranks: int, cluster: ClusterSpec) -> int | None:
     """Return the fewest nodes that share so many ranks evenly, or None."""
-    for nodes in range(1, _most_nodes(cluster) + 1):
-        if ranks % nodes == 0 and ranks <= nodes * cluster.node_size_of(nodes):
-            return nodes
-    return None
+    numbers = range(1, _most_nodes(cluster) + 1)
+    return next((one for one in numbers if ranks % one == 0 and ranks <= one * cluster.node_size_of(one)), None)
 
 
 def _larger_machines(ranks: int, cluster: ClusterSpec) -> str:

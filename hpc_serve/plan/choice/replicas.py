@@ -41,7 +41,7 @@ def replica_options(inputs: PlanInputs) -> list[Sharing]:
     free = replace(inputs, engine=without_layout(inputs.engine))
     for replicas in (count for count in range(1, size + 1) if size % count == 0):
         width = size // replicas
-        layout = Layout(tensor_parallel_size=width, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=width)
+        layout = Layout(tensor_parallel_size=width, pipeline_parallel_size=1)
         memory = free.evaluate(layout).memory
         if memory is not None and memory.kv_cache_tokens >= TYPICAL_REQUEST_TOKENS:
             found.append(Sharing(replicas=replicas, layout=layout, memory=memory))

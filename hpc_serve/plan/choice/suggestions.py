@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.plan.choice.candidates import CONTEXT_STEP, PlanInputs, longest_context
+from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.choice.layout import Layout, layouts, layouts_on, without_layout
+from hpc_serve.plan.choice.limits import CONTEXT_STEP, longest_context
 from hpc_serve.plan.engine import max_num_batched_tokens
 from hpc_serve.plan.hardware.accelerator import chip_count
 from hpc_serve.plan.hardware.cluster import whole_cluster
@@ -120,7 +121,7 @@ def _more_nodes(asked: PlanInputs) -> Remedy | None:
     if not cluster.num_nodes and replicas == 1:
         return None
     one = replace(asked.workload, replicas=None)
-    free = replace(asked, cluster=cluster.with_nodes(None), workload=one)
+    free = replace(asked, cluster=replace(cluster, num_nodes=None), workload=one)
     layout = _first_that_fits(free)
     if layout is None:
         return None

@@ -12,30 +12,27 @@ from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.choice.layout import Layout
-from hpc_serve.plan.engine import EngineConfig
+from hpc_serve.plan.engine import LAYOUT_SIZES, EngineConfig
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.vllm.arguments import read_arguments, value_of
 from hpc_serve.vllm.options import load_data
 
 _NOT_VLLMS = ("vllm_version", "use_v1", "uncounted", "takes_whole_texts")
-_OPTIONS = [option for option in fields(EngineConfig) if option.name not in _NOT_VLLMS]
-_FIELDS = ("max_model_len", *(option.name for option in _OPTIONS))
-"""The options that decide about memory and layout: the fields of EngineConfig, and the context."""
 _ORDER = (
     *(("int | None", "float | None", "str | None"), ("str",), ("quantization",), ("bool", "bool | None")),
     *(("Mapping[str, Any] | None",), ("tuple[str, ...] | None",)),
 )
 """Types of options in the order in which they are written. --quantization stands among them by its name."""
-_LAYOUT = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-ONLINE_METHODS = {
-    "fp8": "fp8_per_tensor",
-    "fp8_per_tensor": "fp8_per_tensor",
-    "fp8_per_channel": "fp8_per_channel",
-    "fp8_per_block": "fp8_per_block",
-    "int8_per_channel_weight_only": "int8_per_channel_weight_only",
-    "mxfp8": "mxfp8",
-}
-"""Methods with which vLLM 0.32 quantizes a 16-bit checkpoint while it loads it, and the name that it takes for each."""
+_OPTIONS = [
+    option
+    for types in _ORDER
+    for option in fields(EngineConfig)
+    if option.name not in _NOT_VLLMS and ("quantization" if option.name == "quantization" else option.type) in types
+]
+_FIELDS = ("max_model_len", *(option.name for option in _OPTIONS))
+"""The options that decide about memory and layout: the fields of EngineConfig, and the context."""
+_ONLINE_METHODS = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8_per_channel_weight_only", "mxfp8")
+"""Methods with which vLLM 0.32 quantizes a 16-bit checkpoint while it loads it. `fp8` is its first."""
 
 
 def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: ModelSpec) -> tuple[str, ...]:
@@ -47,12 +44,10 @@ def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: M
     ]
     if layout.data_parallel_size > 1:
         args += ["--data-parallel-size", str(layout.data_parallel_size)]
-    of_plan = {**dict.fromkeys(_LAYOUT), "quantization": _quantization_flag(engine, model)}
-    for types in _ORDER:
-        for option in _OPTIONS:
-            if ("quantization" if option.name == "quantization" else option.type) in types:
-                value = of_plan[option.name] if option.name in of_plan else getattr(engine, option.name)
-                args += _words(option.name, value, option.default)
+    of_plan = {**dict.fromkeys(LAYOUT_SIZES), "quantization": _quantization_flag(engine, model)}
+    for option in _OPTIONS:
+        value = of_plan[option.name] if option.name in of_plan else getattr(engine, option.name)
+        args += _words(option.name, value, option.default)
     return tuple(args)
 
 
@@ -121,7 +116,9 @@ def _quantization_flag(engine: EngineConfig, model: ModelSpec) -> str | None:
         return None
     if not model.quantization.is_assumed:
         return engine.quantization
-    return ONLINE_METHODS.get(engine.quantization.lower().replace("-", "_"))
+    method = engine.quantization.lower().replace("-", "_")
+    method = "fp8_per_tensor" if method == "fp8" else method
+    return method if method in _ONLINE_METHODS else None
 
 
 def _flag(name: str) -> str:

@@ -22,6 +22,7 @@ from hpc_serve.plan.hardware.accelerator import (
     same_slice,
     slice_with,
 )
+from hpc_serve.plan.option_values import at_least_one
 
 DEFAULT_GPU = "h100-80gb"
 """The GPU that is planned for where nobody names one."""
@@ -44,10 +45,7 @@ class ClusterSpec:
     is_whole: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_nodes", "gpus_per_node"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidRequestError(f"{name} is {value}: it must be at least 1.")
+        at_least_one(num_nodes=self.num_nodes, gpus_per_node=self.gpus_per_node)
 
     @property
     def node_size(self) -> int:
@@ -57,10 +55,6 @@ class ClusterSpec:
     def node_size_of(self, num_nodes: int) -> int:
         """Return the GPUs of each node, if there are so many nodes."""
         return self.gpus_per_node or self.accelerator.node_size(num_nodes)
-
-    def with_nodes(self, num_nodes: int | None) -> ClusterSpec:
-        """Return the same machines with another number of nodes."""
-        return replace(self, num_nodes=num_nodes)
 
 
 def cluster_named(

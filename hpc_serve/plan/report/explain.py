@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hpc_serve.plan.choice.candidates import MinimumGpus, PlanInputs
+from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.choice.layout import Layout
+from hpc_serve.plan.choice.limits import MinimumGpus
 from hpc_serve.plan.engine import gpu_memory_utilization, max_num_seqs
 from hpc_serve.plan.memory import cuda_graphs, overhead
 from hpc_serve.plan.memory.estimate import MemoryEstimate, profile_runs
@@ -48,7 +50,7 @@ def _model_lines(inputs: PlanInputs) -> Iterator[str]:
     model, engine = inputs.model, inputs.engine
     yield f"{model.name} ({model.architecture}, {model.dtype})"
     yield f"  embedding    {model.vocab_size:>12,} x {model.hidden_size:,} = {model.embedding.parameters:,}"
-    for layer, count in _distinct(inputs):
+    for layer, count in Counter(layer.block.parameters for layer in model.layers).items():
         yield f"  layers       {count:>12,} x {layer:,} = {count * layer:,}"
     if model.head is not None:
         yield f"  output head  {model.vocab_size:>12,} x {model.hidden_size:,} = {model.head.parameters:,}"
@@ -79,15 +81,6 @@ def _model_lines(inputs: PlanInputs) -> Iterator[str]:
     for length in lengths:
         size = full_context_bytes(model, engine, length)
         yield f"               {length:,} tokens: {size / GIB:.2f} GiB"
-
-
-def _distinct(inputs: PlanInputs) -> list[tuple[int, int]]:
-    """Return (parameters, count) of each different layer, in order of appearance."""
-    counts: dict[int, int] = {}
-    for layer in inputs.model.layers:
-        size = layer.block.parameters
-        counts[size] = counts.get(size, 0) + 1
-    return list(counts.items())
 
 
 def _minimum_lines(inputs: PlanInputs, minimum: MinimumGpus) -> Iterator[str]:

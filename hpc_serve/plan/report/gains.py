@@ -4,47 +4,40 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
-from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.speed.drafts import KnownDraft
-from hpc_serve.plan.speed.estimate import SpeedEstimate, estimate_speed, held_at_once
-from hpc_serve.plan.speed.step import ASSUMED_LINK_BYTES_PER_S, EXPECTED, Roofline
+from hpc_serve.plan.speed.estimate import ReplicaSpeeds, SpeedEstimate
+from hpc_serve.plan.speed.links import ASSUMED_LINK_BYTES_PER_S
+from hpc_serve.plan.speed.step import EXPECTED, Roofline
 
 
 def speculation_text(
-    roofline: Roofline,
-    plain: Roofline,
-    estimates: Sequence[SpeedEstimate],
-    memory: MemoryEstimate,
-    known: KnownDraft | None,
+    replica: ReplicaSpeeds, plain: ReplicaSpeeds, estimates: Sequence[SpeedEstimate], known: KnownDraft | None
 ) -> str:
     """Return what speculation gains where its accepted drafts are known, else from how many of them on it pays.
 
     `plain` is the replica without speculation. `estimates` are those to name, by requests in flight.
     """
-    traffic = estimates[0].traffic
-    if traffic.acceptance_length == 1:
+    accepted = replica.traffic.acceptance_length
+    if accepted == 1:
         return (
             "Speculation: the speed counts no draft as accepted. It pays where a step gives more than "
-            f"{_break_even(roofline, plain, estimates)} (vLLM logs it as 'Mean acceptance length'; "
+            f"{_break_even(plain.roofline, estimates)} (vLLM logs it as 'Mean acceptance length'; "
             "--acceptance-length counts it)."
         )
 
     def gain(concurrency: int) -> float:
-        asked, is_ideal = replace(traffic, concurrency=concurrency), estimates[0].is_ideal
-        with_drafts = estimate_speed(roofline, asked, memory, is_ideal=is_ideal).speed
-        without = estimate_speed(plain, replace(asked, acceptance_length=1), memory, is_ideal=is_ideal).speed
-        return with_drafts.output_tokens_per_s / without.output_tokens_per_s
+        with_drafts, without = (one.at(concurrency).speed.output_tokens_per_s for one in (replica, plain))
+        return with_drafts / without
 
     whence = f" (published for {known.texts}: {known.source})" if known else ""
     gains = ", ".join(
         f"× {gain(one.traffic.concurrency):.2f} with {one.traffic.concurrency:,} in flight" for one in estimates
     )
-    held = held_at_once(roofline, traffic, memory)
+    held = replica.held()
     counts = sorted({*(1 << power for power in range(held.bit_length())), held})
     end = _where_it_pays([(count, gain(count) >= 1) for count in counts])
-    return f"Speculation, {traffic.acceptance_length:.3g} tokens a step{whence}: {gains}. {end}."
+    return f"Speculation, {accepted:.3g} tokens a step{whence}: {gains}. {end}."
 
 
 def _where_it_pays(found: Sequence[tuple[int, bool]]) -> str:
@@ -70,12 +63,12 @@ def _where_it_pays(found: Sequence[tuple[int, bool]]) -> str:
     return f"It pays with about {' and '.join(parts)} in flight"
 
 
-def _break_even(roofline: Roofline, plain: Roofline, estimates: Sequence[SpeedEstimate]) -> str:
+def _break_even(plain: Roofline, estimates: Sequence[SpeedEstimate]) -> str:
     """Return the tokens of a step from which speculation pays, by requests in flight."""
     found = []
     for one in estimates:
         context = one.traffic.mean_context
-        ratio = roofline.decode(one.batch, context).total_s / plain.decode(one.batch, context).total_s
+        ratio = one.roofline.decode(one.batch, context).total_s / plain.decode(one.batch, context).total_s
         found.append(f"{ratio:.1f} tokens with {one.traffic.concurrency:,} in flight")
     return ", ".join(found)
 

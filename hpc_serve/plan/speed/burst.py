@@ -19,7 +19,7 @@ SHRINK_RATIO = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Stretch:
+class Stretch:
     """A number of equal steps, and how many requests each of them serves."""
 
     steps: float
@@ -102,23 +102,27 @@ def share_ending_per_step(mean: float, longest: float | None) -> float:
     return high
 
 
-def _round(roofline: Roofline, traffic: Traffic, first: float, factors: Factors, ends: float) -> list[_Stretch]:
-    """Return the steps of requests that begin together: those that read their prompts, then those that answer.
-
-    The prompts pass the pipeline stages one after the other.
-    """
+def read_prompts(roofline: Roofline, traffic: Traffic, requests: float, factors: Factors) -> Stretch:
+    """Return the steps that read the prompts of requests alone. They pass the pipeline stages one after the other."""
     inputs, stages = traffic.read_tokens, roofline.layout.pipeline_parallel_size
-    chunks = math.ceil(first * inputs / roofline.max_num_batched_tokens)
-    in_flight = stages if roofline.engine.is_v0 else min(stages, chunks)
-    tokens, cached = stages * first * inputs / chunks, traffic.cached_tokens
+    chunks = math.ceil(requests * inputs / roofline.max_num_batched_tokens)
+    tokens, cached = stages * requests * inputs / chunks, traffic.cached_tokens
     step = roofline.step(tokens, 0, traffic.mean_context, factors, inputs, cached_tokens=cached)
-    fill = _Stretch(steps=(chunks + stages - 1) / stages, requests=first, step=step)
+    return Stretch(steps=(chunks + stages - 1) / stages, requests=requests, step=step)
+
+
+def _round(roofline: Roofline, traffic: Traffic, first: float, factors: Factors, ends: float) -> list[Stretch]:
+    """Return the steps of requests that begin together: those that read their prompts, then those that answer."""
+    chunks = math.ceil(first * traffic.read_tokens / roofline.max_num_batched_tokens)
+    stages = roofline.layout.pipeline_parallel_size
+    in_flight = stages if roofline.engine.is_v0 else min(stages, chunks)
+    fill = read_prompts(roofline, traffic, first, factors)
     return [fill, *_drain(roofline, traffic, first, factors, ends, in_flight)]
 
 
 def _drain(
     roofline: Roofline, traffic: Traffic, first: float, factors: Factors, ends: float, in_flight: int
-) -> list[_Stretch]:
+) -> list[Stretch]:
     """Return the steps that generate the answers of a batch which no request joins.
 
     A share of `ends` ends at each step. The requests fill `in_flight` batches for the pipeline stages: vLLM's scheduler
@@ -128,13 +132,13 @@ def _drain(
     context = traffic.mean_context
     if not ends:
         step = roofline.decode(uneven * first, context, factors)
-        return [_Stretch(steps=traffic.output_steps, requests=first, step=step)]
+        return [Stretch(steps=traffic.output_steps, requests=first, step=step)]
     longest = (traffic.longest_output_tokens or math.inf) / traffic.acceptance_length
     found, left, done = [], first, 0.0
     while left >= 1 and done < longest:
         steps = min(math.log(SHRINK_RATIO) / ends, longest - done)
         running = left / math.sqrt(SHRINK_RATIO)
-        found.append(_Stretch(steps=steps, requests=running, step=roofline.decode(uneven * running, context, factors)))
+        found.append(Stretch(steps=steps, requests=running, step=roofline.decode(uneven * running, context, factors)))
         left /= SHRINK_RATIO
         done += steps
     return found

@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from hpc_serve.plan.catalog import speed_accuracy
-from hpc_serve.plan.engine import EngineConfig
+from hpc_serve.plan.engine import LAYOUT_SIZES, EngineConfig
 from hpc_serve.plan.memory.cuda_graphs import graph_mode
 from hpc_serve.plan.model.spec import ModelSpec, distinct_layers
 from hpc_serve.plan.model.weights import Linear
@@ -27,7 +27,7 @@ PIPELINE_STAGES = "engines with pipeline stages"
 _OPTIONS = {
     one.name: one.default
     for one in fields(EngineConfig)
-    if one.name not in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    if one.name not in LAYOUT_SIZES
     and one.name not in ("dtype", "quantization", "enforce_eager", "compilation_config", "optimization_level")
     and one.name not in ("gpu_memory_utilization", "kv_cache_memory_bytes", "max_num_seqs", "vllm_version")
 }
@@ -123,10 +123,7 @@ def case_of(roofline: Roofline, traffic: Traffic, running: float) -> Case:
         accelerator=roofline.accelerator.name,
         numbers={
             "active_parameters": model.active_parameters,
-            "tensor_parallel_size": layout.tensor_parallel_size,
-            "pipeline_parallel_size": layout.pipeline_parallel_size,
-            "data_parallel_size": layout.data_parallel_size,
-            "num_nodes": layout.num_nodes,
+            **{name: getattr(layout, name) for name in (*LAYOUT_SIZES, "num_nodes")},
             "input_tokens": traffic.input_tokens,
             "output_tokens": traffic.output_tokens,
             "running": running,
@@ -138,11 +135,7 @@ def case_of(roofline: Roofline, traffic: Traffic, running: float) -> Case:
             "arrivals": "decoding alone" if traffic.decode_only else traffic.arrivals,
             "vllm": ".".join(map(str, engine.version)),
             **({"acceptance_length": f"{traffic.acceptance_length:g}"} if traffic.acceptance_length > 1 else {}),
-            **{
-                name: str(getattr(engine, name))
-                for name, default in _OPTIONS.items()
-                if getattr(engine, name) != default
-            },
+            **{name: str(value) for name in _OPTIONS if (value := getattr(engine, name)) != _OPTIONS[name]},
         },
     )
 

@@ -6,6 +6,8 @@ for decoding does where other replicas read the prompts. step.py decides how lon
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from hpc_serve.plan.speed.step import IDEAL, Factors, Roofline
 from hpc_serve.plan.speed.traffic import Speed, Traffic
 
@@ -40,10 +42,6 @@ def critical_batch(roofline: Roofline) -> int | None:
         step = roofline.decode(batch, 1, IDEAL)
         return step.flops_s >= step.weights_s
 
-    if not is_reached(_MOST):
-        return None
-    low, high = 0, _MOST
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_reached(middle) else (middle, high)
-    return high
+    batches = range(1, _MOST + 1)
+    found = bisect_left(batches, True, key=is_reached)
+    return batches[found] if found < _MOST else None

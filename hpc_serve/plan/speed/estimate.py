@@ -8,7 +8,6 @@ decides how many run at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hpc_serve.plan.memory.estimate import MemoryEstimate
@@ -31,8 +30,8 @@ class SpeedEstimate:
     corrected.
     """
 
+    roofline: Roofline
     traffic: Traffic
-    num_gpus: int
     batch: float
     capacity: float
     ideal: Speed
@@ -48,9 +47,9 @@ class SpeedEstimate:
         return self.ideal if self.is_ideal else self.expected
 
     @property
-    def bound(self) -> str:
-        """The cause of most of the time, prompts included."""
-        return self.speed.bound
+    def num_gpus(self) -> int:
+        """GPUs of the replica."""
+        return self.roofline.layout.num_gpus
 
     @property
     def output_tokens_per_s_per_gpu(self) -> float:
@@ -65,37 +64,58 @@ class SpeedEstimate:
         return self.output_tokens_per_s_per_gpu * 3600 / self.usd_per_gpu_hour
 
 
-def estimate_speed(
-    roofline: Roofline,
-    traffic: Traffic,
-    memory: MemoryEstimate,
-    *,
-    factors: Factors = EXPECTED,
-    usd_per_gpu_hour: float | None = None,
-    is_ideal: bool = False,
-) -> SpeedEstimate:
-    """Return the speed of one replica under some traffic.
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSpeeds:
+    """The speeds of one replica for any number of requests in flight, whose lengths and arrivals are `traffic`'s.
 
-    `memory` is that of the layout. Requests that the cache or vLLM's max_num_seqs cannot hold wait. The requests in
-    flight are divided among the data-parallel ranks. Ranks step together, so a step is that of the fullest one.
+    `memory` is that of the layout. `is_ideal`: a person asked for the ideal figures alone.
     """
-    capacity = requests_held(roofline, traffic, memory)
-    batch = running_requests(roofline, traffic, capacity)
-    measured = _correction(roofline, traffic, batch)
-    if measured is not None:
-        factors = factors.times(measured.ratio)
-    return SpeedEstimate(
-        traffic=traffic,
-        num_gpus=roofline.layout.num_gpus,
-        batch=batch,
-        capacity=roofline.layout.data_parallel_size * capacity,
-        ideal=speed_column(roofline, traffic, batch, IDEAL),
-        expected=speed_column(roofline, traffic, batch, factors),
-        factors=factors,
-        usd_per_gpu_hour=usd_per_gpu_hour,
-        is_ideal=is_ideal,
-        measured=measured,
-    )
+
+    roofline: Roofline
+    traffic: Traffic
+    memory: MemoryEstimate
+    usd_per_gpu_hour: float | None = None
+    is_ideal: bool = False
+
+    def at(self, concurrency: int, factors: Factors = EXPECTED) -> SpeedEstimate:
+        """Return the speed with so many requests in flight.
+
+        Requests that the cache or vLLM's max_num_seqs cannot hold wait. The requests in flight are divided among the
+        data-parallel ranks. Ranks step together, so a step is that of the fullest one.
+        """
+        roofline, traffic = self.roofline, replace(self.traffic, concurrency=concurrency)
+        capacity = requests_held(roofline, traffic, self.memory)
+        batch = running_requests(roofline, traffic, capacity)
+        measured = _correction(roofline, traffic, batch)
+        if measured is not None:
+            factors = factors.times(measured.ratio)
+        return SpeedEstimate(
+            roofline=roofline,
+            traffic=traffic,
+            batch=batch,
+            capacity=roofline.layout.data_parallel_size * capacity,
+            ideal=speed_column(roofline, traffic, batch, IDEAL),
+            expected=speed_column(roofline, traffic, batch, factors),
+            factors=factors,
+            usd_per_gpu_hour=self.usd_per_gpu_hour,
+            is_ideal=self.is_ideal,
+            measured=measured,
+        )
+
+    def held(self) -> int:
+        """Return the most requests of the traffic's mean length that run at once: by the cache, and by max_num_seqs."""
+        roofline = self.roofline
+        of_rank = min(requests_held(roofline, self.traffic, self.memory), roofline.max_num_seqs)
+        return max(1, int(roofline.layout.data_parallel_size * of_rank))
+
+    def for_table(self) -> list[SpeedEstimate]:
+        """Return the speeds for one request in flight, powers of four, the number asked for, and as many as are
+        held."""
+        held = self.held()
+        counts = {1, held, *(size for size in (4, 16, 64, 256) if size < held)}
+        if self.traffic.concurrency > 1:
+            counts.add(self.traffic.concurrency)
+        return [self.at(count) for count in sorted(counts)]
 
 
 def _correction(roofline: Roofline, traffic: Traffic, batch: float) -> Correction | None:
@@ -118,12 +138,6 @@ def requests_held(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) 
     return max(0, memory.num_blocks - 1) / blocks if blocks else math.inf
 
 
-def held_at_once(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> int:
-    """Return the most requests of the traffic's mean length that run at once: by the cache, and by max_num_seqs."""
-    of_rank = min(requests_held(roofline, traffic, memory), roofline.max_num_seqs)
-    return max(1, int(roofline.layout.data_parallel_size * of_rank))
-
-
 def running_requests(roofline: Roofline, traffic: Traffic, capacity: float) -> float:
     """Return how many of the requests in flight run at once: as many as the ranks' caches hold and max_num_seqs allows.
 
@@ -141,13 +155,9 @@ def speed_column(roofline: Roofline, traffic: Traffic, batch: float, factors: Fa
     ranks = roofline.layout.data_parallel_size
     each = replace(traffic, concurrency=-(-traffic.concurrency // ranks))
     fullest = float(each.concurrency) if batch >= traffic.concurrency else batch / ranks
-    speed = _arrival_formula(traffic)(roofline, each, fullest, factors)
+    arrives_at_once = traffic.arrivals == "burst"
+    formula = decode_speed if traffic.decode_only else burst_speed if arrives_at_once else steady_speed
+    speed = formula(roofline, each, fullest, factors)
     share = batch / fullest
-    rates = share * speed.requests_per_s, share * speed.output_tokens_per_s
-    return replace(speed, requests_per_s=rates[0], output_tokens_per_s=rates[1])
-
-
-def _arrival_formula(traffic: Traffic) -> Callable[[Roofline, Traffic, float, Factors], Speed]:
-    if traffic.decode_only:
-        return decode_speed
-    return burst_speed if traffic.arrivals == "burst" else steady_speed
+    rate, tokens_per_s = share * speed.requests_per_s, share * speed.output_tokens_per_s
+    return replace(speed, requests_per_s=rate, output_tokens_per_s=tokens_per_s)

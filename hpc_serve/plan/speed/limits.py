@@ -35,12 +35,6 @@ def limit_lines(roofline: Roofline) -> Iterator[str]:
         )
 
 
-def critical_batch(accelerator: AcceleratorSpec, compute: str, bytes_per_weight: float) -> float:
-    """Return the batch at which arithmetic on a matrix takes as long as loading it: C ÷ W_hbm × bytes ÷ 2."""
-    assert accelerator.bandwidth_bytes_per_s
-    return accelerator.dense_flops[compute] / accelerator.bandwidth_bytes_per_s * bytes_per_weight / 2
-
-
 def axis_bytes_per_s(accelerator: AcceleratorSpec) -> float:
     """Return the bytes per second along one axis of a torus, both directions together."""
     assert accelerator.link_bytes_per_s

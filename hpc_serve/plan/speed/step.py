@@ -18,13 +18,10 @@ from hpc_serve.plan.engine import EngineConfig, is_async, max_num_batched_tokens
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.memory.rocm import is_rocm
 from hpc_serve.plan.model.spec import ModelSpec
+from hpc_serve.plan.speed.links import ASSUMED_LINK_BYTES_PER_S, link_rate, network_rate, rate_in_node
 from hpc_serve.plan.speed.measured import MeasuredHere
 from hpc_serve.plan.speed.work import ALL_REDUCES_PER_LAYER, ModelWork, StageWork, model_work
 
-ASSUMED_LINK_BYTES_PER_S = 32e9
-"""PCIe 4.0 x16: assumed where no source confirms a rate between the GPUs of a node."""
-ASSUMED_NETWORK_BYTES_PER_S = 12.5e9
-"""100 Gb/s for each GPU: assumed where no source confirms a network."""
 DRAFT_S = 0.4e-3
 """For each token that a draft model drafts, beside the roofline of its pass: starting it, choosing its token, and
 preparing the next pass. Fitted on the gains in benchmarks/accuracy/data/gains.jsonl."""
@@ -79,8 +76,6 @@ arXiv:2307.08691; FlashAttention-3 has up to 75 % on H100, arXiv:2407.08608), 40
 step, 25 µs for a launch.
 """
 FITTED = ("flops", "expert_flops", "bandwidth", "kernel_s", "sequence_s", "request_s")
-
-
 _PARTS = ("flops_s", "weights_s", "cache_s", "communication_s", "engine_s")
 
 
@@ -113,10 +108,7 @@ class StepTime:
         return self.pass_s + self.bubble_s
 
     def after(self, draft: StepTime, passes: int, own_s: float) -> StepTime:
-        """Return this time with passes of a draft model before it, and `own_s` of the engine's own for them.
-
-        None of its work happens beside the model's.
-        """
+        """Return this time with passes of a draft model before it, and `own_s` of the engine's own for them."""
         sums = {name: getattr(self, name) + passes * getattr(draft, name) for name in _PARTS}
         return replace(self, **{**sums, "engine_s": sums["engine_s"] + own_s})
 
@@ -132,19 +124,12 @@ class StepTime:
             "bubbles": self.bubble_s,
         }
 
-    @property
-    def bound(self) -> str:
-        """The largest cause."""
-        return max(self.causes, key=lambda cause: self.causes[cause])
-
 
 class Roofline:
     """How long a step of one model on one layout takes, for any batch. The work is counted once.
 
     With data parallelism the batch is that of one rank. The ranks step together, each with as large a batch.
-
     With speculation a step has `tokens_per_sequence` of each sequence: its last token, and the drafts after it.
-
     If scheduling is async, the host works on a step while the device computes the last one (`is_async` in
     plan/engine.py). `measured` are runs on this accelerator here. Raises InvalidRequestError if no source confirms the
     accelerator's FLOP/s or bandwidth.
@@ -300,7 +285,7 @@ class Roofline:
         if layout.data_parallel_size == 1:
             return 0.0
         tensor = layout.tensor_parallel_size if self.engine.enable_expert_parallel else 1
-        link = link_rate(self.accelerator, replace(layout, tensor_parallel_size=layout.gpus_per_node))
+        link = rate_in_node(self.accelerator, layout.gpus_per_node)
         link_s = self._copies(stage, tensor * layout.data_parallel_size) * size / tensor / link
         network = layout.tensor_parallel_size * network_rate(self.accelerator)
         network_s = self._copies(stage, layout.num_nodes) * size / network
@@ -312,25 +297,3 @@ class Roofline:
         if not self.engine.enable_expert_parallel or self.engine.all2all_backend in _GATHERING:
             return places - 1
         return (places - 1) * (1 - (1 - 1 / places) ** stage.experts_per_token)
-
-
-def link_rate(accelerator: AcceleratorSpec, layout: Layout) -> float:
-    """Return the rate at which a rank sends to its tensor-parallel group, in bytes per second.
-
-    In a mesh every pair has its own link: a group smaller than the node has only the links between its members. A
-    bridge of two GPUs is of no use to more.
-    """
-    ranks = layout.tensor_parallel_size
-    if layout.splits_layers_across_nodes and accelerator.kind != "tpu":
-        return network_rate(accelerator)
-    rate = accelerator.link_bytes_per_s or ASSUMED_LINK_BYTES_PER_S
-    if accelerator.link_topology == "pairs" and ranks > 2:
-        return ASSUMED_LINK_BYTES_PER_S
-    if accelerator.link_topology == "mesh" and 1 < ranks < accelerator.gpus_per_node:
-        return rate * (ranks - 1) / (accelerator.gpus_per_node - 1)
-    return rate
-
-
-def network_rate(accelerator: AcceleratorSpec) -> float:
-    """Return one GPU's share of its node's network, in bytes per second, one direction."""
-    return accelerator.network_bytes_per_s or ASSUMED_NETWORK_BYTES_PER_S

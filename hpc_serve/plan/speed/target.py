@@ -8,18 +8,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.catalog import speed_accuracy
 from hpc_serve.plan.choice.candidates import Candidate, PlanInputs
 from hpc_serve.plan.choice.layout import Layout, data_parallel_layouts, layouts_on
-from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.speed.classes import PIPELINE_STAGES
-from hpc_serve.plan.speed.estimate import SpeedEstimate, estimate_speed, held_at_once
+from hpc_serve.plan.speed.estimate import ReplicaSpeeds, SpeedEstimate
 from hpc_serve.plan.speed.limits import limit_lines
 from hpc_serve.plan.speed.measured import MeasuredHere
-from hpc_serve.plan.speed.step import EXPECTED, Roofline
+from hpc_serve.plan.speed.step import Roofline
 from hpc_serve.plan.speed.traffic import Traffic
 
 _NODES = (1, 2, 4, 8, 16)
@@ -53,11 +52,13 @@ class SpeedTarget:
 class Deployment:
     """`replicas` engines of one layout on the machines, each with `estimate` at its best batch."""
 
-    layout: Layout
     replicas: int
-    memory: MemoryEstimate
     estimate: SpeedEstimate
     meets: bool
+
+    @property
+    def layout(self) -> Layout:
+        return self.estimate.roofline.layout
 
     @property
     def tokens_per_s(self) -> float:
@@ -99,14 +100,11 @@ def choose_deployment(
             f"{inputs.model.name} fits no layout on these machines with requests of "
             f"{inputs.max_model_len:,} tokens; `plan` without --target says what would help."
         )
-    met = sorted(
-        (deployment for deployment in deployments if deployment.meets), key=lambda deployment: -deployment.tokens_per_s
-    )
+    met = sorted((one for one in deployments if one.meets), key=lambda one: -one.tokens_per_s)
     if not met:
         raise DoesNotFitError(_unmet_target_text(deployments, target))
-    reasons = _reasons(met, [deployment for deployment in deployments if not deployment.meets], small, target)
+    reasons = _reasons(met, [one for one in deployments if not one.meets], small, target)
     largest = max(deployments, key=lambda one: (one.layout.tensor_parallel_size, -one.layout.data_parallel_size))
-    roofline = Roofline(inputs.model, inputs.cluster.accelerator, inputs.engine_for(largest.layout), largest.layout)
     asked = inputs.engine.pipeline_parallel_size
     ranks = _why_ranks(met[0], deployments, target)
     if not inputs.model.num_experts and met[0].replicas > 1:
@@ -114,7 +112,7 @@ def choose_deployment(
             f"Data parallelism is replicas: {inputs.model.name} has no experts to share, and each of the "
             f"{met[0].replicas} replicas starts, stops and fails alone."
         ]
-    return met[0], [*reasons, *ranks, *limit_lines(roofline), *([] if asked else [_few_stages_text()])]
+    return met[0], [*reasons, *ranks, *limit_lines(largest.estimate.roofline), *([] if asked else [_few_stages_text()])]
 
 
 def _few_stages_text() -> str:
@@ -182,16 +180,9 @@ def _deployments(
                 small.append(candidate)
                 continue
             roofline = Roofline(inputs.model, cluster.accelerator, inputs.engine_for(layout), layout, measured)
-            best = _best_batch(roofline, traffic, candidate.memory, target, replicas)
-            found.append(
-                Deployment(
-                    layout=layout,
-                    replicas=replicas,
-                    memory=candidate.memory,
-                    estimate=best,
-                    meets=target.is_met(best),
-                )
-            )
+            speeds = ReplicaSpeeds(roofline=roofline, traffic=traffic, memory=candidate.memory)
+            best = _best_batch(speeds, target, replicas)
+            found.append(Deployment(replicas=replicas, estimate=best, meets=target.is_met(best)))
         if found:
             break
     return found, small
@@ -214,26 +205,20 @@ def _even_deployments(inputs: PlanInputs, nodes: int) -> Iterator[tuple[Layout, 
                 yield layout, copies
 
 
-def _best_batch(
-    roofline: Roofline, traffic: Traffic, memory: MemoryEstimate, target: SpeedTarget, replicas: int
-) -> SpeedEstimate:
+def _best_batch(replica: ReplicaSpeeds, target: SpeedTarget, replicas: int) -> SpeedEstimate:
     """Return the estimate at the largest batch that meets the target, or at the traffic's concurrency where it is above
     1."""
-
-    def at(concurrency: int) -> SpeedEstimate:
-        return estimate_speed(roofline, replace(traffic, concurrency=concurrency), memory, factors=EXPECTED)
-
-    if traffic.concurrency > 1:
-        return at(-(-traffic.concurrency // replicas))
-    low = at(1)
-    high = held_at_once(roofline, traffic, memory)
-    if target.is_met(at(high)) or not target.is_met(low):
-        return at(high) if target.is_met(at(high)) else low
-    least = 1
-    while high - least > 1:
-        middle = (least + high) // 2
-        least, high = (middle, high) if target.is_met(at(middle)) else (least, middle)
-    return at(least)
+    if replica.traffic.concurrency > 1:
+        return replica.at(-(-replica.traffic.concurrency // replicas))
+    least, most = 1, replica.held()
+    if target.is_met(largest := replica.at(most)):
+        return largest
+    if not target.is_met(smallest := replica.at(least)):
+        return smallest
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if target.is_met(replica.at(middle)) else (least, middle)
+    return replica.at(least)
 
 
 def _reasons(met: list[Deployment], missed: list[Deployment], small: list[Candidate], target: SpeedTarget) -> list[str]:
@@ -241,7 +226,7 @@ def _reasons(met: list[Deployment], missed: list[Deployment], small: list[Candid
     speed = best.estimate.expected
     reasons = [
         f"For {target}: {best}, {best.tokens_per_s:,.0f} tokens/s in all, {1000 * speed.tpot_s:.1f} ms between tokens "
-        f"with {best.estimate.traffic.concurrency} requests in flight in each; bound by {best.estimate.bound}."
+        f"with {best.estimate.traffic.concurrency} requests in flight in each; bound by {best.estimate.speed.bound}."
     ]
     if (measured := best.estimate.measured) is not None:
         reasons.append(
@@ -264,6 +249,6 @@ def _reasons(met: list[Deployment], missed: list[Deployment], small: list[Candid
 def _time_text(deployment: Deployment) -> str:
     """Name the main limit of a deployment, and on several GPUs the share of communication."""
     if deployment.layout.num_gpus == 1:
-        return f"bound by {deployment.estimate.bound}"
+        return f"bound by {deployment.estimate.speed.bound}"
     share = 100 * deployment.estimate.expected.causes["communication"]
-    return f"bound by {deployment.estimate.bound}, communication takes {share:.0f} %"
+    return f"bound by {deployment.estimate.speed.bound}, communication takes {share:.0f} %"

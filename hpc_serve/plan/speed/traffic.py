@@ -10,9 +10,8 @@ from typing import get_args
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.engine import Arrivals
+from hpc_serve.plan.option_values import at_least_one
 from hpc_serve.plan.speed.step import StepTime
-
-_COUNTS = ("input_tokens", "output_tokens", "concurrency")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +39,7 @@ class Traffic:
     generates: bool = True
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if value < 1:
-                raise InvalidRequestError(f"{name} is {value}: it must be at least 1.")
+        at_least_one(input_tokens=self.input_tokens, output_tokens=self.output_tokens, concurrency=self.concurrency)
         if self.arrivals not in get_args(Arrivals):
             raise InvalidRequestError(f"arrivals is {self.arrivals!r}: use {' or '.join(get_args(Arrivals))}.")
         if self.decode_only and self.arrivals == "burst":

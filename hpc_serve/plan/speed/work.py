@@ -6,17 +6,17 @@ The counts follow from the model and the layout. step.py decides how long they t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
-from hpc_serve.plan.memory.kv_cache import kv_cache_dtype, layer_bytes_per_token
 from hpc_serve.plan.memory.stages import offloaded_bytes, pipeline_stages
 from hpc_serve.plan.model.scheme import Scheme
-from hpc_serve.plan.model.spec import LayerCache, ModelSpec
+from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec, distinct_layers
 from hpc_serve.plan.model.weights import Linear, Vocabulary, Weight
+from hpc_serve.plan.speed.attention import Attention, attention_of
 
 ALL_REDUCES_PER_LAYER = 2
 """With tensor parallelism: one after attention, one after the MLP (Megatron-LM, arXiv:1909.08053)."""
@@ -32,31 +32,6 @@ LATENT_KERNELS = 6
 """How many more latent attention has: 11 kernels in place of five. They are for norms and second product of the
 compressed query and key, products with both halves of the expanding matrix, concatenations, merging
 (`mla_attention` in vLLM)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attention:
-    """`count` layers of a stage with equal caches, on one rank.
-
-    The cache has `bytes_per_token`. `state_bytes` are read and written whatever the length. A generated token takes
-    `decode_flops` operations for each token of its context, a token of a prompt takes `prefill_flops`, because a latent
-    is expanded there. An encoder's tokens attend in both directions, which is twice as many. `window` 0: attention to
-    all tokens. An indexer reads `index_bytes` of every token of the context and takes `index_flops` for it, whatever
-    the window.
-    """
-
-    count: int
-    window: int
-    bytes_per_token: float
-    decode_flops: int
-    prefill_flops: int
-    state_bytes: int = 0
-    index_bytes: int = 0
-    index_flops: int = 0
-
-    def held(self, length: float) -> float:
-        """Return the tokens that a token at that position attends to."""
-        return min(length, self.window) if self.window else length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,13 +128,15 @@ def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineCon
     """Return the work of a layout. Raises DoesNotFitError where vLLM refuses the layout."""
     tensor, pipeline, data = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size
     whole = engine.enable_expert_parallel and bool(model.num_experts)
-    sizes = tensor, data
+    counting = _Counting(
+        model=model, accelerator=accelerator, engine=engine, ranks=tensor, data_ranks=data, whole=whole
+    )
     found = []
     for stage in pipeline_stages(model, tensor, pipeline, data_parallel_size=data, expert_parallel=whole):
         head = model.head or model.embedding
         is_idle = stage.rank == 0 and (model.head is not None or pipeline > 1 or engine.is_pooling)
         looked_up = model.embedding.bytes_per_rank(tensor) if is_idle else 0
-        one = _layers_work(model, accelerator, engine, (stage.first_layer, stage.end_layer), sizes, whole)
+        one = counting.layers(model.layers[stage.first_layer : stage.end_layer])
         weight_bytes = stage.weight_bytes - looked_up - model.everywhere.bytes_per_rank(1)
         found.append(
             replace(
@@ -169,90 +146,116 @@ def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineCon
                 head_flops=2 * head.parameters / tensor if stage.is_last and not engine.is_pooling else 0.0,
             )
         )
-    draft, passes = _draft_work(model, accelerator, engine, sizes, whole)
+    draft, passes = counting.draft()
     hidden_bytes = model.hidden_size * model.dtype_bytes
     return ModelWork(stages=tuple(found), hidden_bytes=hidden_bytes, draft=draft, draft_passes=passes)
 
 
-def _layers_work(
-    model: ModelSpec,
-    accelerator: AcceleratorSpec,
-    engine: EngineConfig,
-    part: tuple[int, int],
-    sizes: tuple[int, int],
-    whole: bool,
-) -> StageWork:
-    """Return the work of layers `part[0]` to `part[1] - 1` on one rank; `dense_bytes` are those of an adapter alone.
+@dataclass(frozen=True)
+class _Counting:
+    """Counts the work of layers on one rank of a layout.
 
-    With LoRA all requests use one adapter: two kernels for each matrix that it changes, and one slot's weights.
+    Tensor- and data-parallel ranks divide the experts: `whole` ones, or each.
     """
-    dense: Counter[str] = Counter()
-    experts: Counter[str] = Counter()
-    expert_bytes = expert_layers = kernels = adapter_bytes = 0
-    known: dict[int, tuple[Counter[str], Counter[str], int]] = {}
-    layers = model.layers[part[0] : part[1]]
-    for layer in layers:
-        key = id(layer.block)
-        if key not in known:
-            known[key] = _count(layer.block.weights, model, accelerator, sizes, whole)
-        in_dense, in_experts, size = known[key]
-        dense += in_dense
-        experts += in_experts
-        expert_bytes += size
-        expert_layers += size > 0
-        kernels += LAYER_KERNELS + EXPERT_KERNELS * (size > 0)
-        kernels += LATENT_KERNELS * (layer.cache is not None and layer.cache.kind == "mla")
-        if engine.enable_lora:
-            slots = tuple(one for one in layer.derived.weights if isinstance(one, Linear) and ".lora_" in one.name)
-            if (key := id(layer.derived)) not in known:
-                known[key] = _count(slots, model, accelerator, sizes, whole)
-            in_dense, in_experts, size = known[key]
-            for all_, of_slots in ((dense, in_dense), (experts, in_experts)):
-                for type_, count in of_slots.items():
-                    all_[type_] += count / engine.lora_slots  # type: ignore[assignment]
-            size += sum(one.bytes_per_rank(sizes[0]) for one in slots if not one.is_expert)
-            adapter_bytes += size // engine.lora_slots
-            kernels += len(slots)
-    return StageWork(
-        layers=len(layers),
-        expert_layers=expert_layers,
-        kernels=kernels,
-        dense_bytes=adapter_bytes,
-        expert_bytes=expert_bytes,
-        offloaded_bytes=0,
-        experts=model.num_experts,
-        experts_per_token=model.num_experts_per_tok,
-        dense_flops=dict(dense),
-        expert_flops=dict(experts),
-        head_flops=0.0,
-        attention=_attention(model, engine, part[0], part[1], sizes[0]),
-    )
+
+    model: ModelSpec
+    accelerator: AcceleratorSpec
+    engine: EngineConfig
+    ranks: int
+    data_ranks: int
+    whole: bool
+
+    def layers(self, layers: Sequence[DecoderLayer]) -> StageWork:
+        """Return the work of some layers; `dense_bytes` are those of an adapter alone.
+
+        With LoRA all requests use one adapter: two kernels for each matrix that it changes, and one slot's weights.
+        """
+        model, slots_in_all = self.model, self.engine.lora_slots
+        dense: Counter[str] = Counter()
+        experts: Counter[str] = Counter()
+        expert_bytes = expert_layers = kernels = adapter_bytes = 0
+        counted = {id(layer): self._count(layer.block.weights) for layer, _ in distinct_layers(layers)}
+        adapters = {id(layer): _adapters(layer) for layer, _ in distinct_layers(layers) if self.engine.enable_lora}
+        for layer in layers:
+            in_dense, in_experts, size = counted[id(layer)]
+            dense += in_dense
+            experts += in_experts
+            expert_bytes += size
+            expert_layers += size > 0
+            kernels += LAYER_KERNELS + EXPERT_KERNELS * (size > 0)
+            kernels += LATENT_KERNELS * (layer.cache is not None and layer.cache.kind == "mla")
+            if slots := adapters.get(id(layer)):
+                in_dense, in_experts, size = self._count(slots)
+                for all_, of_slots in ((dense, in_dense), (experts, in_experts)):
+                    for type_, count in of_slots.items():
+                        all_[type_] += count / slots_in_all  # type: ignore[assignment]
+                size += sum(one.bytes_per_rank(self.ranks) for one in slots if not one.is_expert)
+                adapter_bytes += size // slots_in_all
+                kernels += len(slots)
+        return StageWork(
+            layers=len(layers),
+            expert_layers=expert_layers,
+            kernels=kernels,
+            dense_bytes=adapter_bytes,
+            expert_bytes=expert_bytes,
+            offloaded_bytes=0,
+            experts=model.num_experts,
+            experts_per_token=model.num_experts_per_tok,
+            dense_flops=dict(dense),
+            expert_flops=dict(experts),
+            head_flops=0.0,
+            attention=attention_of(layers, model, self.engine, self.ranks),
+        )
+
+    def draft(self) -> tuple[StageWork | None, int]:
+        """Return one pass of the draft model, and how many of them follow the one that the last stage counts.
+
+        Of the model's own prediction layers each drafts one token, and the last one goes on.
+        """
+        model, count = self.model, self.model.draft_layers
+        if not count:
+            return None, 0
+        size = 1 if self.engine.speculates_with_own_layers else count
+        layers = model.layers[len(model.layers) - size :]
+        weights = [weight for layer in layers for weight in layer.block.weights]
+        tables = {weight.name: weight for weight in weights if isinstance(weight, Vocabulary)}
+        head = tables.get("draft.lm_head") or tables.get("lm_head") or next(iter(tables.values()), model.head)
+        head = head or model.embedding
+        own = [
+            one
+            for one in weights
+            if not isinstance(one, Vocabulary) and not (isinstance(one, Linear) and one.is_expert)
+        ]
+        read = sum(weight.bytes_per_rank(self.ranks) for weight in (*own, head))
+        one = self.layers(layers)
+        one = replace(one, dense_bytes=one.dense_bytes + read, head_flops=2 * head.parameters / self.ranks)
+        return one, max(0, self.engine.speculative_tokens - count // size)
+
+    def _count(self, weights: Sequence[Weight]) -> tuple[Counter[str], Counter[str], int]:
+        """Return (operations per token in dense matrices, the same in experts, bytes of experts) of one block.
+
+        A data-parallel rank computes the tokens of all such ranks with its part of the experts.
+        """
+        dense: Counter[str] = Counter()
+        experts: Counter[str] = Counter()
+        expert_bytes, all_ranks = 0, self.ranks * self.data_ranks
+        for weight in weights:
+            if not isinstance(weight, Linear):
+                continue
+            type_ = compute_type(weight.scheme, self.model, self.accelerator)
+            if weight.is_expert:
+                chosen = weight.parameters * self.model.num_experts_per_tok / weight.copies
+                experts[type_] += 2 * chosen / self.ranks  # type: ignore[assignment]
+                expert_bytes += weight.bytes_per_rank(all_ranks, all_ranks if self.whole else 1)
+            else:
+                share = 1 if weight.split == "none" else self.ranks
+                dense[type_] += 2 * weight.parameters / share  # type: ignore[assignment]
+        return dense, experts, expert_bytes
 
 
-def _draft_work(
-    model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineConfig, sizes: tuple[int, int], whole: bool
-) -> tuple[StageWork | None, int]:
-    """Return one pass of the draft model, and how many of them follow the one that the last stage counts.
-
-    Of the model's own prediction layers each drafts one token, and the last one goes on.
-    """
-    count, end = model.draft_layers, len(model.layers)
-    if not count:
-        return None, 0
-    layers = 1 if engine.speculates_with_own_layers else count
-    one = _layers_work(model, accelerator, engine, (end - layers, end), sizes, whole)
-    weights = [weight for layer in model.layers[end - layers :] for weight in layer.block.weights]
-    tables = {weight.name: weight for weight in weights if isinstance(weight, Vocabulary)}
-    head = tables.get("draft.lm_head") or tables.get("lm_head") or next(iter(tables.values()), model.head)
-    head = head or model.embedding
-    own = [weight for weight in weights if not isinstance(weight, Vocabulary) and not _is_expert(weight)]
-    read = sum(weight.bytes_per_rank(sizes[0]) for weight in (*own, head))
-    one = replace(one, dense_bytes=one.dense_bytes + read, head_flops=2 * head.parameters / sizes[0])
-    return one, max(0, engine.speculative_tokens - count // layers)
-
-
-def _is_expert(weight: Weight) -> bool:
-    return isinstance(weight, Linear) and weight.is_expert
+def _adapters(layer: DecoderLayer) -> tuple[Linear, ...]:
+    """Return the matrices of all adapters of a layer."""
+    return tuple(one for one in layer.derived.weights if isinstance(one, Linear) and ".lora_" in one.name)
 
 
 def compute_type(scheme: Scheme, model: ModelSpec, accelerator: AcceleratorSpec) -> str:
@@ -275,101 +278,3 @@ def compute_type(scheme: Scheme, model: ModelSpec, accelerator: AcceleratorSpec)
     if scheme.name == "mxfp4" and "fp4" in rates and "fp8" in rates:
         return "fp4" if model.quantization.method == "quark" else "fp8"
     return plain
-
-
-def _count(
-    weights: tuple[Weight, ...], model: ModelSpec, accelerator: AcceleratorSpec, sizes: tuple[int, int], whole: bool
-) -> tuple[Counter[str], Counter[str], int]:
-    """Return (operations per token in dense matrices, the same in experts, bytes of experts) of one block on one rank.
-
-    `sizes` are those of tensor and data parallelism, which divide the experts: `whole` ones, or each. A data-parallel
-    rank computes the tokens of all such ranks with its part.
-    """
-    ranks, data_ranks = sizes
-    dense: Counter[str] = Counter()
-    experts: Counter[str] = Counter()
-    expert_bytes = 0
-    for weight in weights:
-        if not isinstance(weight, Linear):
-            continue
-        type_ = compute_type(weight.scheme, model, accelerator)
-        share = 1 if weight.split == "none" else ranks
-        if weight.is_expert:
-            chosen = weight.parameters * model.num_experts_per_tok / weight.copies
-            experts[type_] += 2 * chosen / ranks  # type: ignore[assignment]
-            expert_bytes += weight.bytes_per_rank(ranks * data_ranks, ranks * data_ranks if whole else 1)
-        else:
-            dense[type_] += 2 * weight.parameters / share  # type: ignore[assignment]
-    return dense, experts, expert_bytes
-
-
-def _attention(
-    model: ModelSpec, engine: EngineConfig, first_layer: int, end_layer: int, ranks: int
-) -> tuple[Attention, ...]:
-    dtype = kv_cache_dtype(model, engine)
-    heads = model.num_attention_heads / ranks
-    counts: dict[tuple[LayerCache, tuple[int, int]], int] = {}
-    widths_of: dict[int, tuple[int, int]] = {}
-    for layer in model.layers[first_layer:end_layer]:
-        if layer.cache is None:
-            continue
-        key = id(layer.block)
-        if key not in widths_of:
-            widths_of[key] = _latent_widths(layer.block.weights) if layer.cache.kind == "mla" else (0, 0)
-        counts[layer.cache, widths_of[key]] = counts.get((layer.cache, widths_of[key]), 0) + 1
-    found: list[Attention] = []
-    for (cache, (query_width, value_width)), count in counts.items():
-        if cache.kind == "compressed":
-            found += _compressed_attention(cache, count, heads)
-            continue
-        states = cache.state_bytes(ranks, model.dtype_bytes)
-        decode = prefill = 2 * heads * (cache.head_dim + cache.value_dim)
-        if cache.kind == "mla":
-            rotary = query_width - value_width
-            decode = 2 * heads * (2 * cache.head_dim - rotary)
-            prefill = 2 * heads * (query_width + value_width)
-        if cache.kind == "encoder":
-            decode, prefill = 0, 2 * prefill
-        found.append(
-            Attention(
-                count=count,
-                window=cache.window or cache.chosen_tokens,
-                bytes_per_token=layer_bytes_per_token(cache, ranks, dtype) - cache.index_bytes,
-                state_bytes=states,
-                decode_flops=0 if cache.kind == "state" else int(decode),
-                prefill_flops=0 if cache.kind == "state" else int(prefill),
-                index_bytes=cache.index_bytes,
-                index_flops=cache.index_flops,
-            )
-        )
-    return tuple(found)
-
-
-def _compressed_attention(cache: LayerCache, count: int, heads: float) -> Iterator[Attention]:
-    """Yield attention to each tensor that is attended to.
-
-    An entry of several tokens counts in part for each of them.
-    """
-    for tensor in cache.tensors:
-        if tensor.is_attended:
-            flops = int(4 * heads * cache.head_dim / tensor.tokens_per_entry)
-            yield Attention(
-                count=count,
-                window=tensor.window or cache.chosen_tokens,
-                bytes_per_token=tensor.entry_bytes / tensor.tokens_per_entry,
-                decode_flops=flops,
-                prefill_flops=flops,
-                index_bytes=0 if tensor.window else cache.index_bytes,
-                index_flops=0 if tensor.window else cache.index_flops,
-            )
-
-
-def _latent_widths(weights: tuple[Weight, ...]) -> tuple[int, int]:
-    """Return (query, value) features of a head with latent attention, read from its projections."""
-    query = value = 0
-    for weight in weights:
-        if isinstance(weight, Linear) and weight.name.endswith(("q_b_proj", "q_proj")):
-            query = weight.outputs[0].width
-        elif isinstance(weight, Linear) and weight.name.endswith("o_proj"):
-            value = weight.inputs.width
-    return query, value

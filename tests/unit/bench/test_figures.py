@@ -1,16 +1,20 @@
-"""The figures by hand, as `vllm bench serve` defines them, and its keys."""
+"""The figures by hand, as `vllm bench serve` defines them, its keys, and what a person reads of a run."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hpc_serve.bench.figures import figures_of, spread, tpot_s
+from hpc_serve.bench.notes import notes_on
+from hpc_serve.bench.report import run_lines, sweep_rows, table
 from hpc_serve.bench.results import document, result_of
+from hpc_serve.bench.run import Pace
 from tests.unit.bench.conftest import make_outcome, make_run
 
 QUICK = make_outcome()
@@ -100,3 +104,57 @@ def vllm_keys() -> set[str]:
                 times = {f"{what}_{name}_ms" for name in ("ttft", "tpot", "itl") for what in ("mean", "median", "p99")}
                 return keys | times | {"date", "backend", "model_id", "num_prompts", "request_rate", "max_concurrency"}
     raise AssertionError("vLLM's benchmark has no such result any more")
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (make_run(QUICK), None),
+        (
+            make_run(QUICK, others_tokens=600.0),
+            "The engines generated 600 tokens for other requests meanwhile, and 3",
+        ),
+        (make_run(QUICK, waited=0.53), "waited for a core 53% of the time"),
+        (make_run(QUICK, waited=0.08), None),
+        (replace(make_run(QUICK), requests=make_run(QUICK).requests * 9), "1 of 9 requests had ended"),
+        (make_run(QUICK, busy=0.93, late_s=0.0), "busy 93% of the time: the figures are its"),
+        (make_run(QUICK, busy=0.2, late_s=0.05), "woke 50 ms late or later"),
+        (make_run(replace(QUICK, input_len=12)), "1 of 1 prompts are not as long as asked for: from +2 to +2"),
+        (make_run(replace(QUICK, output_len=1)), "1 of 1 answers are not as long as asked for: from -2 to -2"),
+        (make_run(QUICK, replace(QUICK, place=1, error="HTTP 500: no")), "1 failed: HTTP 500: no"),
+        (make_run(replace(QUICK, sent=2)), "1 request was sent to another replica"),
+    ],
+)
+def test_what_is_not_as_asked_is_said(run, words):
+    found = notes_on(run, {})
+    assert [words in note for note in found] == ([True] if words else [])
+
+
+def test_the_most_frequent_failures_are_named():
+    errors = ["a", "b", "b", "c", "d", "e"]
+    run = make_run(*(replace(QUICK, place=place, error=error) for place, error in enumerate(errors)))
+    assert notes_on(run, {})[0] == "2 failed: b"
+    assert "2 more reasons" in notes_on(run, {})[-1]
+
+
+def test_one_run_is_told_in_the_words_of_vllm():
+    run = make_run(QUICK, replace(QUICK, place=1, error="HTTP 500: no", replica=""))
+    lines = list(run_lines(result_of(run)))
+    for words in (
+        "Successful requests:                     1",
+        "Failed requests:                         1",
+        "Output token throughput (tok/s):         1.50",
+        "Median TTFT (ms):                        100.00",
+        "P99 TPOT (ms):                           30.00",
+    ):
+        assert words in map(str.rstrip, lines)
+    assert any(line.startswith("(none answered)") for line in lines)
+
+
+def test_several_runs_are_rows():
+    run = make_run(QUICK)
+    slow = make_run(QUICK, pace=Pace(request_rate=4.0, max_concurrency=None))
+    rows = sweep_rows([result_of(one) for one in (run, slow)])
+    assert [row[3] for row in rows] == ["pace", "2 at once", "4/s"]
+    assert len({len(row) for row in rows}) == 1
+    assert len(list(table(rows))) == 3

@@ -1,4 +1,4 @@
-"""Pages, pictures, predictions, checks of answers."""
+"""Pages, pictures, checks of answers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,12 @@ from html import unescape
 import pytest
 
 from hpc_serve.bench.checks import load_check, wrong_answers
-from hpc_serve.bench.expected import predict
 from hpc_serve.bench.page import page
 from hpc_serve.bench.plot import draw_runs
 from hpc_serve.bench.report import run_lines, sweep_rows
 from hpc_serve.bench.results import result_of
 from hpc_serve.bench.run import Pace
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.asked import PlanRequest
-from hpc_serve.plan.engine import EngineConfig
-from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit.plans.planned_speed import speed_figures
-from hpc_serve.submit.plans.planning import plan_for
-from tests.support.stubs import make_record, make_submitted
 from tests.unit.bench.conftest import make_outcome, make_run
 
 RUN = make_run(make_outcome(), make_outcome(place=1, ttft_s=0.2, latency_s=0.4))
@@ -94,64 +87,3 @@ def test_a_check_that_is_none(tmp_path, words, told):
     (tmp_path / "mine.py").write_text(CHECK)
     with pytest.raises(InvalidRequestError, match=told):
         load_check(words.format(tmp_path / "mine.py"))
-
-
-# -- predictions
-
-MODEL = "meta-llama/Llama-3.1-8B-Instruct"
-SIZES = {"tensor_parallel_size": 2, "num_nodes": 1, "gpus_per_node": 2}
-
-
-@pytest.fixture
-def store(tmp_path):
-    """A service of two replicas, each with two GPUs."""
-    store = ServiceStore(tmp_path / "home")
-    store.ensure_service("405b")
-    for job_id in ("1", "2"):
-        store.write(make_record(job_id=job_id, model=MODEL, **SIZES))
-    return store
-
-
-def run_of(input_len: int | None, output_len: int, **fields):
-    request = replace(RUN.requests[0], input_len=input_len, output_len=output_len)
-    pace = Pace(**{"max_concurrency": 32, **fields})
-    return replace(RUN, requests=(request,) * 64, replicas=("1-r0-0", "2-r0-0"), pace=pace)
-
-
-def test_with_the_accelerators_name_the_plan_is_made_for_the_run(store):
-    found = predict(store, run_of(1800, 128), gpu="h100-80gb")
-    engine = EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=1)
-    asked = PlanRequest(model=MODEL, gpu="h100-80gb", num_nodes=1, gpus_per_node=2, engine=engine)
-    result = plan_for(replace(asked, input_tokens=1800, output_tokens=128))
-    (one,) = [estimate for estimate in result.estimates() if estimate.traffic.concurrency == 16]
-    assert found["output_throughput"] == pytest.approx(2 * one.expected.output_tokens_per_s, rel=0.01)
-    assert found["mean_tpot_ms"] == pytest.approx(1e3 * one.expected.tpot_s, rel=0.01)
-
-
-def test_without_it_what_submit_wrote_down_counts_for_its_lengths(store):
-    result = plan_for(PlanRequest(model=MODEL, gpu="h100-80gb", num_nodes=1, gpus_per_node=2))
-    figures = speed_figures(result.estimates())
-    for job_id in ("1", "2"):
-        store.write_submitted(make_submitted(job_id=job_id, predicted=figures))
-    lengths = int(figures["request_input_tokens"]), int(figures["request_output_tokens"])
-    found = predict(store, run_of(*lengths), gpu=None)
-    assert found["output_throughput"] == pytest.approx(2 * figures["output_tokens_per_s_at_16"])
-    assert found["mean_ttft_ms"] is None
-    assert "is of requests of" in predict(store, run_of(7, 8), gpu=None)["reason"]
-
-
-@pytest.mark.parametrize(
-    ("run", "gpu", "why"),
-    [
-        (run_of(10, 10, max_concurrency=None), None, "this run has a rate"),
-        (run_of(10, 10, request_rate=2.0), None, "this run has a rate"),
-        (run_of(10, 10), None, "nothing of its speed was written down"),
-        (run_of(10, 10), "nonsense", "nonsense"),
-        (replace(run_of(10, 10), replicas=("9-r0-0",)), None, "no record of its replicas"),
-        (run_of(None, 10), None, "not known before the run"),
-    ],
-)
-def test_where_there_is_no_prediction_the_reason_is_told(store, run, gpu, why):
-    found = predict(store, run, gpu=gpu)
-    assert why in found["reason"]
-    assert len(found) == 1

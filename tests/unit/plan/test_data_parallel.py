@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hpc_serve.cli.main import run
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan import (
     ClusterSpec,
@@ -23,10 +21,11 @@ from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.memory.stages import pipeline_stages
-from hpc_serve.plan.speed.estimate import estimate_speed, requests_held, speed_column
-from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Roofline
+from hpc_serve.plan.speed.estimate import ReplicaSpeeds, requests_held, speed_column
+from hpc_serve.plan.speed.step import EXPECTED, IDEAL
 from hpc_serve.plan.speed.traffic import Traffic
-from tests.support.plans import estimate, layout, spec
+from tests.support.plans import estimate, replica, roofline, spec, speed
+from tests.unit.plan.conftest import Plan, Told
 
 H200 = accelerator("h200")
 R1, QWEN = "r1", "Qwen/Qwen3-30B-A3B"
@@ -160,49 +159,46 @@ def test_fewer_tokens_of_a_step_are_proposed_where_the_gathered_tokens_do_not_fi
     assert plan(spec(R1), cluster, engine, short).layout.data_parallel_size == 16
 
 
-def test_words_after_the_dashes_are_checked_like_options(capsys: pytest.CaptureFixture[str]) -> None:
-    found = []
+def test_words_after_the_dashes_are_checked_like_options(plan_json: Plan) -> None:
     words = ("--data-parallel-size", "8", "--enable-expert-parallel")
-    for beside in (words, ("--", *words)):
-        assert run(["plan", "r1", "--gpu", "h200", "--max-model-len", "8192", "--json", *beside]) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    assert found[0] == found[1]
-    assert (found[0]["data_parallel_size"], found[0]["num_nodes"], found[0]["gpus_per_node"]) == (8, 1, 8)
+    plain, dashed = (
+        plan_json("r1", "--gpu", "h200", "--max-model-len", "8192", *dashes, *words) for dashes in ((), ("--",))
+    )
+    assert plain == dashed
+    assert (plain["data_parallel_size"], plain["num_nodes"], plain["gpus_per_node"]) == (8, 1, 8)
 
 
-def roofline(dp: int, nodes: int = 1, tp: int = 1) -> tuple[Roofline, MemoryEstimate]:
-    engine = EngineConfig(enable_expert_parallel=dp > 1)
-    return Roofline(spec(QWEN), H200, engine, layout(tp, dp=dp, nodes=nodes)), memory(QWEN, tp=tp, dp=dp)
+def speeds(dp: int, nodes: int = 1, tp: int = 1) -> ReplicaSpeeds:
+    return replica(QWEN, H200, tp=tp, dp=dp, nodes=nodes, enable_expert_parallel=dp > 1)
 
 
 def test_a_data_parallel_rank_computes_as_much_a_token_and_holds_its_share_of_the_experts() -> None:
-    alone, four = (roofline(ranks)[0].work.stages[0] for ranks in (1, 4))
+    alone, four = (speeds(ranks).roofline.work.stages[0] for ranks in (1, 4))
     assert four.expert_bytes * 4 == alone.expert_bytes
-    assert (four.dense_bytes, four.dense_flops, four.expert_flops) == (
-        *(alone.dense_bytes, alone.dense_flops, alone.expert_flops),
-    )
+    for name in ("dense_bytes", "dense_flops", "expert_flops"):
+        assert getattr(four, name) == getattr(alone, name)
 
 
 def test_the_tokens_of_all_data_parallel_ranks_go_to_each_for_its_experts_and_back() -> None:
     """48 layers, hidden size 2,048 in 16 bit; 8 tokens a rank."""
     size = 2 * 48 * 8 * 2048 * 2
-    within, across = (roofline(*sizes)[0].decode(8, 1, IDEAL).communication_s for sizes in ((8, 1), (16, 2)))
+    alone, within, across = (
+        speeds(*sizes).roofline.decode(8, 1, IDEAL).communication_s for sizes in ((1, 1), (8, 1), (16, 2))
+    )
     assert within == pytest.approx(7 * size / H200.link_bytes_per_s)
     out = 8 * size / (8 * H200.network_bytes_per_s)
     assert across == pytest.approx(15 * size / H200.link_bytes_per_s + out)
-    assert roofline(1)[0].decode(8, 1, IDEAL).communication_s == 0
+    assert alone == 0
 
 
 def test_ranks_that_step_together_serve_a_share_of_the_requests_each() -> None:
-    of_four, held = roofline(4)
-    one, full, more = (estimate_speed(of_four, Traffic(concurrency=count), held) for count in (1, 64, 65))
-    step = of_four.decode(16, Traffic().mean_context)
-    assert full.expected.step == step
-    assert more.expected.step == of_four.decode(17, Traffic().mean_context)  # the fullest rank decides
-    assert one.batch == 1
-    assert full.batch == 64
+    four = speeds(4)
+    one, full, more = map(four.at, (1, 64, 65))
+    assert full.expected.step == four.roofline.decode(16, Traffic().mean_context)
+    assert more.expected.step == four.roofline.decode(17, Traffic().mean_context)  # the fullest rank decides
+    assert (one.batch, full.batch) == (1, 64)
     assert one.expected.output_tokens_per_s < full.expected.output_tokens_per_s / 20
-    assert full.capacity == 4 * requests_held(of_four, Traffic(), held)
+    assert full.capacity == 4 * requests_held(four.roofline, Traffic(), four.memory)
 
 
 @pytest.mark.parametrize(
@@ -213,26 +209,23 @@ def test_ranks_that_step_together_serve_a_share_of_the_requests_each() -> None:
     ],
 )
 def test_data_parallelism_is_for_many_requests_and_tensor_parallelism_for_few(
-    capsys: pytest.CaptureFixture[str], target: str, has_data_parallelism: bool, why: str
+    plan_json: Plan, target: str, has_data_parallelism: bool, why: str
 ) -> None:
-    assert run(["plan", "r1", "--gpu", "h200", "--nodes", "2", "--target", target, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = plan_json("r1", "--gpu", "h200", "--nodes", "2", "--target", target)
     assert (told["data_parallel_size"] > 1) == has_data_parallelism
     assert ("--enable-expert-parallel" in told["vllm_args"]) == has_data_parallelism
     assert any("DP=" in reason and "tokens/s" in reason for reason in told["reasons"])
     assert any(reason.startswith(why) and "DP=" in reason for reason in told["reasons"])
 
 
-def test_data_parallelism_of_a_dense_model_is_replicas(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "70b", "--gpu", "h200", "--nodes", "1", "--target", "throughput"]) == 0
-    assert "Data parallelism is replicas: meta-llama/Llama-3.3-70B-Instruct has no experts" in " ".join(
-        capsys.readouterr().out.split()
-    )
+def test_data_parallelism_of_a_dense_model_is_replicas(told: Told) -> None:
+    said = told("70b", "--gpu", "h200", "--nodes", "1", "--target", "throughput")
+    assert "Data parallelism is replicas: meta-llama/Llama-3.3-70B-Instruct has no experts" in said
 
 
 def test_ranks_wait_where_another_one_reads_a_prompt() -> None:
     """Of 16 prompts in a round of 256 steps a rank reads two, and nearly all 16 are in different steps."""
-    roofline = Roofline(spec(QWEN), H200, EngineConfig(enable_expert_parallel=True), layout(dp=8))
+    roofline = speeds(8).roofline
     context, asked = 4096 + 128, (4096 + 2, 2, 4096 + 128, EXPECTED, 4096)
     alone, together = roofline.step(*asked, 1 / 8).total_s, roofline.step(*asked).total_s
     without = roofline.decode(2, context).total_s
@@ -246,21 +239,19 @@ def test_ranks_wait_where_another_one_reads_a_prompt() -> None:
 def test_tensor_parallelism_is_faster_up_to_some_requests_in_flight(in_flight: int, faster: str) -> None:
     """R1 on 8 MI300X, prompts of 8,192: TP up to 256 requests in flight, DP from 512 on (rocm-blogs, vllm-moe-guide of
     2025-11-24). At 512 TP is printed as 2 % faster. No row of it is scored."""
-    gpu, found = accelerator("mi300x"), {}
-    for name, tensor, data in (("TP", 8, 1), ("DP", 1, 8)):
-        engine = EngineConfig(vllm_version="0.11.1", enable_expert_parallel=True)
-        held = estimate(R1, gpu, tp=tensor, dp=data, length=32768, vllm_version="0.11.1", enable_expert_parallel=True)
-        traffic = Traffic(input_tokens=8192, output_tokens=1024, concurrency=in_flight)
-        found[name] = estimate_speed(
-            Roofline(spec(R1), gpu, engine, layout(tensor, dp=data)), traffic, held
-        ).expected.requests_per_s
-    assert max(found, key=lambda name: found[name]) == faster
+    options: dict[str, Any] = {"vllm_version": "0.11.1", "enable_expert_parallel": True, "length": 32768}
+    rates = {}
+    for name, sizes in (("TP", {"tp": 8}), ("DP", {"dp": 8})):
+        found = replica(R1, "mi300x", **sizes, **options)
+        asked = speed(found, input_tokens=8192, output_tokens=1024, concurrency=in_flight)
+        rates[name] = asked.expected.requests_per_s
+    assert max(rates, key=lambda name: rates[name]) == faster
 
 
 def test_a_backend_that_sends_tokens_to_their_experts_alone_sends_less() -> None:
     def sent(backend: str, *, experts: bool) -> float:
-        engine = EngineConfig(enable_expert_parallel=experts, all2all_backend=backend)
-        return Roofline(spec(QWEN), H200, engine, layout(dp=32, nodes=4)).decode(128, 1000).communication_s
+        found = roofline(QWEN, H200, dp=32, nodes=4, enable_expert_parallel=experts, all2all_backend=backend)
+        return found.decode(128, 1000).communication_s
 
     assert sent("deepep_low_latency", experts=True) < sent("allgather_reducescatter", experts=True)
     assert sent("deepep_low_latency", experts=False) == sent("allgather_reducescatter", experts=False)
@@ -268,9 +259,7 @@ def test_a_backend_that_sends_tokens_to_their_experts_alone_sends_less() -> None
 
 def test_ranks_of_context_parallelism_read_parts_of_the_cache() -> None:
     whole, parts = (
-        Roofline(spec(R1), H200, EngineConfig(decode_context_parallel_size=ranks), layout(8))
-        .decode(1, 100_000, IDEAL)
-        .cache_s
+        roofline(R1, H200, tp=8, decode_context_parallel_size=ranks).decode(1, 100_000, IDEAL).cache_s
         for ranks in (1, 8)
     )
     assert parts < whole

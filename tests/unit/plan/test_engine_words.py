@@ -26,7 +26,8 @@ PASSED_OVER = load_data("uncounted.json")
 MTP = '{"method": "mtp", "num_speculative_tokens": 1}'
 LORA = ("--enable-lora",)
 EXPERTS = ("--enable-expert-parallel", "--tensor-parallel-size", "4")
-NO_GRAPHS = '{"cudagraph_mode": "NONE"}'
+RANKS = ("--enable-expert-parallel", "--data-parallel-size", "4", "--tensor-parallel-size", "1")
+GRAPHS = ['{"cudagraph_mode": "NONE"}', '{"cudagraph_mode": "PIECEWISE"}', '{"max_cudagraph_capture_size": 8}']
 COUNTED: dict[str, tuple[str, list[str], tuple[str, ...]]] = {
     # option: model, values of which each gives another plan, what else must be given
     "--tensor-parallel-size": ("8b", ["2", "4", "8"], ()),
@@ -44,11 +45,7 @@ COUNTED: dict[str, tuple[str, list[str], tuple[str, ...]]] = {
     "--kv-cache-dtype": ("8b", ["fp8"], ()),
     "--enforce-eager": ("8b", [""], ()),
     "--enable-expert-parallel": ("gpt-oss-120b", [""], ("--tensor-parallel-size", "4")),
-    "--all2all-backend": (
-        "gpt-oss-120b",
-        ["deepep_low_latency"],
-        ("--enable-expert-parallel", "--data-parallel-size", "4", "--tensor-parallel-size", "1"),
-    ),
+    "--all2all-backend": ("gpt-oss-120b", ["deepep_low_latency"], RANKS),
     "--async-scheduling": ("8b", [""], ()),
     "--enable-lora": ("8b", [""], ()),
     "--max-loras": ("8b", ["2", "8"], LORA),
@@ -62,11 +59,7 @@ COUNTED: dict[str, tuple[str, list[str], tuple[str, ...]]] = {
     "--speculative-config": ("zai-org/GLM-4.6", [MTP], ()),
     "--kv-transfer-config": ("8b", ['{"kv_connector": "NixlConnector"}'], ()),
     "--kv-offloading-size": ("8b", ["32"], ()),
-    "--compilation-config": (
-        "8b",
-        [NO_GRAPHS, '{"cudagraph_mode": "PIECEWISE"}', '{"max_cudagraph_capture_size": 8}'],
-        (),
-    ),
+    "--compilation-config": ("8b", GRAPHS, ()),
     "--optimization-level": ("8b", ["0", "1"], ()),
     "--disable-hybrid-kv-cache-manager": ("gemma-3-27b", [""], ()),
     "--mamba-ssm-cache-dtype": ("Qwen/Qwen3.5-27B", ["bfloat16"], ()),
@@ -84,18 +77,12 @@ def said(model: str, words: tuple[str, ...]) -> tuple[Any, ...]:
     check_arguments(words, allow_unknown=False)
     given = read_fields(words)
     length = given.pop("max_model_len", None)
-    result = make_plan(
-        PlanRequest(model=model, engine=EngineConfig(**given), workload=Workload(max_model_len=length)),
-        FoundParts(
-            model=model_from_config(
-                with_overrides(resolve(model).config, given.get("hf_overrides")),
-                name=model,
-                dtype=given.get("dtype", "auto"),
-                quantization=given.get("quantization"),
-            ),
-            cluster=cluster_named("h200-141gb", num_nodes=1, gpus_per_node=8),
-        ),
-    )
+    asked = PlanRequest(model=model, engine=EngineConfig(**given), workload=Workload(max_model_len=length))
+    config = with_overrides(resolve(model).config, given.get("hf_overrides"))
+    of_model = {name: given[name] for name in ("dtype", "quantization") if name in given}
+    found = model_from_config(config, name=model, **of_model)
+    machines = cluster_named("h200-141gb", num_nodes=1, gpus_per_node=8)
+    result = make_plan(asked, FoundParts(model=found, cluster=machines))
     chosen = result.chosen
     speeds = tuple((one.expected.output_tokens_per_s, one.expected.ttft_s) for one in result.estimates())
     return (chosen.layout, chosen.memory, speeds, chosen.reasons)

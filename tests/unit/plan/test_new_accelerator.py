@@ -15,7 +15,7 @@ from hpc_serve.plan.hardware.cluster import cluster_named
 from hpc_serve.plan.memory.cuda_graphs import graph_count
 from hpc_serve.plan.memory.estimate import profile_runs
 from hpc_serve.plan.memory.overhead import nccl_bytes
-from hpc_serve.plan.speed.step import ASSUMED_LINK_BYTES_PER_S, link_rate
+from hpc_serve.plan.speed.links import ASSUMED_LINK_BYTES_PER_S, link_rate
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.request.environment import Environment
 from hpc_serve.submit.request.request import ServeRequest

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import ClusterSpec, EngineConfig, ServePlan, Workload, accelerator, plan, resolve
-from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.choice.replicas import compare_sharing, replica_options
 from hpc_serve.plan.report.explain import explain
 from tests.support.plans import layout as layout_with
-from tests.support.plans import spec
+from tests.support.plans import plan_inputs, spec
 
+SHORT: dict[str, Any] = {"max_model_len": 8192}
 WORKLOAD = ("max_model_len", "concurrency", "replicas", "request_tokens")
-
-
-def inputs_for(name: str, gpu: str, max_model_len: int) -> PlanInputs:
-    return PlanInputs(
-        model=spec(name),
-        cluster=ClusterSpec(accelerator=accelerator(gpu)),
-        engine=EngineConfig(),
-        workload=Workload(),
-        max_model_len=max_model_len,
-    )
 
 
 def planned(
@@ -45,21 +36,27 @@ def planned(
 
 
 def layout_of(found: ServePlan) -> tuple[int, int, int, int]:
-    return (
-        found.layout.tensor_parallel_size,
-        found.layout.pipeline_parallel_size,
-        found.layout.num_nodes,
-        found.layout.gpus_per_node,
-    )
+    one = found.layout
+    return one.tensor_parallel_size, one.pipeline_parallel_size, one.num_nodes, one.gpus_per_node
+
+
+def refused(name: str, gpu: str = "h100-80gb", **asked: Any) -> NoLayoutError:
+    """The error of a plan for which there is no layout."""
+    with pytest.raises(NoLayoutError) as caught:
+        planned(name, gpu, **asked)
+    return caught.value
+
+
+def has(texts: Iterable[object], *words: str) -> bool:
+    """Whether one of the texts has all these words."""
+    return any(all(word in str(text) for word in words) for text in texts)
 
 
 @pytest.mark.parametrize(("alias", "layout"), [("405b", (8, 2, 2, 8)), ("70b", (4, 1, 1, 4)), ("8b", (1, 1, 1, 1))])
 def test_layouts_of_the_committed_scripts(alias: str, layout: tuple[int, int, int, int]) -> None:
     found = planned(alias)
-    assert found.model == resolve(alias).name
-    assert layout_of(found) == layout
-    assert found.replicas == 1
-    assert found.max_model_len == 131072
+    assert (found.model, layout_of(found)) == (resolve(alias).name, layout)
+    assert (found.replicas, found.max_model_len) == (1, 131072)
     assert found.vllm_args == (
         *("--tensor-parallel-size", str(layout[0])),
         *("--pipeline-parallel-size", str(layout[1])),
@@ -74,20 +71,17 @@ def test_fewest_h100s_as_people_quote_them(alias: str, weights: int, full_contex
     """ "11 and 12" for 405B is of its first release, with 16 KV heads."""
     minimum = planned(alias).minimum_gpus
     assert (minimum.weights, minimum.full_context) == (weights, full_context)
-    assert minimum.usable is not None
-    assert minimum.usable >= full_context
+    assert (minimum.usable or 0) >= full_context
 
 
 @pytest.mark.parametrize("alias", ["405b", "405b-first-release"])
 def test_405b_is_a_matter_of_two_nodes(alias: str) -> None:
     assert layout_of(planned(alias)) == (8, 2, 2, 8)
-    with pytest.raises(NoLayoutError) as caught:
-        planned(alias, nodes=1)
-    text = str(caught.value)
-    assert "TP=8 PP=1 (1 node x 8): 10" in text  # GiB per GPU before any cache
-    assert "72.9 usable" in text
-    assert "--nodes 2 --gpus-per-node 8 (TP=8 PP=2)" in text
-    assert caught.value.exit_code == 3
+    error = refused(alias, nodes=1)
+    assert "TP=8 PP=1 (1 node x 8): 10" in str(error)  # GiB per GPU before any cache
+    assert "72.9 usable" in str(error)
+    assert "--nodes 2 --gpus-per-node 8 (TP=8 PP=2)" in str(error)
+    assert error.exit_code == 3
 
 
 def test_405b_on_four_nodes_of_four_says_what_it_chose_between() -> None:
@@ -95,10 +89,10 @@ def test_405b_on_four_nodes_of_four_says_what_it_chose_between() -> None:
     assert layout_of(found) == (4, 4, 4, 4)
     across = next(c for c in found.candidates if c.layout.tensor_parallel_size == 16)
     assert across.verdict == "fits"
-    assert across.memory is not None
+    assert across.memory
     assert across.memory.kv_cache_tokens < found.memory.kv_cache_tokens / 2  # KV heads held twice
-    assert any("TP=16 PP=1" in reason and "cross the network" in reason for reason in found.reasons)
-    assert any("8 KV heads would be held 2 times" in reason for reason in found.reasons)
+    assert has(found.reasons, "TP=16 PP=1", "cross the network")
+    assert has(found.reasons, "8 KV heads would be held 2 times")
 
 
 def test_70b_is_a_matter_of_four() -> None:
@@ -107,7 +101,6 @@ def test_70b_is_a_matter_of_four() -> None:
     assert two.verdict == "too small"
     assert two.memory is not None
     assert 5_000 < two.memory.kv_cache_tokens < 20_000
-    assert layout_of(planned("70b", max_model_len=8192)) == (2, 1, 1, 2)
 
 
 def test_a_hybrid_is_told_no_more_sequences_than_it_has_blocks() -> None:
@@ -115,21 +108,39 @@ def test_a_hybrid_is_told_no_more_sequences_than_it_has_blocks() -> None:
     found = planned("Qwen/Qwen3.5-27B", quantization="fp8")
     assert layout_of(found) == (1, 1, 1, 1)
     assert found.vllm_args[found.vllm_args.index("--max-num-seqs") + 1] == "512"
-    assert any("more sequences than blocks" in reason for reason in found.reasons)
+    assert has(found.reasons, "more sequences than blocks")
     assert "--max-num-seqs" not in planned("Qwen/Qwen3.5-27B", quantization="fp8", enforce_eager=True).vllm_args
     assert "--max-num-seqs" not in planned("8b").vllm_args
 
 
-def test_more_sequences_than_blocks_are_refused() -> None:
-    with pytest.raises(NoLayoutError, match=r"max_num_seqs \(1024\) exceeds available Mamba cache blocks") as caught:
-        planned("Qwen/Qwen3.5-27B", nodes=1, size=1, quantization="fp8", max_num_seqs=1024)
-    assert "--max-num-seqs 512" in map(str, caught.value.suggestions)
-
-
-def test_more_requests_take_more_gpus() -> None:
-    assert layout_of(planned("70b", concurrency=8)) == (8, 1, 1, 8)
-    assert layout_of(planned("8b", concurrency=4)) == (2, 1, 1, 2)
-    assert layout_of(planned("70b", concurrency=20))[2] == 2
+@pytest.mark.parametrize(
+    ("name", "asked", "layout"),
+    [
+        ("70b", SHORT, (2, 1, 1, 2)),
+        ("70b", {"concurrency": 8}, (8, 1, 1, 8)),
+        ("8b", {"concurrency": 4}, (2, 1, 1, 2)),
+        ("70b", {"concurrency": 20}, (8, 2, 2, 8)),
+        # what is asked for is kept
+        ("70b", SHORT | {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, (2, 2, 1, 4)),
+        ("70b", SHORT | {"tensor_parallel_size": 8}, (8, 1, 1, 8)),
+        ("70b", SHORT | {"pipeline_parallel_size": 4}, (1, 4, 1, 4)),
+        ("70b", SHORT | {"nodes": 2}, (8, 2, 2, 8)),
+        ("70b", SHORT | {"nodes": 2, "tensor_parallel_size": 4}, (4, 4, 2, 8)),
+        ("70b", SHORT | {"nodes": 2, "tensor_parallel_size": 16}, (16, 1, 2, 8)),
+        ("70b", SHORT | {"nodes": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}, (2, 2, 2, 2)),
+        ("70b", SHORT | {"nodes": 3, "size": 4}, (4, 3, 3, 4)),
+        # 28 heads: TP 8 is refused, so eight GPUs are TP=4 x PP=2
+        (
+            "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+            {"gpu": "t4", "size": 8, "concurrency": 30, "max_model_len": 32768},
+            (4, 2, 1, 8),
+        ),
+    ],
+)
+def test_as_few_gpus_as_hold_what_is_asked_for(
+    name: str, asked: dict[str, Any], layout: tuple[int, int, int, int]
+) -> None:
+    assert layout_of(planned(name, **asked)) == layout
 
 
 @pytest.mark.parametrize(
@@ -144,44 +155,20 @@ def test_70b_on_tpu_v5e(quantization: str | None, cache: str, chips: int) -> Non
 
 def test_one_two_or_four_replicas_of_70b_on_eight_a100() -> None:
     """The on-prem guide of llama-recipes prefers four, which leaves almost no cache."""
-    inputs = inputs_for("70b", "a100-80gb", 8192)
-    ways = replica_options(inputs)
+    ways = replica_options(plan_inputs("70b", "a100-80gb"))
     assert [(way.replicas, way.layout.tensor_parallel_size) for way in ways] == [(1, 8), (2, 4), (4, 2)]
     totals = [way.total_tokens for way in ways]
     assert totals[0] > totals[1] > 5 * totals[2]
-    sentence = compare_sharing(ways, 131072)
-    assert sentence is not None
-    assert f"{totals[2]:,}" in sentence
-    assert f"{totals[0]:,}" in sentence
-    assert "may have at most" in sentence
+    assert has([compare_sharing(ways, 131072)], f"{totals[2]:,}", f"{totals[0]:,}", "may have at most")
 
 
 def test_replicas_share_the_machines() -> None:
-    found = planned("70b", nodes=1, replicas=2)
-    assert (layout_of(found), found.replicas) == ((4, 1, 1, 4), 2)
-    found = planned("405b", nodes=4, replicas=2)
-    assert (layout_of(found), found.replicas) == ((8, 2, 2, 8), 2)
+    for name, nodes, layout in (("70b", 1, (4, 1, 1, 4)), ("405b", 4, (8, 2, 2, 8))):
+        found = planned(name, nodes=nodes, replicas=2)
+        assert (layout_of(found), found.replicas) == (layout, 2)
     with pytest.raises(InvalidRequestError, match="3 replicas cannot share 1 x 8"):
         planned("8b", nodes=1, replicas=3)
-    with pytest.raises(NoLayoutError):
-        planned("70b", nodes=1, replicas=4)
-
-
-@pytest.mark.parametrize(
-    ("asked", "layout"),
-    [
-        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, (2, 2, 1, 4)),
-        ({"tensor_parallel_size": 8}, (8, 1, 1, 8)),
-        ({"pipeline_parallel_size": 4}, (1, 4, 1, 4)),
-        ({"nodes": 2}, (8, 2, 2, 8)),
-        ({"nodes": 2, "tensor_parallel_size": 4}, (4, 4, 2, 8)),
-        ({"nodes": 2, "tensor_parallel_size": 16}, (16, 1, 2, 8)),
-        ({"nodes": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}, (2, 2, 2, 2)),
-        ({"nodes": 3, "size": 4}, (4, 3, 3, 4)),
-    ],
-)
-def test_what_is_asked_for_is_kept(asked: dict[str, Any], layout: tuple[int, int, int, int]) -> None:
-    assert layout_of(planned("70b", max_model_len=8192, **asked)) == layout
+    assert refused("70b", nodes=1, replicas=4)
 
 
 @pytest.mark.parametrize(
@@ -191,30 +178,22 @@ def test_what_is_asked_for_is_kept(asked: dict[str, Any], layout: tuple[int, int
         ({"tensor_parallel_size": 8, "pipeline_parallel_size": 3, "nodes": 2}, "24 ranks, but 2 x 8 GPUs are 16"),
         ({"tensor_parallel_size": 3, "pipeline_parallel_size": 3, "nodes": 2}, "2 nodes cannot share evenly"),
         ({"tensor_parallel_size": 1, "pipeline_parallel_size": 96, "nodes": 12}, "96 stages cannot share 80 layers"),
+        ({"tensor_parallel_size": 1000}, r"TP=1000 takes more than the 512 GPUs there are \(64 nodes x 8, the most"),
+        ({"tensor_parallel_size": 16, "nodes": 1}, r"TP=16 takes more than the 8 GPUs there are \(1 node x 8\)"),
+        ({"tensor_parallel_size": 12, "nodes": 2}, "TP=12 does not divide the 16 GPUs"),
+        ({"pipeline_parallel_size": 3, "nodes": 1}, "PP=3 does not divide the 8 GPUs.*out --pipeline-parallel-size"),
+        (
+            {"name": "Qwen/Qwen3.5-27B", "nodes": 1, "size": 1, "quantization": "fp8", "max_num_seqs": 1024},
+            r"max_num_seqs \(1024\) exceeds available Mamba cache blocks(.|\n)*--max-num-seqs 512",
+        ),
+        # what would make it fit
+        ({"nodes": 1, "size": 2, "max_model_len": None}, r"--max-model-len \d+"),
+        ({"name": "405b", "nodes": 1, "max_model_len": None}, "fp8 weights"),
+        ({"gpu": "l4", "nodes": 1, "max_model_len": None}, "--nodes 2 --gpus-per-node 8"),
     ],
 )
-def test_what_vllm_or_arithmetic_refuses(asked: dict[str, Any], says: str) -> None:
-    with pytest.raises(DoesNotFitError, match=says):
-        planned("70b", max_model_len=8192, **asked)
-
-
-def test_heads_that_do_not_divide_are_planned_around() -> None:
-    """28 heads: TP 8 is refused, so eight GPUs are TP=4 x PP=2."""
-    found = planned("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "t4", size=8, concurrency=30, max_model_len=32768)
-    assert layout_of(found) == (4, 2, 1, 8)
-
-
-@pytest.mark.parametrize(
-    ("name", "gpu", "options", "remedy"),
-    [
-        ("70b", "h100-80gb", {"nodes": 1, "size": 2}, r"--max-model-len \d+"),
-        ("405b", "h100-80gb", {"nodes": 1}, "fp8 weights"),
-        ("70b", "l4", {"nodes": 1}, "--nodes 2 --gpus-per-node 8"),
-    ],
-)
-def test_what_would_make_it_fit_does(name: str, gpu: str, options: dict[str, Any], remedy: str) -> None:
-    with pytest.raises(NoLayoutError, match=remedy):
-        planned(name, gpu, **options)
+def test_what_cannot_be_is_refused_with_the_numbers_and_what_would_help(asked: dict[str, Any], says: str) -> None:
+    assert re.search(says, str(refused(**{"name": "70b", **SHORT, **asked})))
 
 
 def test_requests_that_the_cache_cannot_hold_wait() -> None:
@@ -237,9 +216,9 @@ def test_requests_of_known_length_take_what_they_need() -> None:
 
 
 def test_a_model_that_holds_no_request_is_refused_however_many_are_asked_for() -> None:
-    with pytest.raises(NoLayoutError, match="with 1 request of 131,072 tokens") as caught:
-        planned("405b", nodes=1, concurrency=50)
-    assert "50" not in str(caught.value).split("It would")[0].replace("TP=8", "")
+    text = str(refused("405b", nodes=1, concurrency=50))
+    assert "with 1 request of 131,072 tokens" in text
+    assert "50" not in text.split("It would")[0].replace("TP=8", "")
 
 
 @pytest.mark.parametrize(
@@ -253,27 +232,13 @@ def test_a_model_that_holds_no_request_is_refused_however_many_are_asked_for() -
 def test_sizes_that_cannot_be_are_answered_with_the_nearest_that_can(
     asked: dict[str, Any], headline: str, sizes: tuple[int, int, int]
 ) -> None:
-    with pytest.raises(NoLayoutError, match=headline) as caught:
-        planned("70b", **asked)
+    error = refused("70b", **asked)
+    assert headline in str(error)
     tensor, pipeline, nodes = sizes
     remedy = f"--tensor-parallel-size {tensor} --pipeline-parallel-size {pipeline} --nodes {nodes}"
-    assert [str(one) for one in caught.value.suggestions] == [remedy]
+    assert [str(one) for one in error.suggestions] == [remedy]
     found = planned("70b", tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, nodes=nodes)
     assert layout_of(found)[:3] == sizes
-
-
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        ({"tensor_parallel_size": 1000}, r"TP=1000 takes more than the 512 GPUs there are \(64 nodes x 8, the most"),
-        ({"tensor_parallel_size": 16, "nodes": 1}, r"TP=16 takes more than the 8 GPUs there are \(1 node x 8\)"),
-        ({"tensor_parallel_size": 12, "nodes": 2}, "TP=12 does not divide the 16 GPUs"),
-        ({"pipeline_parallel_size": 3, "nodes": 1}, "PP=3 does not divide the 8 GPUs.*out --pipeline-parallel-size"),
-    ],
-)
-def test_a_size_that_no_number_of_nodes_has_room_for_is_said_to_be_so(asked: dict[str, Any], says: str) -> None:
-    with pytest.raises(NoLayoutError, match=says):
-        planned("70b", **asked)
 
 
 @pytest.mark.parametrize(("name", "gpu"), [("405b", "v5e"), ("405b", "h100-80gb"), ("70b", "l4"), ("8b", "t4")])
@@ -285,14 +250,10 @@ def test_no_layout_is_told_twice(name: str, gpu: str) -> None:
 
 
 def test_the_context_proposed_fits_and_the_next_does_not() -> None:
-    with pytest.raises(NoLayoutError) as caught:
-        planned("70b", nodes=1, size=2)
-    length = next(
-        int(text.split()[1]) for text in map(str, caught.value.suggestions) if text.startswith("--max-model-len")
-    )
-    assert planned("70b", nodes=1, size=2, max_model_len=length).max_model_len == length
-    with pytest.raises(NoLayoutError):
-        planned("70b", nodes=1, size=2, max_model_len=length + 1024)
+    options = [one.options for one in refused("70b", nodes=1, size=2).suggestions]
+    length = int(next(one["--max-model-len"] for one in options if list(one) == ["--max-model-len"]))
+    assert planned("70b", nodes=1, size=2, max_model_len=length)
+    assert refused("70b", nodes=1, size=2, max_model_len=length + 1024)
 
 
 def test_flags_say_what_was_asked_for() -> None:
@@ -302,19 +263,18 @@ def test_flags_say_what_was_asked_for() -> None:
         "--gpu-memory-utilization 0.8 --max-num-seqs 64 --kv-cache-dtype fp8 --quantization fp8_per_tensor "
         "--enforce-eager"
     )
-    assert any("quantises the 16-bit checkpoint to fp8" in reason for reason in found.reasons)
+    assert has(found.reasons, "quantises the 16-bit checkpoint to fp8")
 
 
 def test_a_method_that_needs_another_checkpoint_is_said_and_not_passed_on() -> None:
     found = planned("70b", quantization="awq", max_model_len=8192)
     assert "--quantization" not in found.vllm_args
-    assert any("as if" in reason and "serve a checkpoint that is" in reason for reason in found.reasons)
-    assert any("no longer has bitsandbytes" in r for r in planned("70b", quantization="bitsandbytes").reasons)
+    assert has(found.reasons, "as if", "serve a checkpoint that is")
+    assert has(planned("70b", quantization="bitsandbytes").reasons, "no longer has bitsandbytes")
 
 
 def test_a_gpu_without_bfloat16_refuses_it_by_name_only() -> None:
-    t4 = ClusterSpec(accelerator=accelerator("t4"))
-    workload = Workload(max_model_len=2048)
+    t4, workload = ClusterSpec(accelerator=accelerator("t4")), Workload(max_model_len=2048)
     assert plan(spec("meta-llama/Llama-3.2-3B"), t4, workload=workload).layout.num_nodes == 1
     with pytest.raises(DoesNotFitError, match="--dtype float16"):
         plan(spec("meta-llama/Llama-3.2-3B", dtype="bfloat16"), t4, workload=workload)
@@ -322,7 +282,7 @@ def test_a_gpu_without_bfloat16_refuses_it_by_name_only() -> None:
 
 def test_explanation_adds_up() -> None:
     found = planned("405b")
-    inputs = inputs_for("405b", "h100-80gb", 131072)
+    inputs = plan_inputs("405b", length=131072)
     lines = explain(inputs, layout_with(8, 2, nodes=2), found.memory, found.minimum_gpus, note=resolve("405b").note)
     text = "\n".join(lines)
     for expected in ("405,853,388,800", "811.7 / 80 = 10.15 -> 11", "61.52 GiB", "63.00 GiB", "16 KV heads", "123.05"):
@@ -334,7 +294,6 @@ def test_explanation_adds_up() -> None:
 
 
 def test_small_replicas_win_where_they_leave_no_less_cache() -> None:
-    inputs = inputs_for("Qwen/Qwen2.5-0.5B", "h100-80gb", 2048)
-    ways = replica_options(inputs)
+    ways = replica_options(plan_inputs("Qwen/Qwen2.5-0.5B", length=2048))
     assert ways[-1].typical_requests >= ways[0].typical_requests
     assert "hold no less" in (compare_sharing(ways, 2048) or "")

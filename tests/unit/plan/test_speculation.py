@@ -9,31 +9,25 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.accuracy.speculation_gains import gains
-from hpc_serve.cli.main import run
-from hpc_serve.plan import EngineConfig, accelerator, model_from_config, resolve
-from hpc_serve.plan.choice.layout import Layout
-from hpc_serve.plan.memory.loaded import loaded_model
+from hpc_serve.plan import EngineConfig, accelerator
 from hpc_serve.plan.speed.drafts import KnownDraft, known_draft, known_drafts
-from hpc_serve.plan.speed.step import IDEAL, Roofline
+from hpc_serve.plan.speed.step import IDEAL
+from tests.support.plans import roofline
+from tests.unit.plan.conftest import Plan, Told
 
 NGRAM = '{"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 4}'
 MTP = '{"method": "deepseek_mtp", "num_speculative_tokens": 1}'
 
 
-def roofline(engine: EngineConfig, name: str = "8b") -> Roofline:
-    model = loaded_model(model_from_config(resolve(name).config, name=name), engine)
-    layout = Layout(tensor_parallel_size=1, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=1)
-    return Roofline(model, accelerator("h100-80gb"), engine, layout)
-
-
-def plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert run(["plan", *words]) == 0
-    return " ".join(capsys.readouterr().out.split())
+@pytest.fixture
+def told_of(told: Told) -> Told:
+    """What `plan` says of a model whose drafts are of n-grams; `words` are further options."""
+    return lambda *words: told(*words, "--", "--speculative-config", NGRAM)
 
 
 def test_all_tokens_of_a_sequence_are_verified_in_one_pass() -> None:
-    plain = roofline(EngineConfig()).decode(8, 1000, IDEAL)
-    drafted = roofline(EngineConfig(speculative_config=json.loads(NGRAM))).decode(8, 1000, IDEAL)
+    plain = roofline("8b").decode(8, 1000, IDEAL)
+    drafted = roofline("8b", speculative_config=json.loads(NGRAM)).decode(8, 1000, IDEAL)
     assert drafted.weights_s == plain.weights_s
     assert drafted.cache_s == plain.cache_s
     assert drafted.flops_s == pytest.approx(5 * plain.flops_s)
@@ -42,8 +36,7 @@ def test_all_tokens_of_a_sequence_are_verified_in_one_pass() -> None:
 def test_a_prediction_layer_runs_once_for_each_further_draft() -> None:
     def weights_s(method: str, drafts: int) -> float:
         asked = {"method": method, "prompt_lookup_max": 4, "num_speculative_tokens": drafts}
-        engine = EngineConfig(speculative_config=asked)
-        return roofline(engine, "deepseek-ai/DeepSeek-V3").decode(1, 100, IDEAL).weights_s
+        return roofline("deepseek-ai/DeepSeek-V3", speculative_config=asked).decode(1, 100, IDEAL).weights_s
 
     # Both verify as many tokens, which read as many experts. Only one of them has a layer and a head to run.
     layers = [weights_s("mtp", drafts) - weights_s("ngram", drafts) for drafts in (1, 2, 3, 4)]
@@ -57,8 +50,8 @@ def test_a_prediction_layer_runs_once_for_each_further_draft() -> None:
 
 
 def test_an_adapter_is_two_kernels_for_each_matrix_and_a_slot_of_weights() -> None:
-    plain = roofline(EngineConfig()).work.stages[0]
-    one, many = (roofline(EngineConfig(enable_lora=True, max_lora_rank=16, max_loras=n)).work.stages[0] for n in (1, 4))
+    plain = roofline("8b").work.stages[0]
+    one, many = (roofline("8b", enable_lora=True, max_lora_rank=16, max_loras=n).work.stages[0] for n in (1, 4))
     assert one.kernels - plain.kernels >= 32 * 2 * 4
     assert one.dense_bytes == pytest.approx(many.dense_bytes, rel=1e-6)
     rank = (
@@ -86,99 +79,81 @@ def test_the_acceptance_length_of_other_numbers_of_drafts_is_that_of_one_probabi
     assert known_draft("openai/gpt-oss-20b", replace(engine, speculative_config=None)) is None
 
 
-def test_plan_says_what_drafts_gain(capsys: pytest.CaptureFixture[str]) -> None:
-    text = plan(capsys, "deepseek-ai/DeepSeek-V3", "--", "--speculative-config", MTP)
+def test_plan_says_what_drafts_gain(told: Told, told_of: Told) -> None:
+    text = told("deepseek-ai/DeepSeek-V3", "--", "--speculative-config", MTP)
     assert "Speculation, 1.85 tokens a step (published for several topics: arXiv:2412.19437" in text
     assert "in flight. It pays up to" in text
-    text = plan(capsys, "8b", "--", "--speculative-config", NGRAM)
+    text = told_of("8b")
     assert "the speed counts no draft as accepted" in text
     assert "1.2 tokens with 1 in flight" in text
-    text = plan(capsys, "8b", "--acceptance-length", "2.2", "--", "--speculative-config", NGRAM)
+    text = told_of("8b", "--acceptance-length", "2.2")
     assert "Speculation, 2.2 tokens a step: × 1.88 with 1 in flight" in text
     assert "It pays up to about 128 in flight" in text
-    text = plan(capsys, "8b", "--acceptance-length", "1.01", "--", "--speculative-config", NGRAM)
+    text = told_of("8b", "--acceptance-length", "1.01")
     assert "It does not pay" in text or "It pays up to about 1 in flight" in text
 
 
-def test_where_drafts_pay_does_not_contradict_what_they_gain(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_drafts_pay_does_not_contradict_what_they_gain(told_of: Told) -> None:
     # One request reads few experts, and its drafts read others. Many requests read them all.
-    text = plan(capsys, "mixtral-8x7b", "--acceptance-length", "1.5", "--", "--speculative-config", NGRAM)
+    text = told_of("mixtral-8x7b", "--acceptance-length", "1.5")
     assert "1.5 tokens a step: × 0.65" in text
     assert "It pays with about " in text
     assert "It pays up to" not in text
 
 
 @pytest.mark.parametrize("words", [("--speculative-config", NGRAM), ("--kv-offloading-size", "100")])
-def test_an_option_for_answers_gains_an_embedder_nothing(capsys: pytest.CaptureFixture[str], words: tuple[str]) -> None:
-    text = plan(capsys, "Qwen/Qwen3-Embedding-0.6B", "--", *words)
+def test_an_option_for_answers_gains_an_embedder_nothing(told: Told, words: tuple[str, str]) -> None:
+    text = told("Qwen/Qwen3-Embedding-0.6B", "--", *words)
     assert "Speculation" not in text
     assert "first token" not in text
 
 
-def test_a_cache_in_the_nodes_memory_is_not_across_pcie_on_cpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cache_in_the_nodes_memory_says_what_it_gains_at_most(told: Told) -> None:
+    text = told("70b", "--", "--kv-offloading-size", "100")
+    assert "1,000 tokens of a prefix come from the node's memory in 2.6 ms" in text
+    assert "up to 38 times as early" in text
+    assert "kv-offloading" not in told("70b")
     cpu = ("--gpu", "cpu-spr-2s", "--gpu-memory", "256GiB")
-    assert "PCIe" not in plan(capsys, "8b", *cpu, "--", "--kv-offloading-size", "100")
+    assert "PCIe" not in told("8b", *cpu, "--", "--kv-offloading-size", "100")
 
 
-def test_the_explanation_says_the_gains_too(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--speculative-config", NGRAM, "--kv-offloading-size", "100")
-    text = plan(capsys, "8b", "--explain", "--acceptance-length", "2.4", "--", *options)
-    assert "Speculation, 2.4 tokens a step: × 2.05" in text
-    assert "1,000 tokens of a prefix come from the node's memory" in text
+def test_the_explanation_says_the_gains_too_and_counts_accepted_drafts_in_decoding_alone(told_of: Told) -> None:
+    none = told_of("8b", "--explain")
+    drafts = told_of("8b", "--explain", "--acceptance-length", "2.4", "--kv-offloading-size", "100")
+    assert "Speculation, 2.4 tokens a step: × 2.05" in drafts
+    assert "1,000 tokens of a prefix come from the node's memory" in drafts
+    assert "= one step, a token for each" in none
+    assert "= one step, 2.4 tokens for each" in drafts
+    plain, faster = (
+        float(text.partition("tokens/s, decoding alone ")[2].split()[1].replace(",", "")) for text in (none, drafts)
+    )
+    assert faster == pytest.approx(2.4 * plain, rel=1e-3)
 
 
-def test_the_explanation_counts_accepted_drafts_in_decoding_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    def figures(*words: str) -> tuple[str, float]:
-        assert run(["plan", "8b", "--explain", *words, "--", "--speculative-config", NGRAM]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        step = next(line for line in lines if "= one step" in line)
-        alone = next(line for line in lines if "tokens/s, decoding alone" in line)
-        return step, float(alone.split()[-1].replace(",", ""))
-
-    none, drafts = figures(), figures("--acceptance-length", "2.4")
-    assert "a token for each" in none[0]
-    assert "2.4 tokens for each" in drafts[0]
-    assert drafts[1] == pytest.approx(2.4 * none[1], rel=1e-3)
-
-
-def test_an_answer_of_one_token_is_no_sooner_there(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("8b", "--acceptance-length", "5", "--output-tokens", "1", "--decode-only")
-    text = plan(capsys, *asked, "--", "--speculative-config", NGRAM)
+def test_an_answer_of_one_token_is_no_sooner_there(told_of: Told) -> None:
+    text = told_of("8b", "--acceptance-length", "5", "--output-tokens", "1", "--decode-only")
     assert float(text.partition("5 tokens a step: × ")[2].split()[0]) <= 1
 
 
-def test_the_ideal_gain_is_of_ideal_speeds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ideal_gain_is_of_ideal_speeds(told_of: Told) -> None:
     asked = ("8b", "--acceptance-length", "2.4", "--decode-only")
-    ideal = plan(capsys, *asked, "--ideal", "--", "--speculative-config", NGRAM).partition("Speculation")[2]
-    expected = plan(capsys, *asked, "--", "--speculative-config", NGRAM).partition("Speculation")[2]
+    ideal, expected = (told_of(*asked, *more).partition("Speculation")[2] for more in (("--ideal",), ()))
     assert ideal != expected
 
 
-def test_drafts_count_in_both_kinds_of_arrivals(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "arrivals", ["", "--decode-only", "--arrivals burst", "--arrivals burst --longest-output-tokens 1024"]
+)
+def test_drafts_count_in_both_kinds_of_arrivals(plan_json: Plan, arrivals: str) -> None:
     def rate(*words: str) -> float:
-        asked = ("8b", "--json", *words, "--", "--speculative-config", NGRAM)
-        assert run(["plan", *asked]) == 0
-        found = json.loads(capsys.readouterr().out)["performance"]["by_concurrency"][0]
-        return found["expected"]["output_tokens_per_s"]
+        found = plan_json("8b", *arrivals.split(), *words, "--", "--speculative-config", NGRAM)
+        return float(found["performance"]["by_concurrency"][0]["expected"]["output_tokens_per_s"])
 
-    for arrivals in (
-        (),
-        ("--decode-only",),
-        ("--arrivals", "burst"),
-        ("--arrivals", "burst", "--longest-output-tokens", "1024"),
-    ):
-        assert 1.8 < rate("--acceptance-length", "2", *arrivals) / rate(*arrivals) <= 2.01
+    assert 1.8 < rate("--acceptance-length", "2") / rate() <= 2.01
 
 
-def test_wrong_numbers_of_accepted_tokens_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "8b", "--acceptance-length", "2"]) != 0
-    assert "without --speculative-config a step gives one token" in capsys.readouterr().err
-    assert run(["plan", "8b", "--acceptance-length", "6", "--", "--speculative-config", NGRAM]) != 0
-    assert "a step gives 1 to 5 tokens" in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_cache_in_the_nodes_memory_says_what_it_gains_at_most(capsys: pytest.CaptureFixture[str]) -> None:
-    text = plan(capsys, "70b", "--", "--kv-offloading-size", "100")
-    assert "1,000 tokens of a prefix come from the node's memory in 2.6 ms" in text
-    assert "up to 38 times as early" in text
-    assert "kv-offloading" not in plan(capsys, "70b")
+def test_wrong_numbers_of_accepted_tokens_are_errors(refused: Told) -> None:
+    one = "without --speculative-config a step gives one token"
+    assert one in refused("8b", "--acceptance-length", "2")
+    asked = ("8b", "--acceptance-length", "6", "--", "--speculative-config", NGRAM)
+    assert "a step gives 1 to 5 tokens" in refused(*asked)

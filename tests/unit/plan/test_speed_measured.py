@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -105,6 +104,7 @@ def test_a_step_is_a_doubling_or_a_word_that_differs():
 # -- in a plan
 
 ENGINE = EngineConfig(tensor_parallel_size=1)
+WORDS = ("8b", "-tp", "1", "--max-model-len", "4096", "--concurrency", "64")
 ASKED = PlanRequest(model="8b", gpu="h100-80gb", engine=ENGINE, workload=Workload(max_model_len=4096, concurrency=64))
 
 
@@ -116,7 +116,7 @@ def teach(tmp_path, monkeypatch):
     def keep(ratio: float, concurrency: int, times: int = 2) -> None:
         result = plan_for(replace(ASKED, measured=False))
         one = estimate(result, concurrency)
-        case = case_of(result.roofline(), one.traffic, one.batch)
+        case = case_of(one.roofline, one.traffic, one.batch)
         rate = one.expected.output_tokens_per_s
         for _ in range(times):
             run = MeasuredRun(case=case, tokens_per_s=ratio * rate, printed_tokens_per_s=rate)
@@ -146,42 +146,35 @@ def test_every_expected_figure_is_scaled_and_the_ideal_ones_are_not(teach):
     assert estimate(result, 1).measured is None  # six doublings away
 
 
-def test_the_plan_says_on_how_many_runs_it_rests_and_leaves_them_out_if_asked(teach, ran):
-    words = ["plan", "8b", "--gpu", "h100-80gb", "-tp", "1", "--max-model-len", "4096", "--concurrency", "64"]
-    before = ran(words).out
+def test_the_plan_says_on_how_many_runs_it_rests_and_leaves_them_out_if_asked(teach, told, plan_json):
+    words = (*WORDS, "--gpu", "h100-80gb")
+    before = told(*words)
     teach(0.8, 64)
-    after = " ".join(ran(words).out.split())
-    assert "; measured here on 2 runs: × 0.82, for 1 of these 3 figures." in after
+    assert "; measured here on 2 runs: × 0.82, for 1 of these 3 figures." in told(*words)
     assert "measured here" not in before
-    assert ran([*words, "--no-measured"]).out == before
-    explained = " ".join(ran([*words, "--explain"]).out.split())
+    assert told(*words, "--no-measured") == before
+    explained = told(*words, "--explain")
     assert "All of these factors count what was measured here on 2 runs: × 0.82." in explained
     assert "The figures count what was measured here on 2 runs" in explained
-    (one,) = [
-        one
-        for one in json.loads(ran([*words, "--json"]).out)["performance"]["by_concurrency"]
-        if one["concurrency"] == 64
-    ]
-    assert one["measured"]["runs"] == 2
-    assert "measured here" not in ran([*words, "--ideal"]).out
+    rows = plan_json(*words)["performance"]["by_concurrency"]
+    assert [one["measured"]["runs"] for one in rows if one["concurrency"] == 64] == [2]
+    assert "measured here" not in told(*words, "--ideal")
 
 
-def test_the_comparison_and_the_page_say_so_too(teach, ran, tmp_path):
-    words = ["plan", "8b", "-tp", "1", "--max-model-len", "4096", "--concurrency", "64"]
+def test_the_comparison_and_the_page_say_so_too(teach, told, tmp_path):
     teach(0.8, 64)
-    out = ran([*words, "--compare", "h100-80gb,h200"]).out
+    out = told(*WORDS, "--compare", "h100-80gb,h200")
     assert "h100-80gb: measured here on 2 runs: × 0.82." in out
     assert "h200: measured" not in out
     page = tmp_path / "plan.html"
-    ran([*words, "--gpu", "h100-80gb", "--plot", str(page)])
+    told(*WORDS, "--gpu", "h100-80gb", "--plot", str(page))
     assert "2 runs that were measured here correct the figures near them" in page.read_text()
 
 
-def test_a_target_counts_them_too(teach, ran):
-    words = ["plan", "8b", "--gpu", "h100-80gb", "--nodes", "1", "--gpus-per-node", "1", "--target", "throughput"]
-    words += ["--concurrency", "64", "--max-model-len", "4096"]
+def test_a_target_counts_them_too(teach, told):
+    machines = ("--gpu", "h100-80gb", "--nodes", "1", "--gpus-per-node", "1")
     teach(0.7, 64)
-    out = " ".join(ran(words).out.split())
+    out = told("8b", *machines, "--target", "throughput", "--concurrency", "64", "--max-model-len", "4096")
     assert "This speed is corrected by 2 runs that were measured here (× 0.73)" in out
 
 
@@ -189,7 +182,7 @@ def test_an_option_that_changes_the_engine_makes_a_case_another_one():
     def case(**options) -> Case:
         result = plan_for(replace(ASKED, measured=False, engine=replace(ENGINE, **options)))
         one = estimate(result, 64)
-        return case_of(result.roofline(), one.traffic, one.batch)
+        return case_of(one.roofline, one.traffic, one.batch)
 
     assert case().steps(case(max_num_seqs=200, gpu_memory_utilization=0.8)) == 0
     assert case().steps(case(enable_lora=True)) >= 1

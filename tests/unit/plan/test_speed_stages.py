@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from hpc_serve.plan import EngineConfig, accelerator, model_from_config, resolve
-from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.speed.estimate import speed_column
 from hpc_serve.plan.speed.step import EXPECTED, Roofline
 from hpc_serve.plan.speed.traffic import Traffic
+from tests.support import plans
 
 OUTPUTS = 256
 DEVICE = replace(EXPECTED, sequence_s=0)
 
 
-def roofline(stages: int, *, name: str = "70b", batched: int | None = None, version: str = "0.31.0") -> Roofline:
-    engine = EngineConfig(vllm_version=version, max_num_batched_tokens=batched, async_scheduling=False)
-    layout = Layout(tensor_parallel_size=2, pipeline_parallel_size=stages, num_nodes=1, gpus_per_node=2 * stages)
-    model = model_from_config(resolve(name).config, name=name)
-    return Roofline(model, accelerator("h200"), engine, layout)
+def roofline(stages: int, *, name: str = "70b", version: str = "0.31.0", **options: Any) -> Roofline:
+    options |= {"vllm_version": version, "async_scheduling": False}
+    return plans.roofline(name, "h200", tp=2, pp=stages, **options)
 
 
 def test_a_single_request_passes_all_stages_whole_however_many_there_are() -> None:
@@ -73,7 +71,7 @@ def test_requests_whose_prompts_fill_one_step_stay_in_one_batch() -> None:
     traffic = Traffic(input_tokens=128, output_tokens=OUTPUTS, concurrency=16, arrivals="burst")
     together, divided, before = (
         speed_column(one, traffic, 16, EXPECTED).tpot_s
-        for one in (roofline(4), roofline(4, batched=512), roofline(4, version="0.6.3"))
+        for one in (roofline(4), roofline(4, max_num_batched_tokens=512), roofline(4, version="0.6.3"))
     )
     assert together > 1.02 * divided
     assert divided == pytest.approx(before, rel=0.02)

@@ -2,77 +2,136 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import replace
 
 import pytest
 
-from hpc_serve.cli.main import run
-from hpc_serve.errors import DoesNotFitError
-from hpc_serve.plan import EngineConfig, Workload, model_from_config, resolve
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.catalog import speed_accuracy
 from hpc_serve.plan.choice.candidates import PlanInputs
-from hpc_serve.plan.hardware.cluster import cluster_named
 from hpc_serve.plan.speed.classes import PIPELINE_STAGES
-from hpc_serve.plan.speed.target import SpeedTarget, choose_deployment
+from hpc_serve.plan.speed.target import Deployment, SpeedTarget, choose_deployment, parse_speed_target
 from hpc_serve.plan.speed.traffic import Traffic
+from tests.support.plans import plan_inputs, replica
+from tests.unit.conftest import Ran
+from tests.unit.plan.conftest import Plan, Told
 
 
-def inputs(name: str, gpu: str = "h100-80gb", num_nodes: int | None = None) -> PlanInputs:
-    cluster = replace(cluster_named(gpu, num_nodes=num_nodes), is_whole=False)
-    model = model_from_config(resolve(name).config, name=name)
-    workload = Workload(max_model_len=8192)
-    return PlanInputs(model=model, cluster=cluster, engine=EngineConfig(), workload=workload, max_model_len=8192)
+def chosen(inputs: PlanInputs, **target: float) -> tuple[Deployment, list[str]]:
+    return choose_deployment(inputs, Traffic(), SpeedTarget(**target))
+
+
+@pytest.mark.parametrize("text", ["tpot=50", "fast", "tpot=0ms", "tpot=-1ms", "", "tpot=50ms;ttft=1s"])
+def test_targets_that_are_none(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="write throughput"):
+        parse_speed_target(text)
+
+
+def test_targets() -> None:
+    assert parse_speed_target("throughput") == SpeedTarget()
+    assert parse_speed_target("tpot=50ms, ttft=1.5s") == SpeedTarget(tpot_s=0.05, ttft_s=1.5)
+
+
+def test_small_replicas_win_on_throughput_and_a_wide_one_on_latency() -> None:
+    many, reasons = chosen(plan_inputs("8b"))
+    assert (many.replicas, many.layout.tensor_parallel_size) == (8, 1)
+    assert any(reason.startswith("Not one TP=8") for reason in reasons)
+    fast, _ = chosen(plan_inputs("8b"), tpot_s=0.0055)
+    assert fast.layout.tensor_parallel_size > 1
+    assert fast.estimate.expected.tpot_s <= 0.0055
+
+
+def test_the_batch_is_as_large_as_the_target_allows() -> None:
+    target, (option, _) = SpeedTarget(tpot_s=0.030), chosen(plan_inputs("70b"), tpot_s=0.030)
+    more = replica("70b", tp=option.layout.tensor_parallel_size).at(option.estimate.traffic.concurrency + 1)
+    assert target.is_met(option.estimate)
+    assert not target.is_met(more)
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "says"),
+    [
+        ("405b-fp8", {"tpot_s": 0.001}, "nearest is .* ms between tokens"),
+        ("70b", {"ttft_s": 0.001}, "shorter prompts"),
+        ("70b", {"tpot_s": 0.001}, "faster memory"),
+    ],
+)
+def test_what_cannot_be_reached_says_how_near_it_is_and_what_would_help(
+    name: str, target: dict[str, float], says: str
+) -> None:
+    with pytest.raises(DoesNotFitError, match=says):
+        chosen(plan_inputs(name), **target)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["8b", "70b", "405b", "deepseek-r1", "gpt-oss-20b", "gemma-3-27b", "Qwen/Qwen3-Next-80B-A3B-Instruct"],
+)
+@pytest.mark.parametrize("gpu", ["h100", "a100", "mi300x", "v6e", "l40s"])
+def test_a_target_is_met_by_what_is_chosen_or_refused(name: str, gpu: str) -> None:
+    try:
+        option, reasons = chosen(plan_inputs(name, gpu, length=4096), tpot_s=0.1)
+    except DoesNotFitError:
+        return
+    assert SpeedTarget(tpot_s=0.1).is_met(option.estimate)
+    assert option.estimate.ideal.tpot_s <= option.estimate.expected.tpot_s
+    assert reasons[0].startswith("For throughput within a tpot of 100 ms: ")
+
+
+@pytest.mark.parametrize(("name", "gpu", "says"), [("70b", "v5e", "C ÷ W_ici"), ("70b", "h100", "all-reduces")])
+def test_the_width_beyond_which_links_bind_is_a_reason(name: str, gpu: str, says: str) -> None:
+    _, reasons = chosen(plan_inputs(name, gpu))
+    assert any(says in reason for reason in reasons)
 
 
 def test_who_comes_to_a_busy_engine_waits_for_a_step_at_least() -> None:
-    option, _ = choose_deployment(inputs("8b"), Traffic(), SpeedTarget())
+    option, _ = chosen(plan_inputs("8b"))
     speed = option.estimate.expected
     assert option.estimate.batch > 100
     assert speed.ttft_s > speed.tpot_s
 
 
 def test_engines_over_a_share_of_the_nodes_are_considered() -> None:
-    _, reasons = choose_deployment(inputs("405b", num_nodes=4), Traffic(), SpeedTarget())
+    _, reasons = chosen(plan_inputs("405b", nodes=4))
     assert any("2 replicas of TP=8 PP=2" in reason for reason in reasons)
     assert any("one TP=8 PP=4" in reason for reason in reasons)
 
 
 def test_more_stages_than_nodes_are_left_out_with_how_far_published_runs_of_stages_were_off() -> None:
-    option, reasons = choose_deployment(inputs("70b", "v5e:4x4"), Traffic(), SpeedTarget())
+    option, reasons = chosen(plan_inputs("70b", "v5e:4x4"))
     assert (option.layout.tensor_parallel_size, option.layout.pipeline_parallel_size) == (16, 1)
     low, high = speed_accuracy()["classes"][PIPELINE_STAGES]["measured_by_printed"]
     assert any("left out" in reason and f"had {low:g} to {high:g} times" in reason for reason in reasons)
 
 
-@pytest.mark.parametrize(
-    ("target", "helps"), [(SpeedTarget(ttft_s=0.001), "shorter prompts"), (SpeedTarget(tpot_s=0.001), "faster memory")]
-)
-def test_what_would_help_is_of_what_was_missed(target: SpeedTarget, helps: str) -> None:
-    with pytest.raises(DoesNotFitError, match=helps):
-        choose_deployment(inputs("70b"), Traffic(), target)
+def test_the_command_chooses_for_a_target(plan_json: Plan) -> None:
+    document = plan_json("8b", "--max-model-len", "8192", "--target", "throughput")
+    assert (document["replicas"], document["tensor_parallel_size"]) == (8, 1)
+    assert document["reasons"][0].startswith("For throughput: 8 replicas of TP=1")
 
 
-def test_a_target_is_kept_by_the_command_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "--model", "70b", "--target", "tpot=50ms", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    args = found["vllm_args"]
-    most = int(args[args.index("--max-num-seqs") + 1])
-    last = found["performance"]["by_concurrency"][-1]
-    assert last["concurrency"] == most
+def test_a_target_out_of_reach_is_no_plan(plan_json: Plan, ran: Ran) -> None:
+    words = ("405b", "--target", "tpot=1ms")
+    assert "the nearest is" in ran(["plan", *words], 3).err
+    assert plan_json(*words, code=3)["fits"] is False
+
+
+def test_a_target_is_kept_by_the_command_that_is_printed(plan_json: Plan) -> None:
+    found = plan_json("70b", "--target", "tpot=50ms")
+    last, args = found["performance"]["by_concurrency"][-1], found["vllm_args"]
+    assert last["concurrency"] == int(args[args.index("--max-num-seqs") + 1])
     assert 0.045 < last["expected"]["tpot_s"] <= 0.050
 
 
-def test_the_plan_says_where_the_knee_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "--model", "8b", "--explain"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    found = re.search(r"knee is at about (\d+) in flight: twice as many give (\d+) % more tokens/s", said)
+def test_the_plan_says_where_the_knee_is(told: Told) -> None:
+    found = re.search(
+        r"knee is at about (\d+) in flight: twice as many give (\d+) % more tokens/s", told("8b", "--explain")
+    )
     assert found
     assert 4 <= int(found[1]) <= 256
     assert int(found[2]) < 50
 
 
-def test_where_the_cache_holds_few_there_is_no_knee(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "--model", "8b", "--max-num-seqs", "2", "--explain"]) == 0
-    assert "No knee: tokens/s still grow well at the 2 requests" in " ".join(capsys.readouterr().out.split())
+def test_where_the_cache_holds_few_there_is_no_knee(told: Told) -> None:
+    said = told("8b", "--max-num-seqs", "2", "--explain")
+    assert "No knee: tokens/s still grow well at the 2 requests" in said

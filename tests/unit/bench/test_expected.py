@@ -1,17 +1,21 @@
-"""Which runs are kept for later plans, and as what."""
+"""What is predicted of a run, which runs are kept for later plans, and as what."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from hpc_serve.bench.expected import NoPlanError, measured_run, predict
 from hpc_serve.bench.run import Pace, Run
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.asked import PlanRequest
+from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.plans.measured_runs import FILE
+from hpc_serve.submit.plans.planning import plan_for
 from tests.support.stubs import make_record, make_submitted
 from tests.unit.bench.conftest import make_outcome, make_run
 
@@ -48,6 +52,41 @@ def test_a_run_is_kept_as_what_it_is_of(store):
     assert numbers.items() <= one.case.numbers.items()
     assert {"model": MODEL, "arrivals": "steady", "vllm": "0.32"}.items() <= one.case.words.items()
     assert one.printed_tokens_per_s == pytest.approx(predict(store, run_of(), gpu=None)["output_throughput"])
+
+
+def with_lengths(input_len: int | None, output_len: int, **fields) -> Run:
+    """64 requests of such lengths to two replicas, 32 at once."""
+    request = replace(run_of().requests[0], input_len=input_len, output_len=output_len)
+    pace = Pace(**{"max_concurrency": 32, **fields})
+    return run_of(requests=(request,) * 64, replicas=("1-r0-0", "2-r0-0"), pace=pace)
+
+
+@pytest.mark.parametrize("gpu", [None, "h100-80gb"])
+def test_a_prediction_is_the_plan_for_the_run_times_the_replicas(store, gpu):
+    submit(store, job_id="2")
+    found = predict(store, with_lengths(1800, 128), gpu=gpu)
+    engine = EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=1)
+    asked = PlanRequest(model=MODEL, gpu="h100-80gb", num_nodes=1, gpus_per_node=2, engine=engine)
+    result = plan_for(replace(asked, input_tokens=1800, output_tokens=128))
+    (one,) = [estimate for estimate in result.estimates() if estimate.traffic.concurrency == 16]
+    assert found["output_throughput"] == pytest.approx(2 * one.expected.output_tokens_per_s, rel=0.01)
+    assert found["mean_tpot_ms"] == pytest.approx(1e3 * one.expected.tpot_s, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("run", "gpu", "why"),
+    [
+        (with_lengths(10, 10, max_concurrency=None), None, "this run has a rate"),
+        (with_lengths(10, 10, request_rate=2.0), None, "this run has a rate"),
+        (with_lengths(10, 10), "nonsense", "nonsense"),
+        (replace(with_lengths(10, 10), replicas=("9-r0-0",)), None, "no record of its replicas"),
+        (with_lengths(None, 10), None, "not known before the run"),
+    ],
+)
+def test_where_there_is_no_prediction_the_reason_is_told(store, run, gpu, why):
+    found = predict(store, run, gpu=gpu)
+    assert why in found["reason"]
+    assert len(found) == 1
 
 
 def test_the_printed_speed_is_that_of_the_services_own_options(store):
@@ -92,7 +131,7 @@ def test_others_weights_and_another_accelerator_are_not_kept(store):
     with pytest.raises(NoPlanError, match="stand in"):
         measured_run(store, run_of(), gpu=None)
     submit(store, gpu="cpu")
-    assert "Name its accelerator" in predict(store, run_of(), gpu=None)["reason"]
+    assert "its accelerator is not known" in predict(store, run_of(), gpu=None)["reason"]
     with pytest.raises(NoPlanError, match="its accelerator is not known"):
         measured_run(store, run_of(), gpu=None)
     assert measured_run(store, run_of(), gpu="h200").case.accelerator == "h200-141gb"
