@@ -15,10 +15,39 @@ from hpc_serve.client.connections.engine_pool import EnginePool
 from hpc_serve.client.discovery import discovery, lost_replicas
 from hpc_serve.client.discovery import wait as waiting
 from hpc_serve.client.discovery.discovery import ServiceWatch
+from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.probe import probe_records
 from hpc_serve.client.replicas.status import ProbeResult
+from hpc_serve.trust.connection import Identity
 from tests.support.patience import PATIENCE_S, be_patient
 from tests.support.stubs import StubEngine, StubService
+
+MODEL = "meta-llama/Llama-3.1-405B-Instruct"
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+
+
+def port_of(answer: Any) -> int:
+    """Which engine answered a chat: the stub says its port."""
+    return int(answer.choices[0].message.content.split()[0].removeprefix("stub-"))
+
+
+def say(client: Any, **options: Any) -> int:
+    """Say hello; return the port of the engine that answered."""
+    return port_of(client.chat.completions.create(model=client.model, messages=HELLO, **options))
+
+
+def address(name: str = "a", *, signs: bool = True) -> ReplicaAddress:
+    """The address of a replica that nobody asks."""
+    return ReplicaAddress(name=name, host="h", port=1, identity=Identity(certificate="", api_key="k"), signs=signs)
+
+
+class FakeClock:
+    """A clock that stands until it is moved on."""
+
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 @pytest.fixture

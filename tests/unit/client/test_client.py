@@ -35,9 +35,7 @@ from hpc_serve.errors import (
 from hpc_serve.trust.connection import Identity
 from tests.support.patience import be_patient, connect_to_all, wait_until
 from tests.support.stubs import StubService, make_record
-
-MODEL = "meta-llama/Llama-3.1-405B-Instruct"
-HELLO: Any = [{"role": "user", "content": "Hello"}]
+from tests.unit.client.conftest import HELLO, MODEL, say
 
 
 @pytest.fixture
@@ -74,12 +72,6 @@ def services_of(home):
 @pytest.fixture
 def service(services_of):
     return services_of()
-
-
-def say(client, **options):
-    """Which engine answered a chat: the stub says its port."""
-    answer = client.chat.completions.create(model=client.model, messages=HELLO, **options)
-    return int(answer.choices[0].message.content.split()[0].removeprefix("stub-"))
 
 
 # Talking

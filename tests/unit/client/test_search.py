@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -21,8 +20,7 @@ from hpc_serve.errors import ServiceNotFoundError
 from tests.support.listener import Listener
 from tests.support.patience import wait_until
 from tests.support.stubs import make_record
-
-HELLO: Any = [{"role": "user", "content": "Hello"}]
+from tests.unit.client.conftest import MODEL, say
 
 
 class Silent(Listener):
@@ -43,11 +41,6 @@ def silent():
     listener.close()
     for connection in listener.held:
         connection.close()
-
-
-def say(client):
-    answer = client.chat.completions.create(model=client.model, messages=HELLO)
-    return int(answer.choices[0].message.content.split()[0].removeprefix("stub-"))
 
 
 def test_one_that_does_not_answer_is_not_waited_for(service, silent, monkeypatch):
@@ -74,7 +67,7 @@ def test_one_that_answers_later_is_used_from_then_on(service):
     os.kill(second.process.pid, signal.SIGSTOP)
     client = connect("405b", max_retries=0)
     assert {say(client) for _ in range(5)} == {first.port}
-    assert client.model == "meta-llama/Llama-3.1-405B-Instruct"
+    assert client.model == MODEL
     os.kill(second.process.pid, signal.SIGCONT)
     wait_until(lambda: say(client) == second.port)
 

@@ -12,29 +12,16 @@ from hpc_serve.client import connect, connect_async
 from hpc_serve.client.connections.answer_wait import ASK_BEFORE_S, ASK_S, AnswerWait, ReplicaLostError, is_sign
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.lost_replicas import ASK_OTHERS_S, LookResult, LostReplicas
-from hpc_serve.client.replicas.pool import LOST_FOR_S, MOST_LOST_FOR_S, ReplicaAddress, ReplicaPool
+from hpc_serve.client.replicas.pool import LOST_FOR_S, MOST_LOST_FOR_S, ReplicaPool
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.replicas.silence_limit import MOST_SILENT_S, SILENT_S, SilenceLimit
 from hpc_serve.client.requests.attempt import Attempt
 from hpc_serve.client.requests.transport import AsyncServiceTransport, ServiceTransport
 from hpc_serve.rendezvous.gate_headers import COMMENT, COMMENT_CHUNK, PROCESSING, SIGNS
-from hpc_serve.trust.connection import Identity
 from tests.support.patience import wait_until
+from tests.unit.client.conftest import HELLO, FakeClock, address
 
 USER_S = 600.0
-HELLO: Any = [{"role": "user", "content": "Hello"}]
-
-
-def address(name="a", *, signs=True):
-    return ReplicaAddress(name=name, host="h", port=1, identity=Identity(certificate="", api_key="k"), signs=signs)
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class FakeJudge:
@@ -321,26 +308,21 @@ def count_signs(monkeypatch):
     return signs
 
 
-def test_signs_come_before_a_whole_answer_and_its_connection_is_kept(service, opened, monkeypatch):
-    service.start(*SLOW)
-    signs = count_signs(monkeypatch)
+def talk():
     client = connect("405b", max_retries=0)
-    for _ in range(2):
-        assert client.chat.completions.create(model="405b", messages=HELLO).choices[0].message.content
-    assert PROCESSING in signs
-    assert len(opened) == 1
+    return [client.chat.completions.create(model="405b", messages=HELLO) for _ in range(2)]
 
 
-def test_signs_come_before_a_whole_answer_in_asyncio_too(service, opened, monkeypatch):
+async def talk_async():
+    client = await connect_async("405b", max_retries=0)
+    return [await client.chat.completions.create(model="405b", messages=HELLO) for _ in range(2)]
+
+
+@pytest.mark.parametrize("answers", [talk, lambda: asyncio.run(talk_async())], ids=["sync", "async"])
+def test_signs_come_before_a_whole_answer_and_its_connection_is_kept(service, opened, monkeypatch, answers):
     service.start(*SLOW)
     signs = count_signs(monkeypatch)
-
-    async def talk():
-        client = await connect_async("405b", max_retries=0)
-        for _ in range(2):
-            assert (await client.chat.completions.create(model="405b", messages=HELLO)).choices[0].message.content
-
-    asyncio.run(talk())
+    assert all(answer.choices[0].message.content for answer in answers())
     assert PROCESSING in signs
     assert len(opened) == 1
 
