@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from hpc_serve.cli.commands import print_json
 from hpc_serve.cli.complete import live_service_names, live_services
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
@@ -34,7 +35,6 @@ def targets_command(
     from its file, so it has to run as you.
     """
     if dashboard:
-        from hpc_serve.cli.show import print_json
         from hpc_serve.vllm.options import load_data
 
         print_json(load_data("grafana.json"))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpc_serve.cli.commands import print_json
 from hpc_serve.cli.complete import live_service_names
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
@@ -56,13 +57,11 @@ class Looks:
             report = read_status(self._store, slurm=self._slurm)
         except HpcServeError as error:
             return Frame(problems=(str(error),), at=time.time())
-        replicas = tuple(one for one in report.everywhere if not one.is_over and self._is_named(one.service))
+        live = (one for one in report.everywhere if not one.is_over)
+        replicas = tuple(one for one in live if not self._services or one.service in self._services)
         missing = [f"{name} has no replica" for name in self._services - {one.service for one in replicas}]
         works = tuple(self._works.look(replicas))
         return Frame(replicas=replicas, works=works, problems=(*report.problems, *sorted(missing)), at=time.time())
-
-    def _is_named(self, service: str) -> bool:
-        return not self._services or service in self._services
 
 
 @click.command("top")
@@ -85,7 +84,7 @@ def top_command(services: Sequence[str], once: bool, as_json: bool) -> None:
             time.sleep(_ONCE_S)
             frame = looks.look()
         if as_json:
-            from hpc_serve.cli.show import print_json, status_json
+            from hpc_serve.cli.show import status_json
 
             found = [status_json(status, work) for status, work in zip(frame.replicas, frame.works)]
             print_json({"services": found, "problems": list(frame.problems), "at": frame.at})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpc_serve.cli.commands import print_json
 from hpc_serve.cli.complete import service_names
 from hpc_serve.cli.values import Duration
 from hpc_serve.printable import printable
@@ -69,7 +70,7 @@ def status_command(service: str | None, everything: bool, watched: bool, as_json
 
     works = look_for(report.replicas, store.read_api_key, at_least_s=_LOOK_S)
     if as_json:
-        show.print_json(show.report_json(report, works))
+        print_json(show.report_json(report, works))
         return
     if service is not None:
         for status, work in zip(report.replicas, works):
@@ -80,7 +81,8 @@ def status_command(service: str | None, everything: bool, watched: bool, as_json
     else:
         click.echo("No services. Start one: hpc-serve submit --model 8b --wait")
     show.print_counts(report)
-    show.warn(report.problems)
+    for line in report.problems:
+        click.echo(f"warning: {line}", err=True)
 
 
 @click.command("wait")
@@ -100,9 +102,9 @@ def wait_command(service: str, replicas: int, timeout: float | None, as_json: bo
     from hpc_serve.cli import show
     from hpc_serve.cli.services.stages import follow_until_ready
 
-    status = follow_until_ready(os.environ, service, replicas=replicas, timeout_s=timeout)
+    status = follow_until_ready(service, replicas=replicas, timeout_s=timeout)
     if as_json:
-        show.print_json(show.status_json(status))
+        print_json(show.status_json(status))
 
 
 @click.command("logs")

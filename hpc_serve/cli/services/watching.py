@@ -43,14 +43,10 @@ def watch_status(store: ServiceStore, target: str | None, choose: Callable[[Repl
         return choose([one for one in replicas if target in (None, one.service, one.job_id, one.name)])
 
     console = PlainConsole()
-    try:
-        if console.is_terminal:
-            _draw(console, look)
-        else:
-            _print_changes(look)
-    except KeyboardInterrupt:
-        click.echo(err=True)
-        raise click.exceptions.Exit(130) from None
+    if console.is_terminal:
+        _draw(console, look)
+    else:
+        _print_changes(look)
 
 
 def _draw(console: Console, look: Callable[[], Replicas]) -> None:
