@@ -12,6 +12,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future
+from contextlib import suppress
 
 from hpc_serve.client.discovery.lost_replicas import LookResult, LostReplicas
 from hpc_serve.client.discovery.reading import RecordReader
@@ -79,7 +81,7 @@ class ServiceWatch:
     def _make_locks(self) -> None:
         self._refresh_lock = threading.Lock()
         self._search_lock = threading.Lock()
-        self._background_lock = threading.Lock()
+        self._refreshing: Future[None] | None = None
 
     def after_fork(self) -> None:
         """In a forked process, locks may be held by threads that are not there."""
@@ -153,8 +155,9 @@ class ServiceWatch:
 
     def pick(self, tried: Set[str] = frozenset(), begins: list[int] | None = None) -> ReplicaAddress | None:
         """Take a replica not in `tried`, as the pool does; refreshes in the background when that is due."""
-        if self._is_refresh_due:
-            self._start_refresh()
+        if self._is_refresh_due and (self._refreshing is None or self._refreshing.done()):
+            with suppress(RuntimeError):  # no more threads for this user: later
+                self._refreshing = in_background(self._refresh_if_possible)
         return self.pool.take(tried, begins)
 
     def mark_suspect(self, replica: ReplicaAddress) -> None:
@@ -170,7 +173,7 @@ class ServiceWatch:
 
     def _ask_others(self, names: Set[str]) -> None:
         """Ask a few replicas that are not in `names`, each in a thread of its own."""
-        proven = dict(self._proofs.proven)  # a copy: other threads change it
+        proven = self._proofs.proven
         for name in sorted(proven.keys() - names, key=lambda name: name not in self.pool)[:OTHERS]:
             in_background(self._ask, proven[name])
 
@@ -195,20 +198,11 @@ class ServiceWatch:
     def _is_refresh_due(self) -> bool:
         return self._clock() - self._refreshed_at_s > REFRESH_S
 
-    def _start_refresh(self) -> None:
-        if self._background_lock.acquire(blocking=False):
-            try:
-                threading.Thread(target=self._refresh_in_background, daemon=True, name="hpc-serve-refresh").start()
-            except RuntimeError:  # no more threads for this user: later
-                self._background_lock.release()
-
-    def _refresh_in_background(self) -> None:
+    def _refresh_if_possible(self) -> None:
         try:
             self.refresh()
         except HpcServeError as error:  # go on with the replicas that are known
             _log.debug("looking for replicas of %s: %s", self.service, error)
-        finally:
-            self._background_lock.release()
 
     def _refresh(
         self, *, asked_for: Set[str] = frozenset(), only_those: bool = False, is_complete: bool = False
@@ -262,11 +256,11 @@ class ServiceWatch:
         if not records:
             return {}
         self.api_key = self._reader.api_key(self.api_key)
-        now_s = self._clock()
+        now_s, proven = self._clock(), self._proofs.proven
         results = {}
         for record in records:
             known = self._proofs.known(record, self._lease.age_s(record, now_s), now_s)
-            is_stale = record.name not in self._proofs.proven and record.is_overdue(self._wall_clock())
+            is_stale = record.name not in proven and record.is_overdue(self._wall_clock())
             within_s = math.inf if only_those else REVERIFY_S if is_stale else FRESH_S
             known = known or self._proofs.last(record, now_s, within_s=within_s)
             if known is not None and record.name not in asked_for:

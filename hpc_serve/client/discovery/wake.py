@@ -53,19 +53,14 @@ class Waker:
         return self._wake_once()
 
     def _wake_once(self) -> bool:
-        if not self._lock.acquire(blocking=False):
-            return True  # another thread is at it
-        try:
-            self._wake()
-        finally:
-            self._lock.release()
+        if self._lock.acquire(blocking=False):  # else another thread is at it
+            try:
+                run_command(["wake", self._service], self._store.home)
+            except CommandFailedError as error:
+                raise ServiceAsleepError(f"{self._service} is asleep, and was not woken: {error}") from error
+            finally:
+                self._lock.release()
         return True
-
-    def _wake(self) -> None:
-        try:
-            run_command(["wake", self._service], self._store.home)
-        except CommandFailedError as error:
-            raise ServiceAsleepError(f"{self._service} is asleep, and was not woken: {error}") from error
 
 
 def _why_asleep(found: Wanted | None) -> str | None:

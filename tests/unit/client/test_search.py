@@ -14,7 +14,6 @@ from hpc_serve.client import connect, connect_async, endpoint
 from hpc_serve.client.discovery import discovery
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.search import Search
-from hpc_serve.client.replicas.probe import probe_records
 from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.errors import ServiceNotFoundError
 from tests.support.listener import Listener
@@ -131,26 +130,28 @@ def test_why_there_is_none_is_told_with_what_has_ended(service):
     assert [replica.state for replica in watch.refresh().replicas] == ["failed"]
 
 
-def test_threads_that_search_at_once_share_one_search(service):
+@pytest.mark.parametrize("look", [ServiceWatch.find_one, lambda watch: watch.refresh().ready], ids=["find", "refresh"])
+def test_threads_that_look_at_once_share_one_look(service, monkeypatch, look):
     service.start()
-    asked, probed = set(), []
+    asked, reads, read = set(), [], service.store.read_api_key
 
-    def clock():  # the first thing that a search asks for
+    def clock():  # the first thing that a look asks for
         asked.add(threading.get_ident())
         return time.monotonic()
 
-    def slow_probe(records, api_key):
-        probed.append(1)
+    def slow_read(name):
+        reads.append(name)
         wait_until(lambda: len(asked) >= 16)
-        return probe_records(records, api_key)
+        return read(name)
 
-    watch = ServiceWatch(service.store, "405b", probe=slow_probe, clock=clock)
+    monkeypatch.setattr(service.store, "read_api_key", slow_read)
+    watch = ServiceWatch(service.store, "405b", clock=clock)
     together = threading.Barrier(16)
 
-    def search(_):
+    def find(_):
         together.wait()
-        return watch.find_one()
+        return look(watch)
 
     with ThreadPoolExecutor(16) as threads:
-        assert all(threads.map(search, range(16)))
-    assert 0 < len(probed) < 8
+        assert all(threads.map(find, range(16)))
+    assert 0 < len(reads) < 8
