@@ -7,6 +7,7 @@ file in memory.
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import os
 import stat
@@ -57,7 +58,7 @@ class IdIndex:
 
     def find_twins(self) -> int | None:
         """Return a hash that stands twice in the index."""
-        return next((one for one, other in zip(self._hashes, self._hashes[1:]) if one == other), None)
+        return next((one for one, other in itertools.pairwise(self._hashes) if one == other), None)
 
 
 def parse_line(text: bytes, number: int, path: Path) -> BatchRequest:

@@ -17,7 +17,7 @@ from hpc_serve.cli.commands import GroupedCommand
 from hpc_serve.cli.complete import live_service_names
 from hpc_serve.cli.console import ChangingLine
 from hpc_serve.cli.submit.options import SLURM_OPTIONS, slurm_options
-from hpc_serve.cli.values import Duration, Written
+from hpc_serve.cli.values import SECONDS, Written
 from hpc_serve.durations import duration
 from hpc_serve.printable import printable
 
@@ -52,9 +52,7 @@ _SHARD = Written("K/N", _read_shard)
 @click.option("--replicas", metavar="N|MIN:MAX|NAME:N,…", help="With --model: replicas of the service that is started.")
 @click.option("--stop", "stops", is_flag=True, help="Stop the service afterwards, whoever has started it.")
 @click.option("--detach", is_flag=True, help="Run as a Slurm job of its own, without a GPU, and return.")
-@click.option(
-    "--wait", type=Duration(), default=600.0, help="Wait for a service that is gone that long [default: 10m]."
-)
+@click.option("--wait", type=SECONDS, default=600.0, help="Wait for a service that is gone that long [default: 10m].")
 @click.option("--in-order", is_flag=True, help="At the end, put the output in the order of the requests.")
 @click.option("--any-model", is_flag=True, help="Ask the service's model, whatever a line names.")
 @click.option("--retries", type=click.IntRange(min=0), default=5, help="Repeats of a 429 or 5xx answer [default: 5].")

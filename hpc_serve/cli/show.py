@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -55,6 +55,7 @@ _OF_NO_RECORD = {
     **dict.fromkeys(("data_parallel_size", "state_since", "failed_part")),
     **{"nodes": (), "engine_restarts": 0, "weight_version": "", "cache": "", "loading": "", "measured": {}},
 }
+_A_DAY_S = 24 * 3600.0
 _DETAIL_LENGTH = 160  # characters of a reason in the table; the rest is in the details of the service
 _LEAST_SUMMARY = 24  # columns for the details of a service, beside its name, job and state
 
@@ -88,6 +89,12 @@ def print_counts(report: StatusReport) -> None:
     for service, wanted in report.wanted.items():
         for line in wanted_lines(service, wanted, live, time.time()):
             click.echo(line)
+
+
+def recent(statuses: Iterable[ReplicaStatus]) -> tuple[ReplicaStatus, ...]:
+    """Return what is not over, and what has ended within a day."""
+    now = time.time()
+    return tuple(one for one in statuses if not one.is_over or (one.began_or_ended_at or now) > now - _A_DAY_S)
 
 
 def status_json(status: ReplicaStatus, work: ReplicaWork | None = None) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 
-from hpc_serve.client.replicas.probe import PROBE_TIMEOUT_S, in_background
+from hpc_serve.background import in_background
+from hpc_serve.client.replicas.probe import PROBE_TIMEOUT_S
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_serve.background import in_background
 from hpc_serve.client.access import open_store
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas.pool import ReplicaAddress
-from hpc_serve.client.replicas.probe import in_background
 from hpc_serve.client.replicas.replicas import replica_of_file
 from hpc_serve.errors import NotAllReplicasError, ServiceNotFoundError
 from hpc_serve.rendezvous.shares import named_service

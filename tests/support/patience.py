@@ -59,7 +59,7 @@ def connect_to_all(service: StubService, count: int, **options: Any) -> Any:
     wait_until(
         lambda: (
             len(client._watch.pool) == count
-            and "hpc-serve-probe" not in {thread.name for thread in threading.enumerate()}
+            and "hpc-serve-background" not in {thread.name for thread in threading.enumerate()}
         )
     )
     return client

@@ -13,7 +13,7 @@ from hpc_serve.cli.commands import CommandWithVllmOptions, print_json
 from hpc_serve.cli.console import PlainConsole, plain_table
 from hpc_serve.cli.submit.options import REQUEST_GROUPS, request_options
 from hpc_serve.cli.submit.request import assumed_gpu_note, make_request
-from hpc_serve.cli.values import Duration
+from hpc_serve.cli.values import SECONDS
 from hpc_serve.errors import HpcServeError, ServiceFailedError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import own_store
@@ -32,7 +32,7 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "not checked": 
     "`submit`. Exit code 0 if an engine could start, 6 if not.",
 )
 @request_options
-@click.option("--timeout", type=Duration(), help="How long to wait for the job (600, 10m, 2h) [default: for ever].")
+@click.option("--timeout", type=SECONDS, help="How long to wait for the job (600, 10m, 2h) [default: for ever].")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def preflight_command(timeout: float | None, as_json: bool, **options: Any) -> None:
     from hpc_serve.cli.services.stages import Stages

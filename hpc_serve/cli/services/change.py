@@ -9,7 +9,7 @@ import click
 
 from hpc_serve.cli.commands import print_json
 from hpc_serve.cli.complete import service_names
-from hpc_serve.cli.values import REPLICAS, Duration
+from hpc_serve.cli.values import REPLICAS, SECONDS
 from hpc_serve.errors import StoreError
 from hpc_serve.rendezvous.store import ServiceStore, own_store
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
 
 _DRAIN = click.option(
-    "--drain", type=Duration(), default=120.0, help="How long the requests under way may take [default: 120]."
+    "--drain", type=SECONDS, default=120.0, help="How long the requests under way may take [default: 120]."
 )
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
 
@@ -33,9 +33,7 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print what was d
 )
 @click.option("--now", is_flag=True, help="Do not wait for the requests under way.")
 @_DRAIN
-@click.option(
-    "--timeout", type=Duration(), default=120.0, help="How long to wait for the end after that [default: 120]."
-)
+@click.option("--timeout", type=SECONDS, default=120.0, help="How long to wait for the end after that [default: 120].")
 @AS_JSON
 def stop_command(
     targets: Sequence[str], replicas: Sequence[str], now: bool, drain: float, timeout: float, as_json: bool

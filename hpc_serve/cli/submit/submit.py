@@ -11,7 +11,7 @@ import click
 from hpc_serve.cli.commands import CommandWithVllmOptions, print_json
 from hpc_serve.cli.submit.options import REQUEST_GROUPS, request_options
 from hpc_serve.cli.submit.request import assumed_gpu_note, make_request, make_requests
-from hpc_serve.cli.values import Duration
+from hpc_serve.cli.values import SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +62,7 @@ def render_command(output: Path | None, **options: Any) -> None:
     default=False,
     help="Follow it until a replica is ready; Ctrl-C only detaches.",
 )
-@click.option("--timeout", type=Duration(), help="With --wait: how long (600, 10m, 2h) [default: for ever].")
+@click.option("--timeout", type=SECONDS, help="With --wait: how long (600, 10m, 2h) [default: for ever].")
 @click.option(
     "--check-hub", is_flag=True, help="Ask the hub, for 5 s, whether weights that are not here may be fetched."
 )

@@ -13,7 +13,7 @@ from hpc_serve.bench.files import FORMATS
 from hpc_serve.bench.run import Dataset, Lengths, Pace
 from hpc_serve.cli.commands import GroupedCommand, print_json
 from hpc_serve.cli.complete import gpu_names, live_service_names
-from hpc_serve.cli.values import Duration, Written
+from hpc_serve.cli.values import SECONDS, Written
 from hpc_serve.errors import HpcServeError
 from hpc_serve.given_files import parse_json
 
@@ -101,7 +101,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option(
     "--goodput", "goals", type=_GOALS, multiple=True, metavar="NAME:MS", help="Count requests within ttft, tpot, e2el."
 )
-@click.option("--wait", type=Duration(), help="Wait for it that long if it is coming (600, 10m).")
+@click.option("--wait", type=SECONDS, help="Wait for it that long if it is coming (600, 10m).")
 @click.option(
     "--gpu",
     shell_complete=gpu_names,

@@ -10,7 +10,7 @@ import click
 
 from hpc_serve.cli.commands import print_json
 from hpc_serve.cli.complete import live_service_names
-from hpc_serve.cli.values import Duration
+from hpc_serve.cli.values import SECONDS
 from hpc_serve.errors import HpcServeError, ServiceNotFoundError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.names import is_service_name
@@ -19,7 +19,7 @@ from hpc_serve.rendezvous.shares import is_service_folder
 if TYPE_CHECKING:
     from hpc_serve.client.openai_client import ServiceClient
 
-_WAIT = click.option("--wait", type=Duration(), help="Wait for it that long if it is coming (600, 10m).")
+_WAIT = click.option("--wait", type=SECONDS, help="Wait for it that long if it is coming (600, 10m).")
 
 
 @click.command("env")

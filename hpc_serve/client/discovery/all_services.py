@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hpc_serve.background import in_background
 from hpc_serve.client.discovery.discovery import ServiceWatch
-from hpc_serve.client.replicas.probe import in_background
 from hpc_serve.client.replicas.status import ServiceStatus
 from hpc_serve.errors import HpcServeError
 from hpc_serve.rendezvous.store import ServiceStore

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
 
+from hpc_serve.background import in_background
 from hpc_serve.client.discovery.lost_replicas import LookResult, LostReplicas
 from hpc_serve.client.discovery.reading import RecordReader
 from hpc_serve.client.discovery.search import Search
@@ -22,7 +23,7 @@ from hpc_serve.client.discovery.wake import Waker
 from hpc_serve.client.replicas.assess import assess_replica, assess_submitted
 from hpc_serve.client.replicas.fork import renew_after_fork
 from hpc_serve.client.replicas.pool import ReplicaAddress, ReplicaPool
-from hpc_serve.client.replicas.probe import LeaseWatch, in_background, probe_records
+from hpc_serve.client.replicas.probe import LeaseWatch, probe_records
 from hpc_serve.client.replicas.proofs import FRESH_S, MOST_MISSED, REVERIFY_S, WITHOUT_ENGINE, Proofs
 from hpc_serve.client.replicas.replicas import LastReplica
 from hpc_serve.client.replicas.status import ProbeResult, ServiceStatus
@@ -55,7 +56,6 @@ class ServiceWatch:
         *,
         probe: Probe | None = None,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
         may_wake: bool = False,
     ) -> None:
         store.service_dir(service)  # a name that cannot be one is refused here
@@ -69,7 +69,6 @@ class ServiceWatch:
         self.api_key = ""
         self._probe = probe or _probe
         self._clock = clock
-        self._wall_clock = wall_clock
         self._lease = LeaseWatch()
         self._proofs = Proofs()
         self._reader = RecordReader(store, service, self._proofs)
@@ -116,9 +115,7 @@ class ServiceWatch:
             if self._searched_at_s > asked_at_s:  # another thread searched while this one waited for the lock
                 return bool(self.pool)
             self._searched_at_s = self._clock()
-            search = Search(
-                read=lambda files: _ready_ones(self._reader.read(files)), ask=self._ask, clock=self._wall_clock
-            )
+            search = Search(read=lambda files: _ready_ones(self._reader.read(files)), ask=self._ask)
             try:
                 self.api_key = self._reader.api_key(self.api_key)
                 search.run(self._reader.files())
@@ -227,7 +224,7 @@ class ServiceWatch:
         return status
 
     def _assess(self, found: ServiceRecords, probes: dict[str, ProbeResult]) -> ServiceStatus:
-        now_s, wall_s = self._clock(), self._wall_clock()
+        now_s, wall_s = self._clock(), time.time()
         replicas = [
             assess_replica(
                 record,
@@ -260,7 +257,7 @@ class ServiceWatch:
         results = {}
         for record in records:
             known = self._proofs.known(record, self._lease.age_s(record, now_s), now_s)
-            is_stale = record.name not in proven and record.is_overdue(self._wall_clock())
+            is_stale = record.name not in proven and record.is_overdue(time.time())
             within_s = math.inf if only_those else REVERIFY_S if is_stale else FRESH_S
             known = known or self._proofs.last(record, now_s, within_s=within_s)
             if known is not None and record.name not in asked_for:

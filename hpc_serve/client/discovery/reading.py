@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-from hpc_serve.client.replicas.probe import in_background
+from hpc_serve.background import in_background
 from hpc_serve.client.replicas.proofs import Proofs
 from hpc_serve.errors import HpcServeError, RecordError, StoreError
 from hpc_serve.rendezvous.entries import RecordFile, ServiceRecords

@@ -9,20 +9,17 @@ from __future__ import annotations
 import contextlib
 import http.client
 import itertools
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import ParamSpec, TypeVar, get_args
+from typing import get_args
 
+from hpc_serve.background import in_background
 from hpc_serve.client.replicas.status import ProbeResult, ProbeStatus
 from hpc_serve.errors import RecordError
 from hpc_serve.rendezvous.gate_headers import is_draining, why_hung
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.trust.connection import Identity, NotOurEngineError, VerifiedConnection
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 PROBE_TIMEOUT_S = 3.0
 
@@ -75,6 +72,7 @@ def probe_record(record: EndpointRecord, api_key: str, *, timeout_s: float = PRO
     hosts, identity = record.hosts, Identity.of(record, api_key)
     if len(hosts) == 1:
         return probe(hosts[0], record.port, identity, timeout_s=timeout_s)
+    # In threads that no end of the program waits for: an address may drop packets.
     asked = [in_background(probe, host, record.port, identity, timeout_s=timeout_s) for host in hosts]
     pending = set(asked)
     # Connecting, sending and reading may each take `timeout_s`.
@@ -119,18 +117,3 @@ class LeaseWatch:
             since_s = now_s
             self._seen[record.name] = (record.counter, now_s)
         return now_s - since_s
-
-
-def in_background(call: Callable[P, T], *args: P.args, **options: P.kwargs) -> Future[T]:
-    """Call a function in a thread of its own, and return its future result."""
-    future: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(call(*args, **options))
-        except BaseException as error:
-            future.set_exception(error)
-
-    # Daemons: a probe of an address that drops packets must not delay the end of the program.
-    threading.Thread(target=work, daemon=True, name="hpc-serve-probe").start()
-    return future

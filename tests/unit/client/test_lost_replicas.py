@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,15 @@ def until_under_way(service, count=1):
     wait_until(lambda: sum(log.read_text().count('"begun"') for log in folder.iterdir()) == count)
 
 
+@contextmanager
+def under_way(service, client, count=1):
+    """So many requests on which the engines have begun to work."""
+    with ThreadPoolExecutor(count) as threads:
+        answers = [threads.submit(ask, client) for _ in range(count)]
+        until_under_way(service, count)
+        yield answers
+
+
 def why_lost(error):
     """The reason that the transport gives, below what the SDK makes of it."""
     chain = [error]
@@ -64,9 +74,7 @@ def why_lost(error):
 def test_requests_at_a_frozen_engine_end_with_the_reason(service, freeze):
     engine = service.start(*NEVER)
     client = connect("405b", max_retries=0)
-    with ThreadPoolExecutor(8) as threads:
-        answers = [threads.submit(ask, client) for _ in range(8)]
-        until_under_way(service, 8)
+    with under_way(service, client, 8) as answers:
         freeze(engine)
         errors = [answer.exception(60) for answer in answers]
     for error in errors:
@@ -115,9 +123,7 @@ def test_async_requests_at_a_frozen_engine_end_with_the_reason(service, freeze):
 def test_requests_end_when_the_record_says_that_the_engine_ended(service, state):
     engine = service.start(*NEVER)
     client = connect("405b", max_retries=0)
-    with ThreadPoolExecutor(1) as threads:
-        answer = threads.submit(ask, client)
-        until_under_way(service)
+    with under_way(service, client) as (answer,):
         service.publish(engine, state=state, stage="", reason="the node is down", counter=2)
         assert f"its record says that it is {state}" in why_lost(answer.exception(60))
     assert len(client._watch.pool) == 0
@@ -127,9 +133,7 @@ def test_requests_end_when_the_record_is_removed_and_the_engine_does_not_answer(
     looks = counted_looks(monkeypatch)
     engine, other = service.start(*NEVER), service.start(*NEVER, state="starting")
     client = connect("405b", max_retries=0)
-    with ThreadPoolExecutor(1) as threads:
-        answer = threads.submit(ask, client)
-        until_under_way(service)
+    with under_way(service, client) as (answer,):
         (service.store.service_dir("405b") / "100-r0-0.json").unlink()
         seen = len(looks)
         wait_until(lambda: len(looks) > seen + 4)
@@ -145,9 +149,7 @@ def test_the_sdks_retries_take_what_was_abandoned_to_another_replica(service, fr
     frozen = service.start(*NEVER)
     client = connect("405b", max_retries=1)
     well = service.start()
-    with ThreadPoolExecutor(4) as threads:
-        answers = [threads.submit(ask, client) for _ in range(4)]
-        until_under_way(service, 4)
+    with under_way(service, client, 4) as answers:
         freeze(frozen)
         assert {port_of(answer.result(60)) for answer in answers} == {well.port}
 
@@ -157,9 +159,7 @@ def test_a_slow_engine_and_a_draining_one_are_left_in_peace(service, monkeypatch
     slow = service.start("--stub-hang-file", str(tmp_path / "hang"))
     looks = counted_looks(monkeypatch)
     client = connect("405b", max_retries=0)
-    with ThreadPoolExecutor(4) as threads:
-        answers = [threads.submit(ask, client) for _ in range(4)]
-        until_under_way(service, 4)
+    with under_way(service, client, 4) as answers:
         wait_until(lambda: len(looks) > 2)
         service.publish(slow, state="draining", counter=2)
         seen = len(looks)
@@ -300,9 +300,7 @@ def test_a_whole_answer_is_asked_for_again_when_its_engine_goes_silent(
 ):
     engine = service.start(*NEVER, "--stub-hang-file", str(tmp_path / "hang"))
     client = connect("405b", max_retries=0)
-    with ThreadPoolExecutor(1) as threads:
-        answer = threads.submit(ask, client)
-        until_under_way(service)
+    with under_way(service, client) as (answer,):
         other = service.start()
         client._watch.refresh()
         silence_of(fault, engine, freeze, tmp_path)
