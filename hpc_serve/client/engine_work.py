@@ -20,6 +20,7 @@ from hpc_serve.printable import printable
 from hpc_serve.trust.connection import Identity, VerifiedConnection
 from hpc_serve.vllm.metrics import EngineWork, read_work
 
+LOOK_S = 1.0  # between the two looks at an engine that tell how fast it is
 _MOST_BYTES = 8 << 20
 _READ_BYTES = 64 << 10
 
@@ -89,7 +90,8 @@ class WorkWatch:
     def _noted(self, status: ReplicaStatus, answer: EngineWork | str, at_s: float) -> ReplicaWork:
         if isinstance(answer, str):
             return ReplicaWork(problem=answer)
-        (last, last_at_s), self._last[_key(status)] = self._last.get(_key(status), (answer, at_s)), (answer, at_s)
+        last, last_at_s = self._last.get(_key(status), (answer, at_s))
+        self._last[_key(status)] = answer, at_s
         over_s = at_s - last_at_s
         if over_s <= 0:
             return ReplicaWork(now=answer)
@@ -152,13 +154,11 @@ def _read(response: http.client.HTTPResponse, ends_at_s: float) -> str:
     return content.decode(errors="replace")
 
 
-def look_for(
-    statuses: Sequence[ReplicaStatus], read_api_key: Callable[[str], str], *, at_least_s: float
-) -> list[ReplicaWork]:
-    """What each replica does. Where one has requests, all are looked at twice, so long apart, for the rates."""
+def look_for(statuses: Sequence[ReplicaStatus], read_api_key: Callable[[str], str]) -> list[ReplicaWork]:
+    """What each replica does. Where one has requests, all are looked at twice, LOOK_S apart, for the rates."""
     watch = WorkWatch(read_api_key)
     found = watch.look(statuses)
     if any(work.in_flight for work in found):
-        time.sleep(at_least_s)
+        time.sleep(LOOK_S)
         found = watch.look(statuses)
     return found

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
 
 _EVERY_S = 2.0
-_ONCE_S = 1.0  # between the two looks of --once
 _SLURM_S = 15.0  # a controller serves a whole site: it is asked less often than engines are
 _DRAW_S = 0.25
 _WIDTH_WITHOUT_TERMINAL = 160
@@ -76,12 +75,13 @@ def top_command(services: Sequence[str], once: bool, as_json: bool) -> None:
     It looks every two seconds; tokens/s are counted since the last look. If stdout is no terminal, it prints one look.
     """
     from hpc_serve.cli.services.terminal_screen import has_screen
+    from hpc_serve.client.engine_work import LOOK_S
 
     looks = Looks(own_store(), services)
     if once or as_json or not has_screen():
         frame = looks.look()
         if any(work.in_flight for work in frame.works):
-            time.sleep(_ONCE_S)
+            time.sleep(LOOK_S)
             frame = looks.look()
         if as_json:
             from hpc_serve.cli.show import status_json

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
     from hpc_serve.submit.logs.log_files import LogWriter
 
-_LOOK_S = 1.0  # between the two looks at an engine that tell how fast it is
-
 
 @click.command("status")
 @click.argument("service", metavar="[SERVICE|JOB]", required=False, shell_complete=service_names)
@@ -66,7 +64,7 @@ def status_command(service: str | None, everything: bool, watched: bool, as_json
     report = replace(report, replicas=shown, elsewhere=())
     from hpc_serve.client.engine_work import look_for
 
-    works = look_for(report.replicas, store.read_api_key, at_least_s=_LOOK_S)
+    works = look_for(report.replicas, store.read_api_key)
     if as_json:
         print_json(show.report_json(report, works))
         return

@@ -1,6 +1,5 @@
 """connect() among replicas that do not answer: the first one that does is enough. Real sockets and processes."""
 
-import asyncio
 import os
 import signal
 import socket
@@ -10,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hpc_serve.client import connect, connect_async, endpoint
+from hpc_serve.client import connect, endpoint
 from hpc_serve.client.discovery import discovery
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.search import Search
@@ -42,23 +41,16 @@ def silent():
         connection.close()
 
 
-def test_one_that_does_not_answer_is_not_waited_for(service, silent, monkeypatch):
+def test_one_that_does_not_answer_is_not_waited_for(service, silent, monkeypatch, asker):
     monkeypatch.setattr(discovery, "PROBE_S", 3600.0)
     engine = service.start()
     record = service.publish(engine)
     service.store.write(make_record(job_id="7", port=silent.port, certificate=record.certificate))
     with ThreadPoolExecutor(1) as threads:
-        client = threads.submit(connect, "405b", max_retries=0).result(60)
-        assert say(client) == engine.port
+        assert threads.submit(lambda: asker(max_retries=0).say()).result(60) == engine.port
         assert threads.submit(lambda: connect().service).result(60) == "405b", "nor without a name"
         assert threads.submit(endpoint, "405b").result(60).base_url == f"https://127.0.0.1:{engine.port}/v1"
-    assert say(asyncio.run(as_sync("405b"))) == engine.port
     assert silent.held
-
-
-async def as_sync(name):
-    client = await connect_async(name)
-    return connect(client.service)
 
 
 def test_one_that_answers_later_is_used_from_then_on(service):

@@ -1,22 +1,20 @@
 """The one rule: a replica that sends nothing for longer than its limit is lost, if another ready one answers."""
 
-import asyncio
 import math
 import threading
 from types import SimpleNamespace
 from typing import Any
 
+import openai
 import pytest
 
-from hpc_serve.client import connect, connect_async
+from hpc_serve.client import connect
 from hpc_serve.client.connections.answer_wait import ASK_BEFORE_S, ASK_S, AnswerWait, ReplicaLostError, is_sign
-from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.lost_replicas import ASK_OTHERS_S, LookResult, LostReplicas
 from hpc_serve.client.replicas.pool import LOST_FOR_S, MOST_LOST_FOR_S, ReplicaPool
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.replicas.silence_limit import MOST_SILENT_S, SILENT_S, SilenceLimit
 from hpc_serve.client.requests.attempt import Attempt
-from hpc_serve.client.requests.transport import AsyncServiceTransport, ServiceTransport
 from hpc_serve.rendezvous.gate_headers import COMMENT, COMMENT_CHUNK, PROCESSING, SIGNS
 from tests.support.patience import wait_until
 from tests.unit.client.conftest import HELLO, FakeClock, address
@@ -308,21 +306,11 @@ def count_signs(monkeypatch):
     return signs
 
 
-def talk():
-    client = connect("405b", max_retries=0)
-    return [client.chat.completions.create(model="405b", messages=HELLO) for _ in range(2)]
-
-
-async def talk_async():
-    client = await connect_async("405b", max_retries=0)
-    return [await client.chat.completions.create(model="405b", messages=HELLO) for _ in range(2)]
-
-
-@pytest.mark.parametrize("answers", [talk, lambda: asyncio.run(talk_async())], ids=["sync", "async"])
-def test_signs_come_before_a_whole_answer_and_its_connection_is_kept(service, opened, monkeypatch, answers):
+def test_signs_come_before_a_whole_answer_and_its_connection_is_kept(service, opened, monkeypatch, asker):
     service.start(*SLOW)
     signs = count_signs(monkeypatch)
-    assert all(answer.choices[0].message.content for answer in answers())
+    client = asker(max_retries=0)
+    assert client.say() == client.say()
     assert PROCESSING in signs
     assert len(opened) == 1
 
@@ -344,21 +332,9 @@ def test_signs_reach_the_user_of_a_stream_only_if_asked_for(service, monkeypatch
     assert (COMMENT[:1] in events) is wants_signs
 
 
-@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("engine", ["--stub-first-s", "--stub-word-s"])
-def test_the_timeout_of_the_user_holds_while_signs_come(service, engine, is_async):
+def test_the_timeout_of_the_user_holds_while_signs_come(service, engine, asker):
     service.start(engine, "600")
-    url, body = "http://x/v1/chat/completions", {"model": "405b", "messages": HELLO, "stream": True}
-    watch = ServiceWatch(service.store, "405b")
-    watch.refresh()
-
-    def ask():
-        with http.Client(transport=ServiceTransport(watch, resume=False), timeout=1.5) as client:
-            client.post(url, json=body)
-
-    async def ask_async():
-        async with http.AsyncClient(transport=AsyncServiceTransport(watch, resume=False), timeout=1.5) as client:
-            await client.post(url, json=body)
-
-    with pytest.raises(http.ReadTimeout):
-        asyncio.run(ask_async()) if is_async else ask()
+    client = asker(max_retries=0, timeout=1.5, resume=False)
+    with pytest.raises((openai.APITimeoutError, http.ReadTimeout)):
+        list(client.create(model="405b", messages=HELLO, stream=True))

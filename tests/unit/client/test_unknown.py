@@ -1,6 +1,5 @@
 """Unknown is not over: files that cannot be read take nothing from a client whose replicas answer."""
 
-import asyncio
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -8,13 +7,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from hpc_serve.client import connect, connect_async
+from hpc_serve.client import connect
 from hpc_serve.client.connections import answer_wait
 from hpc_serve.client.discovery import discovery, lost_replicas, reading
 from hpc_serve.client.replicas import pool
 from hpc_serve.errors import ServiceNotFoundError, StoreError, WaitTimeoutError
 from tests.support.patience import connect_to_all
-from tests.unit.client.conftest import HELLO, MODEL, port_of, say
+from tests.unit.client.conftest import MODEL, say
 
 
 @pytest.fixture
@@ -98,35 +97,23 @@ def root_only(way):
     return way
 
 
-def test_a_client_goes_on_with_the_replicas_that_answer(service, hidden):
+def test_a_client_goes_on_with_the_replicas_that_answer(service, hidden, asker):
     ports = {service.start().port, service.start().port}
-    client = connect("405b", max_retries=0)
-    client._watch.refresh()
+    asking = asker(max_retries=0)
+    watch = asking.client._watch
+    watch.refresh()
     with hidden(service):
         for _ in range(3):
-            assert len(client._watch.refresh().ready) == 2
-        assert {say(client) for _ in range(20)} == ports
-        assert client.model == MODEL
-        suspect = client._watch.pool.take()
-        client._watch.mark_suspect(suspect)
-        client._watch.pool.give_back(suspect)
-        client._watch.refresh()
-        assert {say(client) for _ in range(20)} == ports, "one that failed is asked again, and believed"
-    client._watch.refresh()
-    assert not client._watch.status.problems
-    assert {say(client) for _ in range(20)} == ports
-
-
-def test_an_async_client_goes_on_too(service, hidden):
-    engine = service.start()
-
-    async def talk():
-        client = await connect_async("405b", max_retries=0)
-        with hidden(service):
-            client._watch.mark_suspect(client._watch.pool.take())
-            return port_of(await client.chat.completions.create(model=client.model, messages=HELLO))
-
-    assert asyncio.run(talk()) == engine.port
+            assert len(watch.refresh().ready) == 2
+        assert {asking.say() for _ in range(20)} == ports
+        assert asking.client.model == MODEL
+        for replica in (watch.pool.take(), watch.pool.take()):
+            watch.mark_suspect(replica)
+            watch.pool.give_back(replica)
+        assert {asking.say() for _ in range(20)} == ports, "those that failed are asked again, and believed"
+    watch.refresh()
+    assert not watch.status.problems
+    assert {asking.say() for _ in range(20)} == ports
 
 
 def test_a_replica_that_dies_meanwhile_is_left(service, hidden):
