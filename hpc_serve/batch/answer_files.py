@@ -158,7 +158,7 @@ def find_answers(index: IdIndex, files: Sequence[AnswerFile], requests: Path) ->
 
     Raises InvalidRequestError where an answer belongs to no request, or two to one.
     """
-    places = array("Q", bytes(8 * index.num_slots))
+    places = array("Q", bytes(8 * len(index)))
     for number, file in enumerate(files):
         for offset, custom_id in file.read():
             slot = index.slot(custom_id)

@@ -6,11 +6,13 @@ file in memory.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
 import os
 import stat
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,6 @@ _EXAMPLE = (
     '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", '
     '"body": {"messages": [{"role": "user", "content": "Hello"}]}}'
 )
-_FIRST_SLOTS = 1 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,52 +40,25 @@ class BatchRequest:
 
 
 class IdIndex:
-    """A set of ids as 64-bit hashes in an array: 12 to 24 bytes an id, whatever its length.
+    """A set of ids as sorted 64-bit hashes in an array: 8 bytes an id, whatever its length.
 
-    `slot` is the place of an id in arrays of `num_slots` entries that others keep. The hashes differ by process.
+    `slot` is the place of an id in arrays that others keep, as long as the index. The hashes differ by process.
     """
 
-    def __init__(self) -> None:
-        self._hashes = array("Q", bytes(8 * _FIRST_SLOTS))
-        self._count = 0
+    def __init__(self, ids: Iterable[str]) -> None:
+        self._hashes = array("q", sorted(array("q", map(hash, ids))))
 
     def __len__(self) -> int:
-        return self._count
-
-    @property
-    def num_slots(self) -> int:
         return len(self._hashes)
 
-    def add(self, custom_id: str) -> bool:
-        """Add an id; False if it is there already. Slots of earlier ids may change."""
-        hashed = _hash(custom_id)
-        slot = self._find(hashed)
-        if self._hashes[slot]:
-            return False
-        self._hashes[slot] = hashed
-        self._count += 1
-        if 3 * self._count > 2 * len(self._hashes):
-            before, self._hashes = self._hashes, array("Q", bytes(16 * len(self._hashes)))
-            for known in before:
-                if known:
-                    self._hashes[self._find(known)] = known
-        return True
-
     def slot(self, custom_id: str) -> int | None:
-        """Return the slot of an id; None if it was not added."""
-        slot = self._find(_hash(custom_id))
-        return slot if self._hashes[slot] else None
+        """Return the slot of an id; None if it is not in the index."""
+        slot = bisect.bisect_left(self._hashes, hash(custom_id))
+        return slot if slot < len(self) and self._hashes[slot] == hash(custom_id) else None
 
-    def _find(self, hashed: int) -> int:
-        mask = len(self._hashes) - 1
-        slot = hashed & mask
-        while (found := self._hashes[slot]) and found != hashed:
-            slot = (slot + 1) & mask
-        return slot
-
-
-def _hash(custom_id: str) -> int:
-    return hash(custom_id) & 0xFFFF_FFFF_FFFF_FFFF or 1  # 0 is an empty slot
+    def find_twins(self) -> int | None:
+        """Return a hash that stands twice in the index."""
+        return next((one for one, other in itertools.pairwise(self._hashes) if one == other), None)
 
 
 def parse_line(text: bytes, number: int, path: Path) -> BatchRequest:
@@ -130,20 +104,17 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
 
 def index_requests(path: Path) -> IdIndex:
     """Check each line of a file, and return the index of its ids. Raises InvalidRequestError, StoreError."""
-    index = IdIndex()
-    for request in read_requests(path):
-        if not index.add(request.custom_id):
-            raise InvalidRequestError(_duplicate(path, request))
+    index = IdIndex(request.custom_id for request in read_requests(path))
+    if (twins := index.find_twins()) is not None:
+        raise InvalidRequestError(_duplicate(path, twins))
     if not len(index):
         raise InvalidRequestError(f"{path} has no requests. A line is like {_EXAMPLE}")
     return index
 
 
-def _duplicate(path: Path, second: BatchRequest) -> str:
-    for first in read_requests(path):
-        if first.custom_id == second.custom_id:
-            break
-    if first.line == second.line:
+def _duplicate(path: Path, hashed: int) -> str:
+    first, second, *_ = (request for request in read_requests(path) if hash(request.custom_id) == hashed)
+    if first.custom_id != second.custom_id:
         return f"{path}: two ids have the same hash by chance. Run the command again: hashes differ each time."
     return (
         f"{path}: lines {first.line} and {second.line} have the same custom_id, {second.custom_id!r}. Each line needs "

@@ -6,12 +6,12 @@ grows again where few wait. So several clients of one service share it.
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 from hpc_serve.batch.progress import Progress
+from hpc_serve.client.access import open_store
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.engine_work import WorkWatch
-from hpc_serve.rendezvous.store import ServiceStore, default_home
 
 _USUAL_SEQUENCES = 256  # of a replica whose record has no plan
 _QUEUE_SHARE = 8  # an eighth of what runs may wait, so that an engine never lacks work
@@ -35,10 +35,10 @@ def next_window(window: int, most: int, *, running: float, waiting: float) -> in
 class ReplicaView:
     """Looks at the replicas of a service and writes what it sees into `progress`. For one thread at a time."""
 
-    def __init__(self, service: str, home: str | os.PathLike[str] | None, progress: Progress, clients: int) -> None:
-        self._store = ServiceStore(default_home({**os.environ, **({"HPC_SERVE_HOME": str(home)} if home else {})}))
-        self._watch = ServiceWatch(self._store, service)
-        self._works = WorkWatch(self._store.read_api_key)
+    def __init__(self, service: str, home: str | Path | None, progress: Progress, clients: int) -> None:
+        store = open_store(home)
+        self._watch = ServiceWatch(store, service)
+        self._works = WorkWatch(store.read_api_key)
         self._progress = progress
         self._clients = clients
 

@@ -6,8 +6,6 @@ A service of its own is started and stopped by the commands `submit` and `stop`.
 from __future__ import annotations
 
 import os
-import shutil
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +15,9 @@ import click
 
 from hpc_serve.cli.commands import GroupedCommand
 from hpc_serve.cli.complete import live_service_names
+from hpc_serve.cli.console import ChangingLine
 from hpc_serve.cli.submit.options import SLURM_OPTIONS, slurm_options
-from hpc_serve.cli.values import Duration, Written
+from hpc_serve.cli.values import SECONDS, Written
 from hpc_serve.durations import duration
 from hpc_serve.printable import printable
 
@@ -53,9 +52,7 @@ _SHARD = Written("K/N", _read_shard)
 @click.option("--replicas", metavar="N|MIN:MAX|NAME:N,…", help="With --model: replicas of the service that is started.")
 @click.option("--stop", "stops", is_flag=True, help="Stop the service afterwards, whoever has started it.")
 @click.option("--detach", is_flag=True, help="Run as a Slurm job of its own, without a GPU, and return.")
-@click.option(
-    "--wait", type=Duration(), default=600.0, help="Wait for a service that is gone that long [default: 10m]."
-)
+@click.option("--wait", type=SECONDS, default=600.0, help="Wait for a service that is gone that long [default: 10m].")
 @click.option("--in-order", is_flag=True, help="At the end, put the output in the order of the requests.")
 @click.option("--any-model", is_flag=True, help="Ask the service's model, whatever a line names.")
 @click.option("--retries", type=click.IntRange(min=0), default=5, help="Repeats of a 429 or 5xx answer [default: 5].")
@@ -137,7 +134,7 @@ def _run(requests: Path, output: Path, own: _OwnService, **options: Any) -> Prog
         click.echo("\nInterrupted: answers are kept, and the same command goes on.", err=True)
         raise
     finally:
-        shown.end()
+        shown.progress.stop()
         own.stop()
     assert shown.last is not None
     return shown.last
@@ -236,28 +233,22 @@ def _shard_of_array() -> tuple[int, int] | None:
     return number + 1, count
 
 
-class _Shown:
-    """Shows how far the batch is, on stderr: on a terminal one line that changes, elsewhere a line a minute."""
+class _Shown(ChangingLine):
+    """How far the batch is, on stderr: on a terminal one line that changes, elsewhere a line a minute."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.last: Progress | None = None
-        self._is_terminal = sys.stderr.isatty()
         self._stage, self._line_at_s = "", 0.0
 
     def show(self, progress: Progress) -> None:
         self.last = progress
         words, now_s = f"{progress.stage}: {_figures(progress)}", time.monotonic()
-        if self._is_terminal:
-            width = shutil.get_terminal_size().columns - 1
-            click.echo(f"\r\x1b[K{printable(words)[:width]}", err=True, nl=False)
-        elif progress.stage != self._stage or now_s - self._line_at_s >= _LINE_EVERY_S:
+        self.progress.start()  # what is printed before stands above the line
+        self.change(printable(words))
+        if not self.is_shown and (progress.stage != self._stage or now_s - self._line_at_s >= _LINE_EVERY_S):
             self._stage, self._line_at_s = progress.stage, now_s
             click.echo(words, err=True)
-
-    def end(self) -> None:
-        """Take the line that changes away."""
-        if self._is_terminal:
-            click.echo("\r\x1b[K", err=True, nl=False)
 
 
 def _figures(progress: Progress) -> str:

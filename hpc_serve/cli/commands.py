@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from hpc_serve.printable import json_text
 from hpc_serve.sizes import GIB, parse_size
 
 VLLM_OPTIONS = {
@@ -131,6 +132,12 @@ def with_plain_sizes(words: Iterable[str]) -> tuple[str, ...]:
             found[place] = f"{found[0].partition('=')[0]}={number}" if place == 0 else number
         plain += found
     return tuple(plain)
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document, a command's only one."""
+    click.echo(json_text(value, indent=2))
+    click.get_current_context().meta["has_answered"] = True
 
 
 @click.command("help")

@@ -6,8 +6,8 @@ that hangs gives no names.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -80,20 +80,14 @@ def _site_model_names() -> Iterable[str]:
 
 def _listed(read: Callable[[], Iterable[str]]) -> list[str]:
     """The names that are read from files; none where that fails, or takes too long."""
+    from concurrent.futures import TimeoutError
+
+    from hpc_serve.background import in_background
     from hpc_serve.errors import HpcServeError
 
-    found: list[str] = []
-
-    def look() -> None:
-        try:
-            found.extend(read())
-        except HpcServeError:
-            return
-
-    looking = threading.Thread(target=look, daemon=True)
-    looking.start()
-    looking.join(_LIST_S)
-    return list(found)
+    with contextlib.suppress(HpcServeError, TimeoutError):
+        return list(in_background(read).result(_LIST_S))
+    return []
 
 
 @click.command("completion")

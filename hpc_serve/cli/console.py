@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn
+    from rich.progress import ProgressColumn
+    from typing_extensions import Self
 
 _NO_LIMIT = 10_000
 """Columns of what is no terminal."""
@@ -47,11 +48,32 @@ def plain_table(*headings: str, right: Collection[str] = (), folded: Collection[
     return table
 
 
-def progress_line(console: PlainConsole, *columns: ProgressColumn) -> Progress:
-    """Return a line that changes in place: a spinner, then `columns`. Without a terminal it shows nothing."""
-    from rich.progress import Progress, SpinnerColumn
+class ChangingLine:
+    """A line on stderr that changes in place: a spinner, `columns`, and words. Without a terminal it shows nothing."""
 
-    is_shown = console.is_terminal
-    return Progress(
-        SpinnerColumn(), *columns, console=console, transient=True, refresh_per_second=4, disable=not is_shown
-    )
+    def __init__(self, *columns: ProgressColumn) -> None:
+        from rich.progress import Progress, SpinnerColumn, TextColumn
+
+        self.console = PlainConsole(stderr=True, soft_wrap=True)
+        self.is_shown = self.console.is_terminal
+        in_one_line = Column(no_wrap=True, overflow="ellipsis")
+        words = TextColumn("{task.description}", markup=False, table_column=in_one_line)
+        self.progress = Progress(
+            *(SpinnerColumn(), *columns, words),
+            console=self.console,
+            transient=True,
+            refresh_per_second=4,
+            disable=not self.is_shown,
+        )
+        self.task = self.progress.add_task("", total=None)
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def change(self, words: str) -> None:
+        """Show other words."""
+        self.progress.update(self.task, description=words)

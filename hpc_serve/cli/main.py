@@ -24,40 +24,40 @@ from hpc_serve.printable import json_text, printable
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-# name: (module, what it is called there, one line of help)
+# name: (module below this package, one line of help). The module has the command as NAME_command.
 COMMANDS = {
-    "init": ("hpc_serve.cli.setup.init", "init_command", "Look at this cluster, and write its site file."),
-    "site": ("hpc_serve.cli.setup.init", "site_command", "Show the settings of the site files that hold."),
-    "models": ("hpc_serve.cli.plan.models", "models_command", "List the models of the catalogue."),
-    "gpus": ("hpc_serve.cli.plan.gpus", "gpus_command", "List the accelerators that can be named."),
-    "fetch": ("hpc_serve.cli.setup.fetch", "fetch_command", "Fetch a model's weights into the cache that jobs read."),
-    "plan": ("hpc_serve.cli.plan.plan", "plan_command", "Say what fits where, before anything is queued."),
-    "render": ("hpc_serve.cli.submit.submit", "render_command", "Print the batch script."),
-    "submit": ("hpc_serve.cli.submit.submit", "submit_command", "Start a model as a service."),
-    "status": ("hpc_serve.cli.services.watch", "status_command", "Show services: where they are, or why not."),
-    "wait": ("hpc_serve.cli.services.watch", "wait_command", "Wait until a service is ready."),
-    "top": ("hpc_serve.cli.services.top", "top_command", "Show what all replicas do now, again and again."),
-    "logs": ("hpc_serve.cli.services.watch", "logs_command", "Show what a service's job has written."),
-    "doctor": ("hpc_serve.cli.doctor.doctor", "doctor_command", "Say why a service failed, and what to do about it."),
-    "report": ("hpc_serve.cli.doctor.report", "report_command", "Write a page about a service: plan, start, figures."),
-    "scale": ("hpc_serve.cli.services.change", "scale_command", "Change the number of a service's replicas."),
-    "adapter": ("hpc_serve.cli.services.adapter", "adapter_command", "Add LoRA adapters to a service, or remove them."),
-    "wake": ("hpc_serve.cli.services.change", "wake_command", "Bring back a service that is asleep."),
-    "stop": ("hpc_serve.cli.services.change", "stop_command", "End a service, or one job of it."),
-    "forget": ("hpc_serve.cli.services.change", "forget_command", "Remove jobs that are over from what status shows."),
-    "chat": ("hpc_serve.cli.use.talk", "chat_command", "Talk to a service."),
-    "env": ("hpc_serve.cli.use.talk", "env_command", "Print OPENAI_BASE_URL and OPENAI_API_KEY for other tools."),
-    "gateway": ("hpc_serve.cli.use.gateway", "gateway_command", "Serve one address for services: a socket or a port."),
-    "key": ("hpc_serve.cli.use.key", "key_command", "Make, list or revoke the keys of persons at gateways."),
-    "access": ("hpc_serve.cli.use.access", "access_command", "Say how to reach a service from a laptop."),
-    "mcp": ("hpc_serve.cli.use.mcp", "mcp_command", "Let an assistant use these commands, and ask you first."),
-    "batch": ("hpc_serve.cli.batch", "batch_command", "Answer a file of requests in OpenAI's Batch format."),
-    "bench": ("hpc_serve.cli.use.bench", "bench_command", "Measure a service: throughput and latency."),
-    "quantize": ("hpc_serve.cli.setup.quantize", "quantize_command", "Make a model's weights 8 bit, in a job."),
-    "targets": ("hpc_serve.cli.services.targets", "targets_command", "Tell Prometheus where the replicas are."),
-    "completion": ("hpc_serve.cli.complete", "completion_command", "Print what makes your shell complete words."),
-    "help": ("hpc_serve.cli.commands", "help_command", "Show this, or the help of a command."),
-    "demo": ("hpc_serve.cli.submit.demo", "demo_command", "Serve a tiny model on this machine, ask it, stop it."),
+    "init": ("setup.init", "Look at this cluster, and write its site file."),
+    "site": ("setup.init", "Show the settings of the site files that hold."),
+    "models": ("plan.models", "List the models of the catalogue."),
+    "gpus": ("plan.gpus", "List the accelerators that can be named."),
+    "fetch": ("setup.fetch", "Fetch a model's weights into the cache that jobs read."),
+    "plan": ("plan.plan", "Say what fits where, before anything is queued."),
+    "render": ("submit.submit", "Print the batch script."),
+    "submit": ("submit.submit", "Start a model as a service."),
+    "status": ("services.watch", "Show services: where they are, or why not."),
+    "wait": ("services.watch", "Wait until a service is ready."),
+    "top": ("services.top", "Show what all replicas do now, again and again."),
+    "logs": ("services.watch", "Show what a service's job has written."),
+    "doctor": ("doctor.doctor", "Say why a service failed, and what to do about it."),
+    "report": ("doctor.report", "Write a page about a service: plan, start, figures."),
+    "scale": ("services.change", "Change the number of a service's replicas."),
+    "adapter": ("services.adapter", "Add LoRA adapters to a service, or remove them."),
+    "wake": ("services.change", "Bring back a service that is asleep."),
+    "stop": ("services.change", "End a service, or one job of it."),
+    "forget": ("services.change", "Remove jobs that are over from what status shows."),
+    "chat": ("use.talk", "Talk to a service."),
+    "env": ("use.talk", "Print OPENAI_BASE_URL and OPENAI_API_KEY for other tools."),
+    "gateway": ("use.gateway", "Serve one address for services: a socket or a port."),
+    "key": ("use.key", "Make, list or revoke the keys of persons at gateways."),
+    "access": ("use.access", "Say how to reach a service from a laptop."),
+    "mcp": ("use.mcp", "Let an assistant use these commands, and ask you first."),
+    "batch": ("batch", "Answer a file of requests in OpenAI's Batch format."),
+    "bench": ("use.bench", "Measure a service: throughput and latency."),
+    "quantize": ("setup.quantize", "Make a model's weights 8 bit, in a job."),
+    "targets": ("services.targets", "Tell Prometheus where the replicas are."),
+    "completion": ("complete", "Print what makes your shell complete words."),
+    "help": ("commands", "Show this, or the help of a command."),
+    "demo": ("submit.demo", "Serve a tiny model on this machine, ask it, stop it."),
 }
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -75,22 +75,20 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module, attribute, _ = COMMANDS[cmd_name]
-        command = getattr(importlib.import_module(module), attribute)
+        module = importlib.import_module(f"hpc_serve.cli.{COMMANDS[cmd_name][0]}")
+        command = getattr(module, f"{cmd_name}_command")
         assert isinstance(command, click.Command)
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
 
-        names = [
-            CompletionItem(name, help=line) for name, (_, _, line) in COMMANDS.items() if name.startswith(incomplete)
-        ]
+        names = [CompletionItem(name, help=line) for name, (_, line) in COMMANDS.items() if name.startswith(incomplete)]
         return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, _, line) in COMMANDS.items()])
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

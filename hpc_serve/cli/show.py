@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +15,14 @@ from rich.padding import Padding
 from rich.text import Text
 
 from hpc_serve.cli.console import PlainConsole, plain_table
-from hpc_serve.printable import json_text
+from hpc_serve.cli.work_view import figure, figure_name, status_rows, when, work_json, work_rows, work_words
+from hpc_serve.durations import duration
+from hpc_serve.rendezvous.record import DEFAULT_MACHINE
+from hpc_serve.submit.diagnosis.diagnosis import diagnose_replica
+from hpc_serve.submit.logs.log_files import files_of, places_of
+from hpc_serve.submit.services.wanted_sentence import wanted_lines
+from hpc_serve.submit.status.job_status import without_successors
+from hpc_serve.submit.status.start_words import detail_words, stages_words
 
 if TYPE_CHECKING:
     from hpc_serve.client.engine_work import ReplicaWork
@@ -48,14 +55,9 @@ _OF_NO_RECORD = {
     **dict.fromkeys(("data_parallel_size", "state_since", "failed_part")),
     **{"nodes": (), "engine_restarts": 0, "weight_version": "", "cache": "", "loading": "", "measured": {}},
 }
+_A_DAY_S = 24 * 3600.0
 _DETAIL_LENGTH = 160  # characters of a reason in the table; the rest is in the details of the service
 _LEAST_SUMMARY = 24  # columns for the details of a service, beside its name, job and state
-
-
-def print_json(value: Any) -> None:
-    """Print one JSON document, a command's only one."""
-    click.echo(json_text(value, indent=2))
-    click.get_current_context().meta["has_answered"] = True
 
 
 def report_json(report: StatusReport, works: Sequence[ReplicaWork]) -> dict[str, Any]:
@@ -79,9 +81,6 @@ def _wanted_json(wanted: Wanted) -> dict[str, Any]:
 def print_counts(report: StatusReport) -> None:
     """How many replicas are ready of each service that has several which are not over, without those that only wait to
     take over from one of them; and what its jobs decided of their number."""
-    from hpc_serve.submit.services.wanted_sentence import wanted_lines
-    from hpc_serve.submit.status.job_status import without_successors
-
     live = without_successors(status for status in report.replicas if not status.is_over)
     for service, count in Counter(status.service for status in live).items():
         if count > 1:
@@ -92,11 +91,14 @@ def print_counts(report: StatusReport) -> None:
             click.echo(line)
 
 
+def recent(statuses: Iterable[ReplicaStatus]) -> tuple[ReplicaStatus, ...]:
+    """Return what is not over, and what has ended within a day."""
+    now = time.time()
+    return tuple(one for one in statuses if not one.is_over or (one.began_or_ended_at or now) > now - _A_DAY_S)
+
+
 def status_json(status: ReplicaStatus, work: ReplicaWork | None = None) -> dict[str, Any]:
     """A status under stable keys, its job's, its record's and its own, with what its engine does."""
-    from hpc_serve.cli.work_view import work_json
-    from hpc_serve.submit.logs.log_files import files_of
-
     known = dataclasses.asdict(status)
     known = known["job"] | _OF_NO_RECORD | (known["record"] or {}) | known | {"updated_at": status.updated_at}
     keys = {name: known[name] for name in _STATUS_KEYS}
@@ -124,11 +126,6 @@ def status_table(statuses: Sequence[ReplicaStatus], works: Sequence[ReplicaWork]
 
 def print_details(status: ReplicaStatus, work: ReplicaWork | None = None) -> None:
     """All there is to say about one replica, and what its engine does, if it was asked."""
-    from hpc_serve.cli.work_view import status_rows, when, work_rows
-    from hpc_serve.submit.diagnosis.diagnosis import diagnose_replica
-    from hpc_serve.submit.logs.log_files import files_of, places_of
-    from hpc_serve.submit.status.start_words import stages_words
-
     console = PlainConsole(soft_wrap=True)
     found = diagnose_replica(status).cause if status.state == "failed" else None
     cause = found if found and found.is_known else None
@@ -174,8 +171,6 @@ def print_details(status: ReplicaStatus, work: ReplicaWork | None = None) -> Non
 
 
 def _print_figures(console: PlainConsole, status: ReplicaStatus) -> None:
-    from hpc_serve.cli.work_view import figure, figure_name
-
     if not status.predicted_and_measured:
         return
     console.print(Text(f"  {'figure':<24} {'predicted':>14} {'measured':>14}"))
@@ -185,16 +180,10 @@ def _print_figures(console: PlainConsole, status: ReplicaStatus) -> None:
 
 
 def _sentence(status: ReplicaStatus) -> str:
-    from hpc_serve.submit.status.start_words import detail_words
-
     return f"starting: {detail_words(status)}" if status.state == "starting" and status.detail else status.sentence
 
 
 def _state_detail(status: ReplicaStatus, work: ReplicaWork | None = None) -> str:
-    from hpc_serve.cli.work_view import work_words
-    from hpc_serve.durations import duration
-    from hpc_serve.rendezvous.record import DEFAULT_MACHINE
-
     machine = f" on {status.machine}" if status.machine != DEFAULT_MACHINE else ""
     successor = f"; successor {status.successor}" if status.successor else ""
     if status.state == "ready":
@@ -207,16 +196,8 @@ def _state_detail(status: ReplicaStatus, work: ReplicaWork | None = None) -> str
 
 def _first_words(status: ReplicaStatus) -> str:
     """The detail of a status in at most _DETAIL_LENGTH characters, and where the rest is."""
-    from hpc_serve.submit.status.start_words import detail_words
-
     detail = " ".join(detail_words(status).split())
     if len(detail) <= _DETAIL_LENGTH:
         return detail
     command = "doctor" if status.state == "failed" else "status"
     return f"{detail[:_DETAIL_LENGTH].rsplit(' ', 1)[0]} … (hpc-serve {command} {status.name})"
-
-
-def warn(lines: Sequence[str]) -> None:
-    """Print warnings on stderr."""
-    for line in lines:
-        click.echo(f"warning: {line}", err=True)

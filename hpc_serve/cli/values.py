@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
@@ -41,6 +42,15 @@ def _read_tokens(word: str) -> int:
         raise ValueError(f"{word!r} is no number of tokens: write 131072, 128k, or auto for as many as fit.") from None
 
 
+def _read_seconds(word: str, *, needs_unit: bool = False) -> float:
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh]?)", word)
+    if match is None:
+        raise ValueError(f"{word!r} is no time: write seconds, or 90s, 10m, 2h.")
+    if needs_unit and not match[2]:
+        raise ValueError(f"{word!r} has no unit: write {word}m for minutes, or {word}h, {word}s.")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
 SIZE = Written("size", parse_size)
 """A number of bytes: 79.2GiB (powers of 1024), 80GB (powers of 1000), or plain."""
 TOKENS = Written("tokens", _read_tokens)
@@ -50,19 +60,7 @@ REPLICAS = Written("replicas", parse_counts)
 
 h100:2,a100:1 are replicas by kind of machine, a dict.
 """
-
-
-class Duration(Written):
-    """Seconds, or a number with s, m or h: 90, 90s, 10m, 1.5h. If `needs_unit`, the letter must be there."""
-
-    def __init__(self, *, needs_unit: bool = False) -> None:
-        super().__init__("time", self._read)
-        self._needs_unit = needs_unit
-
-    def _read(self, word: str) -> float:
-        match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh]?)", word)
-        if match is None:
-            raise ValueError(f"{word!r} is no time: write seconds, or 90s, 10m, 2h.")
-        if self._needs_unit and not match[2]:
-            raise ValueError(f"{word!r} has no unit: write {word}m for minutes, or {word}h, {word}s.")
-        return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+SECONDS = Written("time", _read_seconds)
+"""Seconds, or a number with s, m or h: 90, 90s, 10m, 1.5h."""
+TIME_WITH_UNIT = Written("time", partial(_read_seconds, needs_unit=True))
+"""The same, where the letter must be there."""

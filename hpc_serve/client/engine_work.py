@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import queue
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 
-from hpc_serve.client.replicas.probe import PROBE_TIMEOUT_S, in_background
+from hpc_serve.background import in_background
+from hpc_serve.client.replicas.probe import PROBE_TIMEOUT_S
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
 from hpc_serve.trust.connection import Identity, VerifiedConnection
 from hpc_serve.vllm.metrics import EngineWork, read_work
 
+LOOK_S = 1.0  # between the two looks at an engine that tell how fast it is
 _MOST_BYTES = 8 << 20
 _READ_BYTES = 64 << 10
 
@@ -49,12 +51,6 @@ class ReplicaWork:
         return self.now.running + self.now.waiting
 
 
-@dataclass(frozen=True)
-class _Look:
-    work: EngineWork
-    at_s: float
-
-
 class WorkWatch:
     """Looks at the engines of replicas, and remembers the last look at each. For one thread at a time."""
 
@@ -68,51 +64,45 @@ class WorkWatch:
         self._read_api_key = read_api_key
         self._timeout_s = timeout_s
         self._clock = clock
-        self._last: dict[tuple[str, ...], _Look] = {}
+        self._last: dict[tuple[str, ...], tuple[EngineWork, float]] = {}
 
     def look(self, statuses: Sequence[ReplicaStatus]) -> list[ReplicaWork]:
         """What each of the replicas does now, in their order. All are asked at the same time."""
-        answers: queue.SimpleQueue[tuple[int, EngineWork | str, float]] = queue.SimpleQueue()
 
-        def ask(place: int, status: ReplicaStatus, api_key: str) -> None:
-            answers.put((place, _ask(status, api_key, self._timeout_s), self._clock()))
+        def ask(status: ReplicaStatus, api_key: str) -> tuple[EngineWork | str, float]:
+            return _ask(status, api_key, self._timeout_s), self._clock()
 
         found = [ReplicaWork(problem=_why_not(status)) for status in statuses]
-        asked = []
+        asked: dict[int, Future[tuple[EngineWork | str, float]]] = {}
         for place, status in enumerate(statuses):
-            if found[place].problem:
-                continue
-            try:
-                in_background(ask, place, status, self._read_api_key(status.service))
-            except HpcServeError as error:
-                found[place] = ReplicaWork(problem=str(error))
-                continue
-            found[place] = ReplicaWork(problem="its engine's /metrics did not answer in time")
-            asked.append(place)
-        # Connecting, the proof and reading may each take `timeout_s`.
-        ends_at_s = time.monotonic() + 2 * self._timeout_s
-        with contextlib.suppress(queue.Empty):
-            for _ in asked:
-                place, answer, at_s = answers.get(timeout=max(ends_at_s - time.monotonic(), 0.001))
-                found[place] = self._noted(statuses[place], answer, at_s)
+            if not found[place].problem:
+                try:
+                    asked[place] = in_background(ask, status, self._read_api_key(status.service))
+                except HpcServeError as error:
+                    found[place] = ReplicaWork(problem=str(error))
+        wait(asked.values(), 2 * self._timeout_s)  # connecting, the proof and reading may each take `timeout_s`
+        for place, answer in asked.items():
+            late = "its engine's /metrics did not answer in time", 0.0
+            found[place] = self._noted(statuses[place], *(answer.result() if answer.done() else late))
         self._last = {key: self._last[key] for key in map(_key, statuses) if key in self._last}
         return found
 
     def _noted(self, status: ReplicaStatus, answer: EngineWork | str, at_s: float) -> ReplicaWork:
         if isinstance(answer, str):
             return ReplicaWork(problem=answer)
-        last, self._last[_key(status)] = self._last.get(_key(status)), _Look(answer, at_s)
-        if last is None or at_s <= last.at_s:
+        last, last_at_s = self._last.get(_key(status), (answer, at_s))
+        self._last[_key(status)] = answer, at_s
+        over_s = at_s - last_at_s
+        if over_s <= 0:
             return ReplicaWork(now=answer)
-        over_s = at_s - last.at_s
-        generated = _rate(last.work.generation_tokens, answer.generation_tokens, over_s)
+        generated = _rate(last.generation_tokens, answer.generation_tokens, over_s)
         if answer.running is not None:
-            most = max(answer.running, last.work.running or 0, 1 if generated else 0)
+            most = max(answer.running, last.running or 0, 1 if generated else 0)
             answer = replace(answer, running=most)
         return ReplicaWork(
             now=answer,
             over_s=over_s,
-            prompt_tokens_per_s=_rate(last.work.prompt_tokens, answer.prompt_tokens, over_s),
+            prompt_tokens_per_s=_rate(last.prompt_tokens, answer.prompt_tokens, over_s),
             generation_tokens_per_s=generated,
         )
 
@@ -164,13 +154,11 @@ def _read(response: http.client.HTTPResponse, ends_at_s: float) -> str:
     return content.decode(errors="replace")
 
 
-def look_for(
-    statuses: Sequence[ReplicaStatus], read_api_key: Callable[[str], str], *, at_least_s: float
-) -> list[ReplicaWork]:
-    """What each replica does. Where one has requests, all are looked at twice, so long apart, for the rates."""
+def look_for(statuses: Sequence[ReplicaStatus], read_api_key: Callable[[str], str]) -> list[ReplicaWork]:
+    """What each replica does. Where one has requests, all are looked at twice, LOOK_S apart, for the rates."""
     watch = WorkWatch(read_api_key)
     found = watch.look(statuses)
     if any(work.in_flight for work in found):
-        time.sleep(at_least_s)
+        time.sleep(LOOK_S)
         found = watch.look(statuses)
     return found

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica
 from hpc_serve.client.replicas.event_loops import InLoop, InThread, run_blocking
-from hpc_serve.client.replicas.replicas import Replica, known_replicas
+from hpc_serve.client.replicas.replicas import Replica, known_replica
 from hpc_serve.client.replicas.sdk import http, openai
 from hpc_serve.client.requests.exchange import NoReplicaError
 from hpc_serve.client.requests.transport import AsyncServiceTransport, ReplicaTransport, ServiceTransport
@@ -51,18 +51,19 @@ class _AsyncTransport(_ForSdk, AsyncServiceTransport):
 class _OfService:
     """What a client of the SDK has more when it is of one service."""
 
+    _transport_of_service: type[_ForSdk]
+    _http_client: Callable[..., Any]
+
     def __init__(self, *, watch: ServiceWatch, wait: Wait = None, resume: bool = True, **options: Any) -> None:
         self._watch = watch
         self._wait = wait
         self._resume = resume
         if options.get("http_client") is None:
-            options["http_client"] = self._make_http_client(resume=resume, wait=wait)
+            transport = self._transport_of_service(watch, resume=resume, wait=wait)
+            options["http_client"] = self._http_client(transport=transport, trust_env=False)
         if "base_url" not in options:  # a copy has both; the SDK requires them, and the transport replaces them
             options |= {"base_url": watch.status.usable[0].base_url, "api_key": watch.api_key}
         super().__init__(**options)
-
-    def _make_http_client(self, *, resume: bool, wait: Wait) -> Any:
-        raise NotImplementedError
 
     @property
     def service(self) -> str:
@@ -77,7 +78,7 @@ class _OfService:
     @property
     def replicas(self) -> tuple[Replica, ...]:
         """The replicas that are known, and how each is. Looks at nothing anew."""
-        return known_replicas(self._watch.status, self._watch.pool)
+        return tuple(known_replica(one, self._watch.pool) for one in self._watch.status.replicas)
 
     @property
     def last_replica(self) -> str | None:
@@ -109,9 +110,7 @@ class _OfService:
 class ServiceClient(_OfService, openai.OpenAI):
     """An `openai.OpenAI` for one service; `base_url` is that of one replica, requests go to any."""
 
-    def _make_http_client(self, *, resume: bool, wait: Wait) -> Any:
-        transport = _Transport(self._watch, resume=resume, wait=wait)
-        return openai.DefaultHttpxClient(transport=transport, trust_env=False)
+    _transport_of_service, _http_client = _Transport, openai.DefaultHttpxClient
 
     def request(self, *args: Any, **options: Any) -> Any:
         """The SDK's own, once a replica is ready. Raises ServiceNotFoundError, ServiceFailedError, WaitTimeoutError."""
@@ -126,9 +125,7 @@ class ServiceClient(_OfService, openai.OpenAI):
 class AsyncServiceClient(_OfService, openai.AsyncOpenAI):
     """An `openai.AsyncOpenAI` for one service; `base_url` is that of one replica, requests go to any."""
 
-    def _make_http_client(self, *, resume: bool, wait: Wait) -> Any:
-        transport = _AsyncTransport(self._watch, resume=resume, wait=wait)
-        return openai.DefaultAsyncHttpxClient(transport=transport, trust_env=False)
+    _transport_of_service, _http_client = _AsyncTransport, openai.DefaultAsyncHttpxClient
 
     async def request(self, *args: Any, **options: Any) -> Any:
         """The SDK's own, once a replica is ready. Raises ServiceNotFoundError, ServiceFailedError, WaitTimeoutError."""

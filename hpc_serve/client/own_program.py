@@ -25,22 +25,18 @@ class CommandFailedError(HpcServeError):
 def run_command(words: Sequence[str], home: Path) -> str:
     """Run `hpc-serve WORDS` with this home; return what it printed. Raises CommandFailedError."""
     try:
-        done = _run(words, home)
+        done = subprocess.run(
+            [sys.executable, "-c", _PROGRAM, *words],
+            env=os.environ | {"HPC_SERVE_HOME": str(home)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CommandFailedError(str(error)) from error
     if done.returncode != 0:
         raise CommandFailedError(done.stderr.strip().removeprefix("error: "))
     return done.stdout
-
-
-def _run(words: Sequence[str], home: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", _PROGRAM, *words],
-        env=os.environ | {"HPC_SERVE_HOME": str(home)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=_TIMEOUT_S,
-        check=False,
-    )

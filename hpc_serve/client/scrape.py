@@ -5,9 +5,8 @@ A service's key goes to its own replicas alone, over TLS, to whoever shows a cer
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,33 +31,26 @@ def target_groups(statuses: Iterable[ReplicaStatus]) -> tuple[list[dict[str, Any
     return groups, problems
 
 
-def targets_text(groups: Sequence[dict[str, Any]]) -> str:
-    return json.dumps(groups, indent=2, ensure_ascii=False) + "\n"
-
-
 def scrape_config(services: Iterable[tuple[str, Path]], *, targets_file: Path, authority_file: Path) -> str:
     """The part of prometheus.yml for services, each with the file of its key.
 
     A job of Prometheus has one key, so there is one for each service, which keeps that service's targets alone.
     """
-    lines = ["scrape_configs:"]
-    for service, key_file in services:
-        lines += [
-            f"  - job_name: {_quoted(f'hpc-serve-{service}')}",
-            "    scheme: https",
-            "    follow_redirects: false",
-            "    authorization:",
-            f"      credentials_file: {_quoted(key_file)}",
-            "    tls_config:",
-            f"      ca_file: {_quoted(authority_file)}",
-            "    file_sd_configs:",
-            f"      - files: [{_quoted(targets_file)}]",
-            "    relabel_configs:",
-            f"      - source_labels: [{SERVICE_LABEL}]",
-            f"        regex: {_quoted(re.escape(service))}",
-            "        action: keep",
-        ]
-    return "\n".join(lines) + "\n"
+    import yaml  # it takes a while, and the list of targets needs none
+
+    jobs = [
+        {
+            "job_name": f"hpc-serve-{service}",
+            "scheme": "https",
+            "follow_redirects": False,
+            "authorization": {"credentials_file": str(key_file)},
+            "tls_config": {"ca_file": str(authority_file)},
+            "file_sd_configs": [{"files": [str(targets_file)]}],
+            "relabel_configs": [{"source_labels": [SERVICE_LABEL], "regex": re.escape(service), "action": "keep"}],
+        }
+        for service, key_file in services
+    ]
+    return yaml.safe_dump({"scrape_configs": jobs}, sort_keys=False, width=10_000)
 
 
 def _address(host: str, port: int) -> str:
@@ -74,8 +66,3 @@ def _labels(status: ReplicaStatus) -> dict[str, str]:
         "model": status.job.model,
     }
     return {name: value for name, value in labels.items() if value}
-
-
-def _quoted(value: object) -> str:
-    """A string of YAML, which those of JSON are."""
-    return json.dumps(str(value))

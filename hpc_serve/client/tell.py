@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_serve.background import in_background
 from hpc_serve.client.access import open_store
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas.pool import ReplicaAddress
@@ -83,11 +84,8 @@ def tell_all(
 def _tell(
     replicas: list[ReplicaAddress], path: str, body: Mapping[str, Any] | None, timeout_s: float
 ) -> dict[str, ReplicaAnswer]:
-    from concurrent.futures import ThreadPoolExecutor  # slow to import, and few programs tell anything
-
-    with ThreadPoolExecutor(len(replicas)) as threads:
-        answers = threads.map(lambda replica: _ask(replica, path, body, timeout_s), replicas)
-        return {replica_of_file(replica.name): answer for replica, answer in zip(replicas, answers, strict=True)}
+    told = {replica_of_file(one.name): in_background(_ask, one, path, body, timeout_s) for one in replicas}
+    return {name: answer.result() for name, answer in told.items()}
 
 
 def _ask(replica: ReplicaAddress, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> ReplicaAnswer:

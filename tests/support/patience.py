@@ -55,8 +55,10 @@ def connect_to_all(service: StubService, count: int, **options: Any) -> Any:
     `connect` returns with the first replica that answers; the others are found in the background.
     """
     client = connect(service.service, **options)
-    searching = {"hpc-serve-probe", "hpc-serve-refresh"}
     wait_until(
-        lambda: len(client._watch.pool) == count and not searching & {thread.name for thread in threading.enumerate()}
+        lambda: (
+            len(client._watch.pool) == count
+            and "hpc-serve-background" not in {thread.name for thread in threading.enumerate()}
+        )
     )
     return client

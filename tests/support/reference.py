@@ -58,7 +58,7 @@ def command_line() -> str:
         "The [exit codes](exit-codes.md) are the same for all commands.",
         table(
             ("command", "what it does"),
-            ((f"[`{name}`](#{name})", line) for name, (_, _, line) in main.COMMANDS.items()),
+            ((f"[`{name}`](#{name})", line) for name, (_, line) in main.COMMANDS.items()),
         ),
     ]
     for name in main.COMMANDS:

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from hpc_serve.cli.commands import print_json
 from hpc_serve.cli.complete import service_names
 from hpc_serve.errors import ServiceFailedError
 from hpc_serve.printable import printable
@@ -72,7 +73,7 @@ def doctor_command(target: str, bundle: Path | None, as_json: bool) -> None:
     if as_json:
         about = {"service": status.service, "job": status.name, "state": status.state, "reason": status.reason}
         findings = [dataclasses.asdict(finding) for finding in diagnosis.findings]
-        show.print_json({**about, "findings": findings, "logs": [str(path) for path in diagnosis.logs]})
+        print_json({**about, "findings": findings, "logs": [str(path) for path in diagnosis.logs]})
     else:
         others = [one.name for one in found if one.name != status.name]
         click.echo(printable(f"{status.service} (job {status.name}) {status.sentence}"))

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.text import Text
 
-from hpc_serve.cli.commands import CommandWithVllmOptions
+from hpc_serve.cli.commands import CommandWithVllmOptions, print_json
 from hpc_serve.cli.console import PlainConsole, plain_table
 from hpc_serve.cli.submit.options import REQUEST_GROUPS, request_options
 from hpc_serve.cli.submit.request import assumed_gpu_note, make_request
-from hpc_serve.cli.values import Duration
+from hpc_serve.cli.values import SECONDS
 from hpc_serve.errors import HpcServeError, ServiceFailedError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import own_store
@@ -32,10 +32,9 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "not checked": 
     "`submit`. Exit code 0 if an engine could start, 6 if not.",
 )
 @request_options
-@click.option("--timeout", type=Duration(), help="How long to wait for the job (600, 10m, 2h) [default: for ever].")
+@click.option("--timeout", type=SECONDS, help="How long to wait for the job (600, 10m, 2h) [default: for ever].")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def preflight_command(timeout: float | None, as_json: bool, **options: Any) -> None:
-    from hpc_serve.cli import show
     from hpc_serve.cli.services.stages import Stages
     from hpc_serve.submit.plans.preflight_job import preflight_request, report_of
     from hpc_serve.submit.services import services
@@ -58,7 +57,7 @@ def preflight_command(timeout: float | None, as_json: bool, **options: Any) -> N
     if report is None:
         raise ServiceFailedError(ended)
     if as_json:
-        show.print_json({"job_id": submission.job_id, "service": request.service, **dataclasses.asdict(report)})
+        print_json({"job_id": submission.job_id, "service": request.service, **dataclasses.asdict(report)})
     else:
         print_report(report)
     if report.of_level("failed"):

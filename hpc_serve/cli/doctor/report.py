@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
     from hpc_serve.submit.logs.log_history import Reports
 
-_LOOK_S = 1.0  # between the two looks at an engine that tell how fast it is
 _MOST_REPLICAS = 16
 
 
@@ -58,7 +57,7 @@ def _reports(store: ServiceStore, target: str) -> list[ReplicaReport]:
     live = [status for status in found if not status.is_over or status.service != target]
     shown = (live or list(found[-1:]))[-_MOST_REPLICAS:]
     jobs = {job.job_id: job for service in {one.service for one in shown} for job in store.read_submitted(service)}
-    works = look_for(shown, store.read_api_key, at_least_s=_LOOK_S)
+    works = look_for(shown, store.read_api_key)
     return [
         ReplicaReport(
             status=status,

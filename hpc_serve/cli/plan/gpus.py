@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from hpc_serve.cli.commands import print_json
 from hpc_serve.sizes import GIB
 
 _ENGINES = {"NVIDIA": "CUDA", "AMD": "ROCm", "Intel": "XPU", "Google": "TPU"}
@@ -24,7 +25,6 @@ def gpus_command(word: str | None, as_json: bool) -> None:
     MEMORY is of one accelerator, as its driver shows it. PER NODE is the usual number; --gpus-per-node says otherwise.
     A * marks the accelerator that the site file names.
     """
-    from hpc_serve.cli import show
     from hpc_serve.plan import catalog
     from hpc_serve.plan.hardware.cluster import DEFAULT_GPU, accelerator_of
     from hpc_serve.submit.site.site_files import read_site
@@ -38,7 +38,7 @@ def gpus_command(word: str | None, as_json: bool) -> None:
         if word is None or any(word.lower() in one.lower() for one in (name, entry["product"], *entry["aliases"]))
     ]
     if as_json:
-        show.print_json(found)
+        print_json(found)
         return
     if not found:
         raise click.ClickException(f"No accelerator has {word!r} in its name; `hpc-serve gpus` lists all.")

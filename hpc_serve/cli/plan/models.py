@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpc_serve.cli.commands import print_json
 from hpc_serve.errors import HpcServeError
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 
@@ -29,7 +30,6 @@ def models_command(word: str | None, fits: bool, as_json: bool) -> None:
 
     `--model` takes any Hugging Face id or folder as well.
     """
-    from hpc_serve.cli import show
     from hpc_serve.plan import catalog
     from hpc_serve.submit.site.site_files import read_site
     from hpc_serve.submit.site.site_models import load_site_models
@@ -45,7 +45,7 @@ def models_command(word: str | None, fits: bool, as_json: bool) -> None:
     if fits:
         own, known = ([one for one in some if _note_layout(site, one)] for some in (own, known))
     if as_json:
-        show.print_json([*own, *known])
+        print_json([*own, *known])
     elif own or known:
         _print_models(own, known, has_layouts=fits)
         if fits:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpc_serve.cli.commands import CommandWithVllmOptions
+from hpc_serve.cli.commands import CommandWithVllmOptions, print_json
 from hpc_serve.cli.submit.options import PLAN_GROUPS, not_empty, plan_options
 from hpc_serve.cli.submit.request import assumed_gpu_note, engine_words, request_of_plan
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
@@ -86,7 +86,6 @@ def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str 
     if plot and any(result.plan for result in results):
         click.echo(f"wrote {plot}", err=True)
     if as_json:
-        from hpc_serve.cli.show import print_json
         from hpc_serve.plan.as_json import result_json
 
         documents = [result_json(result) for result in results]

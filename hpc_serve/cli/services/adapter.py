@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpc_serve.cli.commands import print_json
 from hpc_serve.cli.complete import service_names
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore, own_store
@@ -31,7 +32,6 @@ def adapter_command(action: str, service: str, name: str | None, source: str | N
     is added, woken or started again loads it before it is ready. `submit --lora NAME=FOLDER` starts a service with
     adapters, and `submit … -- --enable-lora --max-lora-rank N` one with room for them.
     """
-    from hpc_serve.cli.show import print_json
     from hpc_serve.submit.services.adapters import add_adapter, remove_adapter
 
     if (name is None) != (action == "list") or (source is None) != (action != "add"):
@@ -69,7 +69,6 @@ def _list(store: ServiceStore, service: str, *, as_json: bool) -> None:
     from rich.text import Text
 
     from hpc_serve.cli.console import PlainConsole, plain_table
-    from hpc_serve.cli.show import print_json
     from hpc_serve.submit.services.adapters import list_adapters
 
     listed = list_adapters(store, service)

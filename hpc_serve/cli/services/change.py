@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpc_serve.cli.commands import print_json
 from hpc_serve.cli.complete import service_names
-from hpc_serve.cli.values import REPLICAS, Duration
+from hpc_serve.cli.values import REPLICAS, SECONDS
 from hpc_serve.errors import StoreError
 from hpc_serve.rendezvous.store import ServiceStore, own_store
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
 
 _DRAIN = click.option(
-    "--drain", type=Duration(), default=120.0, help="How long the requests under way may take [default: 120]."
+    "--drain", type=SECONDS, default=120.0, help="How long the requests under way may take [default: 120]."
 )
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
 
@@ -32,9 +33,7 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print what was d
 )
 @click.option("--now", is_flag=True, help="Do not wait for the requests under way.")
 @_DRAIN
-@click.option(
-    "--timeout", type=Duration(), default=120.0, help="How long to wait for the end after that [default: 120]."
-)
+@click.option("--timeout", type=SECONDS, default=120.0, help="How long to wait for the end after that [default: 120].")
 @AS_JSON
 def stop_command(
     targets: Sequence[str], replicas: Sequence[str], now: bool, drain: float, timeout: float, as_json: bool
@@ -79,7 +78,7 @@ def stop_command(
         for status in foreign:
             click.echo(elsewhere_sentence(store, status), err=as_json)
     if as_json:
-        show.print_json({"ended": [show.status_json(status) for status in ended]})
+        print_json({"ended": [show.status_json(status) for status in ended]})
 
 
 def _stop(
@@ -132,16 +131,14 @@ def scale_command(service: str, replicas: tuple[int, int | None] | dict[str, int
         set_bounds(store, service, count, most)
         click.echo(f"{service}: its jobs decide on {count} to {most} replicas from now on.", err=as_json)
         if as_json:
-            show.print_json({"service": service, "least": count, "most": most})
+            print_json({"service": service, "least": count, "most": most})
         return
     done = scale(
         store, service, count, drain_s=drain, on_stop=lambda status: click.echo(_stopping(status), err=as_json)
     )
     if as_json:
         added, ended = [job.job_id for job in done.added], [show.status_json(status) for status in done.ended]
-        show.print_json(
-            {"service": service, "before": done.before, "replicas": count, "submitted": added, "ended": ended}
-        )
+        print_json({"service": service, "before": done.before, "replicas": count, "submitted": added, "ended": ended})
         return
     for job in done.added:
         click.echo(f"{service}: submitted as job {job.job_id}")
@@ -163,13 +160,12 @@ def wake_command(service: str, as_json: bool) -> None:
 
     They are submitted with the script of its last submission. Nothing is done while replicas wait, start or serve.
     """
-    from hpc_serve.cli import show
     from hpc_serve.submit.services.want import wake
 
     woken = wake(own_store(), service)
     submitted = [job.job_id for job in woken.jobs]
     if as_json:
-        show.print_json({"service": service, "submitted": submitted, "note": woken.note or None})
+        print_json({"service": service, "submitted": submitted, "note": woken.note or None})
         return
     for job_id in submitted:
         click.echo(f"{service}: submitted as job {job_id}")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import click
-from rich.progress import TextColumn, TimeElapsedColumn
-from rich.table import Column
+from rich.progress import TimeElapsedColumn
 from rich.text import Text
 
-from hpc_serve.cli.console import PlainConsole, progress_line
-from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.cli.console import ChangingLine
+from hpc_serve.rendezvous.store import ServiceStore, own_store
 from hpc_serve.submit.plans.planned_speed import ENCODER_POSITIONS
 from hpc_serve.submit.status.start_words import CoarseChanges, detail_words, stages_words
 
@@ -26,12 +23,7 @@ _TRANSCRIBES = 'audio.transcriptions.create(model=client.model, file=open("….w
 
 
 def follow_until_ready(
-    environ: Mapping[str, str],
-    service: str,
-    *,
-    job_id: str | None = None,
-    replicas: int = 1,
-    timeout_s: float | None = None,
+    service: str, *, job_id: str | None = None, replicas: int = 1, timeout_s: float | None = None
 ) -> ReplicaStatus:
     """Show the stages of a service until `replicas` of them are ready. Ctrl-C does not end the service.
 
@@ -39,7 +31,7 @@ def follow_until_ready(
     """
     from hpc_serve.submit.services.wait import wait
 
-    store = ServiceStore(default_home(environ))
+    store = own_store()
     try:
         with Stages(service) as stages:
             status = wait(store, service, job_id=job_id, replicas=replicas, timeout_s=timeout_s, on_change=stages.show)
@@ -78,46 +70,34 @@ def calls_without_chat(service: str) -> str:
     )
 
 
-class Stages:
+class Stages(ChangingLine):
     """The stages of a start, on stderr: on a terminal one line that changes, elsewhere a line for each coarse change.
 
     Once the replica is ready, the stages are told with their times.
     """
 
     def __init__(self, service: str) -> None:
+        super().__init__(TimeElapsedColumn())
         self._service = service
-        self._console = PlainConsole(stderr=True, soft_wrap=True)
-        column = Column(no_wrap=True, overflow="ellipsis")
-        words = TextColumn("{task.description}", markup=False, table_column=column)
-        self._progress = progress_line(self._console, TimeElapsedColumn(), words)
-        self._task = self._progress.add_task(service)
+        self.change(service)
         self._began_s = self._stage_began_s = time.monotonic()
         self._stage = ""
         self._changes = CoarseChanges()
 
-    def __enter__(self) -> Stages:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
     def show(self, status: ReplicaStatus) -> None:
         """Show a status."""
         words = stage_line(status)
-        self._progress.update(self._task, description=f"{self._service} {words}")
+        self.change(f"{self._service} {words}")
         now_s = time.monotonic()
-        if not self._console.is_terminal:
+        if not self.is_shown:
             if self._changes.is_one(status):
-                self._console.print(Text(f"{_clock(now_s - self._began_s)} {self._service} {words}"))
+                self.console.print(Text(f"{_clock(now_s - self._began_s)} {self._service} {words}"))
         elif (stage := status.stage or words) != self._stage:
             if self._stage:
-                self._console.print(Text(f"  {_clock(now_s - self._stage_began_s)} {self._stage}", style="dim"))
+                self.console.print(Text(f"  {_clock(now_s - self._stage_began_s)} {self._stage}", style="dim"))
             self._stage, self._stage_began_s = stage, now_s
         if status.state == "ready" and (stages := stages_words(status)):
-            self._console.print(Text(f"{self._service} took: {stages}"))
+            self.console.print(Text(f"{self._service} took: {stages}"))
 
 
 def stage_line(status: ReplicaStatus) -> str:

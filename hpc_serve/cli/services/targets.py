@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
+from hpc_serve.cli.commands import print_json
 from hpc_serve.cli.complete import live_service_names, live_services
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
@@ -34,7 +36,6 @@ def targets_command(
     from its file, so it has to run as you.
     """
     if dashboard:
-        from hpc_serve.cli.show import print_json
         from hpc_serve.vllm.options import load_data
 
         print_json(load_data("grafana.json"))
@@ -58,14 +59,14 @@ def targets_command(
 def _write(store: ServiceStore, services: Sequence[str], output: Path | None, written: str | None) -> str:
     """Write the targets if they are others than those `written`; returns them."""
     from hpc_serve.client.discovery.all_services import discover_services
-    from hpc_serve.client.scrape import target_groups, targets_text
+    from hpc_serve.client.scrape import target_groups
     from hpc_serve.rendezvous.files import write_private
 
     found = [one for one in discover_services(store) if not services or one.service in services]
     groups, problems = target_groups(replica for one in found for replica in one.replicas)
     problems += [problem for one in found for problem in one.problems]
     problems += [f"there is no service {name}" for name in services if name not in {one.service for one in found}]
-    text = targets_text(groups)
+    text = json.dumps(groups, indent=2, ensure_ascii=False) + "\n"
     if text == written:
         return text
     for problem in problems:

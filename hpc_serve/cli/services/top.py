@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpc_serve.cli.commands import print_json
 from hpc_serve.cli.complete import live_service_names
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
 
 _EVERY_S = 2.0
-_ONCE_S = 1.0  # between the two looks of --once
 _SLURM_S = 15.0  # a controller serves a whole site: it is asked less often than engines are
 _DRAW_S = 0.25
 _WIDTH_WITHOUT_TERMINAL = 160
@@ -56,13 +56,11 @@ class Looks:
             report = read_status(self._store, slurm=self._slurm)
         except HpcServeError as error:
             return Frame(problems=(str(error),), at=time.time())
-        replicas = tuple(one for one in report.everywhere if not one.is_over and self._is_named(one.service))
+        live = (one for one in report.everywhere if not one.is_over)
+        replicas = tuple(one for one in live if not self._services or one.service in self._services)
         missing = [f"{name} has no replica" for name in self._services - {one.service for one in replicas}]
         works = tuple(self._works.look(replicas))
         return Frame(replicas=replicas, works=works, problems=(*report.problems, *sorted(missing)), at=time.time())
-
-    def _is_named(self, service: str) -> bool:
-        return not self._services or service in self._services
 
 
 @click.command("top")
@@ -77,15 +75,16 @@ def top_command(services: Sequence[str], once: bool, as_json: bool) -> None:
     It looks every two seconds; tokens/s are counted since the last look. If stdout is no terminal, it prints one look.
     """
     from hpc_serve.cli.services.terminal_screen import has_screen
+    from hpc_serve.client.engine_work import LOOK_S
 
     looks = Looks(own_store(), services)
     if once or as_json or not has_screen():
         frame = looks.look()
         if any(work.in_flight for work in frame.works):
-            time.sleep(_ONCE_S)
+            time.sleep(LOOK_S)
             frame = looks.look()
         if as_json:
-            from hpc_serve.cli.show import print_json, status_json
+            from hpc_serve.cli.show import status_json
 
             found = [status_json(status, work) for status, work in zip(frame.replicas, frame.works)]
             print_json({"services": found, "problems": list(frame.problems), "at": frame.at})
@@ -138,50 +137,48 @@ def _summary(frame: Frame) -> str:
     return f"{clock}  {ready}/{len(frame.replicas)} ready, {running} running, {waiting} waiting{speed}"
 
 
-# Heading, whether it stands at the right; the last columns go first where there is no room.
-_COLUMNS = (
-    *(("SERVICE", False), ("JOB", False), ("STATE", False), ("RUN", True), ("WAIT", True), ("TOKENS/S", True)),
-    *(("CACHE", True), ("PROMPTS/S", True), ("AGE", True), ("LEFT", True), ("NODE", False)),
-)
-_NEEDED = 3
+_AT_THE_RIGHT = ("RUN", "WAIT", "TOKENS/S", "CACHE", "PROMPTS/S", "AGE", "LEFT")
+_NEEDED = 3  # columns that stay where there is no room; the last ones go first
 
 
 def _table(frame: Frame, width: int) -> list[str]:
-    rows = [
-        [printable(" ".join(cell.split())) for cell in _row(one, work, frame.at)]
-        for one, work in zip(frame.replicas, frame.works, strict=True)
-    ]
+    rows = [_row(one, work, frame.at) for one, work in zip(frame.replicas, frame.works, strict=True)]
     if not rows:
         return ["", "No replicas."]
-    widths = [max(len(heading), *(len(row[place]) for row in rows)) for place, (heading, _) in enumerate(_COLUMNS)]
-    shown = len(_COLUMNS)
-    while shown > _NEEDED and sum(widths[:shown]) + 2 * (shown - 1) > width:
-        shown -= 1
-    table = [[heading for heading, _ in _COLUMNS], *rows]
+    table = [{name: name for name in rows[0]}, *rows]
+    widths = {name: max(len(row[name]) for row in table) for name in rows[0]}
+    shown = list(widths)
+    while len(shown) > _NEEDED and sum(widths[name] + 2 for name in shown) - 2 > width:
+        shown.pop()
     lines = [""]
-    for cells in table:
-        aligned = zip(cells[:shown], widths, _COLUMNS)
-        lines.append("  ".join(f"{cell:>{wide}}" if right else f"{cell:<{wide}}" for cell, wide, (_, right) in aligned))
-    for place, one in enumerate(frame.replicas):
-        reason = one.detail or ("" if one.state != "ready" else frame.works[place].problem)
-        if reason:
+    for row in table:
+        cells = (f"{row[name]:{'>' if name in _AT_THE_RIGHT else '<'}{widths[name]}}" for name in shown)
+        lines.append("  ".join(cells).rstrip())
+    for one, work in zip(frame.replicas, frame.works):
+        if reason := one.detail or ("" if one.state != "ready" else work.problem):
             lines.append(f"{one.name}: {reason}")
-    return [line.rstrip() for line in lines]
+    return lines
 
 
-def _row(status: ReplicaStatus, work: ReplicaWork, now: float) -> list[str]:
+def _row(status: ReplicaStatus, work: ReplicaWork, now: float) -> dict[str, str]:
+    """Return the cells of a replica by their headings."""
     from hpc_serve.durations import duration
 
     doing, cache = work.now, work.now.cache_use
-    return [
-        *(status.service, status.name, status.state),
-        *(_number(doing.running), _number(doing.waiting), _number(work.generation_tokens_per_s)),
-        "" if cache is None else f"{100 * cache:.1f} %",
-        _number(work.prompt_tokens_per_s),
-        duration(now - status.started_at) if status.started_at else "",
-        status.time_left or "",
-        status.record.nodes[0].name if status.record and status.record.nodes else "",
-    ]
+    cells = {
+        "SERVICE": status.service,
+        "JOB": status.name,
+        "STATE": status.state,
+        "RUN": _number(doing.running),
+        "WAIT": _number(doing.waiting),
+        "TOKENS/S": _number(work.generation_tokens_per_s),
+        "CACHE": "" if cache is None else f"{100 * cache:.1f} %",
+        "PROMPTS/S": _number(work.prompt_tokens_per_s),
+        "AGE": duration(now - status.started_at) if status.started_at else "",
+        "LEFT": status.time_left or "",
+        "NODE": status.record.nodes[0].name if status.record and status.record.nodes else "",
+    }
+    return {name: printable(" ".join(cell.split())) for name, cell in cells.items()}
 
 
 def _number(value: float | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
@@ -13,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpc_serve.cli.commands import print_json
 from hpc_serve.cli.complete import service_names
-from hpc_serve.cli.values import Duration
+from hpc_serve.cli.values import SECONDS
 from hpc_serve.printable import printable
 from hpc_serve.redact import redact_lines
 from hpc_serve.rendezvous.shares import named_service
@@ -23,9 +23,6 @@ from hpc_serve.rendezvous.store import own_store
 if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
     from hpc_serve.submit.logs.log_files import LogWriter
-
-_A_DAY_S = 24 * 3600.0
-_LOOK_S = 1.0  # between the two looks at an engine that tell how fast it is
 
 
 @click.command("status")
@@ -56,20 +53,20 @@ def status_command(service: str | None, everything: bool, watched: bool, as_json
             raise click.UsageError("--watch shows a table for people, without old ends: leave out --json and --all.")
         from hpc_serve.cli.services.watching import watch_status
 
-        watch_status(store, service, _recent)
+        watch_status(store, service)
         return
     report = read_status(store, service)
     shown = report.everywhere
     if service is not None and not shown:
         shown, everything = tuple(find(store, service)), True
     if not everything:
-        shown = _recent(shown) or (shown[-1:] if service is not None else ())
+        shown = show.recent(shown) or (shown[-1:] if service is not None else ())
     report = replace(report, replicas=shown, elsewhere=())
     from hpc_serve.client.engine_work import look_for
 
-    works = look_for(report.replicas, store.read_api_key, at_least_s=_LOOK_S)
+    works = look_for(report.replicas, store.read_api_key)
     if as_json:
-        show.print_json(show.report_json(report, works))
+        print_json(show.report_json(report, works))
         return
     if service is not None:
         for status, work in zip(report.replicas, works):
@@ -80,7 +77,8 @@ def status_command(service: str | None, everything: bool, watched: bool, as_json
     else:
         click.echo("No services. Start one: hpc-serve submit --model 8b --wait")
     show.print_counts(report)
-    show.warn(report.problems)
+    for line in report.problems:
+        click.echo(f"warning: {line}", err=True)
 
 
 @click.command("wait")
@@ -88,7 +86,7 @@ def status_command(service: str | None, everything: bool, watched: bool, as_json
 @click.option(
     "--replicas", type=click.IntRange(min=1), default=1, metavar="N", help="Wait for N replicas [default: 1]."
 )
-@click.option("--timeout", type=Duration(), help="How long: seconds, or 10m, 2h [default: for ever].")
+@click.option("--timeout", type=SECONDS, help="How long: seconds, or 10m, 2h [default: for ever].")
 @click.option("--json", "as_json", is_flag=True, help="Print the ready service as JSON.")
 def wait_command(service: str, replicas: int, timeout: float | None, as_json: bool) -> None:
     """Wait until a service is ready, and show its stages.
@@ -100,9 +98,9 @@ def wait_command(service: str, replicas: int, timeout: float | None, as_json: bo
     from hpc_serve.cli import show
     from hpc_serve.cli.services.stages import follow_until_ready
 
-    status = follow_until_ready(os.environ, service, replicas=replicas, timeout_s=timeout)
+    status = follow_until_ready(service, replicas=replicas, timeout_s=timeout)
     if as_json:
-        show.print_json(show.status_json(status))
+        print_json(show.status_json(status))
 
 
 @click.command("logs")
@@ -155,14 +153,6 @@ def logs_command(
         _print_lines(((path, line) for path, line in new if log_files.is_by(writer, line)), secrets)
     else:
         _print_lines(((path, line) for path in found for line in log_files.tail_by(path, lines, writer)), secrets)
-
-
-def _recent(statuses: Sequence[ReplicaStatus]) -> tuple[ReplicaStatus, ...]:
-    """Return what is not over, and what has ended within a day."""
-    a_day_ago = time.time() - _A_DAY_S
-    return tuple(
-        status for status in statuses if not status.is_over or (status.began_or_ended_at or time.time()) > a_day_ago
-    )
 
 
 def _which_is_shown(status: ReplicaStatus, others: Sequence[ReplicaStatus]) -> str:

@@ -13,7 +13,7 @@ from rich.live import Live
 
 from hpc_serve.cli.console import PlainConsole
 from hpc_serve.cli.services.stages import stage_line
-from hpc_serve.cli.show import status_table
+from hpc_serve.cli.show import recent, status_table
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.status.start_words import CoarseChanges
@@ -28,8 +28,8 @@ _SCHEDULER_S = 5.0  # a controller serves a whole site: it is asked less often t
 Replicas = Sequence["ReplicaStatus"]
 
 
-def watch_status(store: ServiceStore, target: str | None, choose: Callable[[Replicas], Replicas]) -> None:
-    """Show the replicas that `choose` takes of all, of a service or of a job, until Ctrl-C.
+def watch_status(store: ServiceStore, target: str | None) -> None:
+    """Show the recent replicas of all, of a service or of a job, until Ctrl-C.
 
     Raises ServiceNotFoundError, StoreError.
     """
@@ -40,17 +40,13 @@ def watch_status(store: ServiceStore, target: str | None, choose: Callable[[Repl
 
     def look() -> Replicas:
         replicas = read_status(store, service, slurm=slurm).everywhere
-        return choose([one for one in replicas if target in (None, one.service, one.job_id, one.name)])
+        return recent(one for one in replicas if target in (None, one.service, one.job_id, one.name))
 
     console = PlainConsole()
-    try:
-        if console.is_terminal:
-            _draw(console, look)
-        else:
-            _print_changes(look)
-    except KeyboardInterrupt:
-        click.echo(err=True)
-        raise click.exceptions.Exit(130) from None
+    if console.is_terminal:
+        _draw(console, look)
+    else:
+        _print_changes(look)
 
 
 def _draw(console: Console, look: Callable[[], Replicas]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpc_serve.cli.commands import print_json
 from hpc_serve.cli.complete import model_names
 from hpc_serve.durations import duration
 from hpc_serve.errors import InvalidRequestError
@@ -61,7 +62,6 @@ def fetch_command(model: str, revision: str, include: tuple[str, ...], site: str
 
 
 def _print_folder(repository: str, folder: Path, *, fetched_bytes: int, as_json: bool) -> None:
-    from hpc_serve.cli.show import print_json
 
     if as_json:
         print_json({"model": repository, "folder": str(folder), "fetched_bytes": fetched_bytes})

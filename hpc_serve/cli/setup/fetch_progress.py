@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 
 import click
-from rich.progress import Task, TextColumn
+from rich.progress import Task
 
-from hpc_serve.cli.console import PlainConsole, progress_line
+from hpc_serve.cli.console import ChangingLine
 from hpc_serve.durations import about
 from hpc_serve.sizes import readable_size
 
@@ -19,30 +19,22 @@ _RATE_OVER_S = 10.0
 _LINE_EVERY_S = 60.0
 
 
-class FetchProgress:
+class FetchProgress(ChangingLine):
     """`done` of `total` bytes are here at the beginning."""
 
     def __init__(self, done: int, total: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._clock = PlainConsole(stderr=True, soft_wrap=True), clock
-        self._progress = progress_line(self._console, TextColumn("{task.description}", markup=False))
-        self._progress.get_time, self._progress.speed_estimate_period = clock, _RATE_OVER_S
-        self._id = self._progress.add_task("", total=total, completed=done)
-        self._tenth, self._line_at_s = 0, clock()
-
-    def __enter__(self) -> FetchProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        super().__init__()
+        self.progress.get_time, self.progress.speed_estimate_period = clock, _RATE_OVER_S
+        self.progress.reset(self.task, total=total, completed=done)
+        self._clock, self._tenth, self._line_at_s = clock, 0, clock()
 
     def show(self, done: int) -> None:
         """Show that `done` bytes are here. Without a terminal, print a line at each tenth and once a minute."""
-        self._progress.update(self._id, completed=done)
-        task = self._progress.tasks[self._id]
-        self._progress.update(self._id, description=words(task))
+        self.progress.update(self.task, completed=done)
+        task = self.progress.tasks[self.task]
+        self.change(words(task))
         tenth, now_s = int(task.percentage // 10), self._clock()
-        if not self._console.is_terminal and (tenth > self._tenth or now_s - self._line_at_s >= _LINE_EVERY_S):
+        if not self.is_shown and (tenth > self._tenth or now_s - self._line_at_s >= _LINE_EVERY_S):
             self._tenth, self._line_at_s = max(tenth, self._tenth), now_s
             click.echo(words(task), err=True)
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpc_serve.cli.commands import print_json
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -62,8 +64,6 @@ def init_command(output: Path | None, only_print: bool, force: bool, as_json: bo
     if not only_print:
         _write(path, text, replace=force)
     if as_json:
-        from hpc_serve.cli.show import print_json
-
         found = {setting.key: {"value": setting.value, "reason": setting.why} for setting in settings}
         print_json({"file": None if only_print else str(path), "settings": found})
         return
@@ -82,7 +82,6 @@ def site_command(named: str | None, as_json: bool) -> None:
     The system's file (/etc/hpc-serve/site.yaml, or HPC_SERVE_SYSTEM_SITE) is read first. Settings of your own win one
     by one, flags over both.
     """
-    from hpc_serve.cli import show
     from hpc_serve.submit.site.site_files import merge_site
 
     merged = merge_site(os.environ, named)
@@ -90,7 +89,7 @@ def site_command(named: str | None, as_json: bool) -> None:
         settings = {
             name: {"value": value, "file": str(merged.sources[name])} for name, value in merged.settings.items()
         }
-        show.print_json({"files": [str(file) for file in merged.files], "settings": settings})
+        print_json({"files": [str(file) for file in merged.files], "settings": settings})
     elif not merged.files:
         click.echo("There is no site file: `hpc-serve init` looks at the cluster and writes one.")
     else:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import click
 
 from hpc_serve.cli.complete import gpu_names, model_names
-from hpc_serve.cli.values import REPLICAS, SIZE, TOKENS, Duration
+from hpc_serve.cli.values import REPLICAS, SIZE, TIME_WITH_UNIT, TOKENS
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.submit.request.option import spellings, unset_value
 from hpc_serve.submit.request.request import OPTIONS, ServeRequest
@@ -34,7 +34,7 @@ def not_empty(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 _KINDS: Mapping[str, Any] = {
     "size": SIZE,
     "tokens": TOKENS,
-    "time": Duration(needs_unit=True),
+    "time": TIME_WITH_UNIT,
     "replicas": REPLICAS,
     "positive": click.IntRange(min=1),
     "share": click.FloatRange(0, 1, max_open=True),

@@ -109,13 +109,13 @@ def make_requests(options: Mapping[str, Any]) -> list[ServeRequest]:
     return [make_request({**options, "replicas": {name: counts[name]}}) for name in names]
 
 
-def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ) -> ServeRequest:
+def make_request(options: Mapping[str, Any]) -> ServeRequest:
     """The request that a command's options, the environment and the site file make together. Raises HpcServeError."""
     from hpc_serve.hub.hub_settings import hub_cache
     from hpc_serve.submit.request.job_env import expanded, parse_env
     from hpc_serve.submit.site.site_files import read_site
 
-    counts, machine = options["replicas"], DEFAULT_MACHINE
+    environ, counts, machine = os.environ, options["replicas"], DEFAULT_MACHINE
     if isinstance(counts, dict):
         if len(counts) > 1:
             raise InvalidRequestError(

@@ -14,6 +14,7 @@ _LOGS_SHOWN = 4
 def submission_json(submission: Submission) -> dict[str, Any]:
     """A submission under stable keys, with the other replicas of its service, and in what its engine differs."""
     job, plan = submission.job, submission.plan
+    sizes = ("num_nodes", "gpus_per_node", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     ahead = [
         {"job_id": one.job_id, "predecessor": one.predecessor, "log": one.log_path}
         for one in submission.jobs
@@ -21,9 +22,7 @@ def submission_json(submission: Submission) -> dict[str, Any]:
     ]
     shared = {"shared_with": submission.shared_with, "folder": submission.folder}
     return {
-        "service": job.service,
-        "model": job.model,
-        "cluster": job.cluster,
+        **{name: getattr(job, name) for name in ("service", "model", "cluster")},
         "job_id": submission.job_id,
         "is_there": submission.is_there,
         "machine": job.machine,
@@ -35,11 +34,7 @@ def submission_json(submission: Submission) -> dict[str, Any]:
         ],
         "script": job.script,
         "log": job.log_path,
-        "num_nodes": plan.layout.num_nodes,
-        "gpus_per_node": plan.layout.gpus_per_node,
-        "tensor_parallel_size": plan.layout.tensor_parallel_size,
-        "pipeline_parallel_size": plan.layout.pipeline_parallel_size,
-        "data_parallel_size": plan.layout.data_parallel_size,
+        **{name: getattr(plan.layout, name) for name in sizes},
         "replicas_wanted": plan.replicas,
         "weights_note": submission.weights_note,
         "queue": submission.queue,

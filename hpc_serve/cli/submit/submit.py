@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpc_serve.cli.commands import CommandWithVllmOptions
+from hpc_serve.cli.commands import CommandWithVllmOptions, print_json
 from hpc_serve.cli.submit.options import REQUEST_GROUPS, request_options
 from hpc_serve.cli.submit.request import assumed_gpu_note, make_request, make_requests
-from hpc_serve.cli.values import Duration
+from hpc_serve.cli.values import SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +62,7 @@ def render_command(output: Path | None, **options: Any) -> None:
     default=False,
     help="Follow it until a replica is ready; Ctrl-C only detaches.",
 )
-@click.option("--timeout", type=Duration(), help="With --wait: how long (600, 10m, 2h) [default: for ever].")
+@click.option("--timeout", type=SECONDS, help="With --wait: how long (600, 10m, 2h) [default: for ever].")
 @click.option(
     "--check-hub", is_flag=True, help="Ask the hub, for 5 s, whether weights that are not here may be fetched."
 )
@@ -85,7 +85,6 @@ def submit_command(
     as_json: bool,
     **options: Any,
 ) -> Sequence[Submission]:
-    from hpc_serve.cli import show
     from hpc_serve.cli.services.stages import follow_until_ready
     from hpc_serve.cli.submit.submission import submission_json, submission_text
     from hpc_serve.submit.services import services
@@ -99,11 +98,11 @@ def submit_command(
     is_one = len(submissions) == 1
     if as_json:
         told = [submission_json(one) for one in submissions]
-        show.print_json(told[0] if is_one else {"service": requests[0].service, "submissions": told})
+        print_json(told[0] if is_one else {"service": requests[0].service, "submissions": told})
     else:
         for one in submissions:
             click.echo(submission_text(one, gpu_note=assumed_gpu_note()))
     if wait:
         job_id = submissions[0].job_id if is_one else None
-        follow_until_ready(os.environ, requests[0].service, job_id=job_id, timeout_s=timeout)
+        follow_until_ready(requests[0].service, job_id=job_id, timeout_s=timeout)
     return submissions

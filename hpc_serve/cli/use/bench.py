@@ -11,9 +11,9 @@ import click
 
 from hpc_serve.bench.files import FORMATS
 from hpc_serve.bench.run import Dataset, Lengths, Pace
-from hpc_serve.cli.commands import GroupedCommand
+from hpc_serve.cli.commands import GroupedCommand, print_json
 from hpc_serve.cli.complete import gpu_names, live_service_names
-from hpc_serve.cli.values import Duration, Written
+from hpc_serve.cli.values import SECONDS, Written
 from hpc_serve.errors import HpcServeError
 from hpc_serve.given_files import parse_json
 
@@ -101,7 +101,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option(
     "--goodput", "goals", type=_GOALS, multiple=True, metavar="NAME:MS", help="Count requests within ttft, tpot, e2el."
 )
-@click.option("--wait", type=Duration(), help="Wait for it that long if it is coming (600, 10m).")
+@click.option("--wait", type=SECONDS, help="Wait for it that long if it is coming (600, 10m).")
 @click.option(
     "--gpu",
     shell_complete=gpu_names,
@@ -129,7 +129,6 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
     from hpc_serve.bench.page import page
     from hpc_serve.bench.plot import draw_runs
     from hpc_serve.bench.results import document, result_of
-    from hpc_serve.cli import show
     from hpc_serve.cli.use import bench_view
     from hpc_serve.plots.figure import check_picture
     from hpc_serve.rendezvous.store import own_store
@@ -155,7 +154,7 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
     if results and options["save"] is not None:
         _write(options["save"], json.dumps(document(results, options["save"]), ensure_ascii=False) + "\n")
     if results and options["as_json"]:
-        show.print_json(document(results))
+        print_json(document(results))
     elif results:
         bench_view.print_results(results, is_full=options["full"])
     if results and options["html"] is not None:

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import click
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
 from hpc_serve.bench.report import Result, no_prediction, replica_rows, run_lines, sweep_rows, table
 from hpc_serve.bench.run import Run
 from hpc_serve.bench.sweep import Progress, Sweep, make_runs
-from hpc_serve.cli.console import PlainConsole, progress_line
+from hpc_serve.cli.console import ChangingLine
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore
@@ -77,17 +77,15 @@ def _below_the_table(results: Sequence[Result]) -> Iterator[str]:
 @contextmanager
 def _progress() -> Iterator[Progress]:
     """Show the run under way on stderr: a bar on a terminal, elsewhere a line for each run."""
-    console = PlainConsole(stderr=True, soft_wrap=True)
-    words, bar = TextColumn("{task.description}", markup=False), BarColumn(bar_width=24)
-    with progress_line(console, TimeElapsedColumn(), words, bar, MofNCompleteColumn()) as shown:
-        task = shown.add_task("looking for replicas", total=None)
+    with ChangingLine(TimeElapsedColumn(), BarColumn(bar_width=24), MofNCompleteColumn()) as line:
+        line.change("looking for replicas")
 
         def tell(title: str, count: int | None, ended: int) -> None:
             if ended:
-                shown.update(task, completed=ended)
+                line.progress.update(line.task, completed=ended)
                 return
-            shown.reset(task, total=count, description=title)
-            if count is not None and not console.is_terminal:
+            line.progress.reset(line.task, total=count, description=title)
+            if count is not None and not line.is_shown:
                 click.echo(f"{title}: {count} requests", err=True)
 
         yield tell

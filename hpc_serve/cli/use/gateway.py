@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpc_serve.cli.complete import service_names
-from hpc_serve.cli.values import SIZE, Duration
+from hpc_serve.cli.values import SECONDS, SIZE
 from hpc_serve.rendezvous.names import validate_service_name
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _WITH_KEY = """printf 'header = "Authorization: Bearer %s"' {key} | curl --confi
     "--own-keys", is_flag=True, help="With --share: put no key there; `hpc-serve key add` makes one for each."
 )
 @click.option("--key-file", type=click.Path(path_type=Path), help="The key's file, made if it is missing (0600).")
-@click.option("--wait", type=Duration(), default=60.0, help="How long a request waits for a replica [60s].")
+@click.option("--wait", type=SECONDS, default=60.0, help="How long a request waits for a replica [60s].")
 @click.option("--wake", is_flag=True, help="A request wakes a service that is asleep.")
 @click.option(
     "--on-demand",
@@ -53,7 +53,7 @@ _WITH_KEY = """printf 'header = "Authorization: Bearer %s"' {key} | curl --confi
 @click.option("--max-body", type=SIZE, default="64MiB", metavar="SIZE", help="Largest body of a request [64MiB].")
 @click.option("--allow-origin", "origins", multiple=True, metavar="URL", help="Let web pages of this origin ask.")
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Answer as this host, beside localhost.")
-@click.option("--grace", type=Duration(), default=30.0, help="At the end: time for requests under way [30s].")
+@click.option("--grace", type=SECONDS, default=30.0, help="At the end: time for requests under way [30s].")
 def gateway_command(
     services: tuple[str, ...],
     socket_path: Path | None,

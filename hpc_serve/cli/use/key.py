@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpc_serve.cli.commands import print_json
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -59,7 +61,6 @@ def _show(people: Sequence[Person], use: Mapping[str, Use], *, as_json: bool) ->
     from rich.text import Text
 
     from hpc_serve.cli.console import PlainConsole, plain_table
-    from hpc_serve.cli.show import print_json
     from hpc_serve.gateway.use import Use
 
     rows = [{**asdict(person), **asdict(use.get(person.name, Use()))} for person in people]

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpc_serve.cli.commands import print_json
 from hpc_serve.cli.complete import live_service_names
-from hpc_serve.cli.values import Duration
+from hpc_serve.cli.values import SECONDS
 from hpc_serve.errors import HpcServeError, ServiceNotFoundError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.names import is_service_name
@@ -18,7 +19,7 @@ from hpc_serve.rendezvous.shares import is_service_folder
 if TYPE_CHECKING:
     from hpc_serve.client.openai_client import ServiceClient
 
-_WAIT = click.option("--wait", type=Duration(), help="Wait for it that long if it is coming (600, 10m).")
+_WAIT = click.option("--wait", type=SECONDS, help="Wait for it that long if it is coming (600, 10m).")
 
 
 @click.command("env")
@@ -36,13 +37,12 @@ def env_command(service: str | None, wait: float | None, as_json: bool) -> None:
     If no SERVICE is named, it is the only one that is ready. The address is the current address of one replica.
     Programs in Python should use hpc_serve.client.connect(), which follows the service when it moves.
     """
-    from hpc_serve.cli import show
     from hpc_serve.client import endpoint
 
     found = endpoint(service, wait=wait)
     if as_json:
         names = ("service", "model", "base_url", "api_key", "variables")
-        show.print_json({name: getattr(found, name) for name in names})
+        print_json({name: getattr(found, name) for name in names})
         return
     for name, value in found.variables.items():
         click.echo(f"export {name}={shlex.quote(value)}")
@@ -146,16 +146,14 @@ def _ask(client: ServiceClient, messages: list[dict[str, str]], options: dict[st
                 answer.append(text)
                 click.echo(printable(text), nl=False)
                 sys.stdout.flush()
-    except openai.NotFoundError as error:
-        from hpc_serve.cli.services.stages import calls_without_chat
-
-        if "does not exist" in error.message:  # the model, not the route
-            raise HpcServeError(f"{client.service} answered {error.status_code}: {error.message}") from error
-        raise HpcServeError(
-            f"{client.service} has no chat: its engine generates no text from prompts. "
-            f"{calls_without_chat(client.service)}"
-        ) from error
     except openai.APIStatusError as error:
+        if error.status_code == 404 and "does not exist" not in error.message:  # the route, not the model
+            from hpc_serve.cli.services.stages import calls_without_chat
+
+            raise HpcServeError(
+                f"{client.service} has no chat: its engine generates no text from prompts. "
+                f"{calls_without_chat(client.service)}"
+            ) from error
         raise HpcServeError(f"{client.service} answered {error.status_code}: {error.message}") from error
     except openai.OpenAIError as error:
         raise HpcServeError(f"{client.service} cannot be asked: {error}") from error

@@ -65,7 +65,7 @@ def _describe(name: str) -> str:
     assert command is not None
     with click.Context(command, info_name=f"hpc-serve {name}", max_content_width=100) as ctx:
         usage = command.get_help(ctx)
-    return f"{COMMANDS[name][2]} `words` are the words behind `hpc-serve {name}`.\n\n{usage}"
+    return f"{COMMANDS[name][1]} `words` are the words behind `hpc-serve {name}`.\n\n{usage}"
 
 
 def changes_something(name: str, words: Sequence[str]) -> bool:

@@ -6,7 +6,6 @@ bytes travel is decided by the two kinds of connection, in `thread_pool` and in 
 
 from __future__ import annotations
 
-import functools
 import os
 import select
 import ssl
@@ -251,7 +250,7 @@ class EngineAnswer(Body):
             error, self._error = self._error, None
             raise error
 
-    @functools.cached_property
+    @property
     def headers(self) -> Mapping[str, str]:
         return {name.decode("latin-1"): value.decode("latin-1") for name, value in self.raw_headers}
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
+from hpc_serve.background import in_background
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas.status import ServiceStatus
 from hpc_serve.errors import HpcServeError
@@ -22,18 +22,11 @@ def find_ready_services(store: ServiceStore) -> tuple[ServiceStatus, ...]:
 
 
 def _each_service(store: ServiceStore, find: Callable[[ServiceWatch], ServiceStatus]) -> tuple[ServiceStatus, ...]:
-    found: dict[str, ServiceStatus] = {}
-
-    def read(service: str) -> None:
+    def read(service: str) -> ServiceStatus:
         try:
-            found[service] = find(ServiceWatch(store, service))
+            return find(ServiceWatch(store, service))
         except HpcServeError as error:
-            found[service] = ServiceStatus(service=service, home=str(store.home), problems=(str(error),))
+            return ServiceStatus(service=service, home=str(store.home), problems=(str(error),))
 
-    services = store.services()
-    threads = [threading.Thread(target=read, args=(service,), daemon=True) for service in services]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return tuple(found[service] for service in services)
+    reading = [in_background(read, service) for service in store.services()]
+    return tuple(one.result() for one in reading)

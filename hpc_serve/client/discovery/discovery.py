@@ -12,7 +12,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future
+from contextlib import suppress
 
+from hpc_serve.background import in_background
 from hpc_serve.client.discovery.lost_replicas import LookResult, LostReplicas
 from hpc_serve.client.discovery.reading import RecordReader
 from hpc_serve.client.discovery.search import Search
@@ -20,7 +23,7 @@ from hpc_serve.client.discovery.wake import Waker
 from hpc_serve.client.replicas.assess import assess_replica, assess_submitted
 from hpc_serve.client.replicas.fork import renew_after_fork
 from hpc_serve.client.replicas.pool import ReplicaAddress, ReplicaPool
-from hpc_serve.client.replicas.probe import LeaseWatch, in_background, probe_records
+from hpc_serve.client.replicas.probe import LeaseWatch, probe_records
 from hpc_serve.client.replicas.proofs import FRESH_S, MOST_MISSED, REVERIFY_S, WITHOUT_ENGINE, Proofs
 from hpc_serve.client.replicas.replicas import LastReplica
 from hpc_serve.client.replicas.status import ProbeResult, ServiceStatus
@@ -53,7 +56,6 @@ class ServiceWatch:
         *,
         probe: Probe | None = None,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
         may_wake: bool = False,
     ) -> None:
         store.service_dir(service)  # a name that cannot be one is refused here
@@ -67,7 +69,6 @@ class ServiceWatch:
         self.api_key = ""
         self._probe = probe or _probe
         self._clock = clock
-        self._wall_clock = wall_clock
         self._lease = LeaseWatch()
         self._proofs = Proofs()
         self._reader = RecordReader(store, service, self._proofs)
@@ -79,7 +80,7 @@ class ServiceWatch:
     def _make_locks(self) -> None:
         self._refresh_lock = threading.Lock()
         self._search_lock = threading.Lock()
-        self._background_lock = threading.Lock()
+        self._refreshing: Future[None] | None = None
 
     def after_fork(self) -> None:
         """In a forked process, locks may be held by threads that are not there."""
@@ -114,9 +115,7 @@ class ServiceWatch:
             if self._searched_at_s > asked_at_s:  # another thread searched while this one waited for the lock
                 return bool(self.pool)
             self._searched_at_s = self._clock()
-            search = Search(
-                read=lambda files: _ready_ones(self._reader.read(files)), ask=self._ask, clock=self._wall_clock
-            )
+            search = Search(read=lambda files: _ready_ones(self._reader.read(files)), ask=self._ask)
             try:
                 self.api_key = self._reader.api_key(self.api_key)
                 search.run(self._reader.files())
@@ -153,8 +152,9 @@ class ServiceWatch:
 
     def pick(self, tried: Set[str] = frozenset(), begins: list[int] | None = None) -> ReplicaAddress | None:
         """Take a replica not in `tried`, as the pool does; refreshes in the background when that is due."""
-        if self._is_refresh_due:
-            self._start_refresh()
+        if self._is_refresh_due and (self._refreshing is None or self._refreshing.done()):
+            with suppress(RuntimeError):  # no more threads for this user: later
+                self._refreshing = in_background(self._refresh_if_possible)
         return self.pool.take(tried, begins)
 
     def mark_suspect(self, replica: ReplicaAddress) -> None:
@@ -170,7 +170,7 @@ class ServiceWatch:
 
     def _ask_others(self, names: Set[str]) -> None:
         """Ask a few replicas that are not in `names`, each in a thread of its own."""
-        proven = dict(self._proofs.proven)  # a copy: other threads change it
+        proven = self._proofs.proven
         for name in sorted(proven.keys() - names, key=lambda name: name not in self.pool)[:OTHERS]:
             in_background(self._ask, proven[name])
 
@@ -195,20 +195,11 @@ class ServiceWatch:
     def _is_refresh_due(self) -> bool:
         return self._clock() - self._refreshed_at_s > REFRESH_S
 
-    def _start_refresh(self) -> None:
-        if self._background_lock.acquire(blocking=False):
-            try:
-                threading.Thread(target=self._refresh_in_background, daemon=True, name="hpc-serve-refresh").start()
-            except RuntimeError:  # no more threads for this user: later
-                self._background_lock.release()
-
-    def _refresh_in_background(self) -> None:
+    def _refresh_if_possible(self) -> None:
         try:
             self.refresh()
         except HpcServeError as error:  # go on with the replicas that are known
             _log.debug("looking for replicas of %s: %s", self.service, error)
-        finally:
-            self._background_lock.release()
 
     def _refresh(
         self, *, asked_for: Set[str] = frozenset(), only_those: bool = False, is_complete: bool = False
@@ -233,7 +224,7 @@ class ServiceWatch:
         return status
 
     def _assess(self, found: ServiceRecords, probes: dict[str, ProbeResult]) -> ServiceStatus:
-        now_s, wall_s = self._clock(), self._wall_clock()
+        now_s, wall_s = self._clock(), time.time()
         replicas = [
             assess_replica(
                 record,
@@ -262,11 +253,11 @@ class ServiceWatch:
         if not records:
             return {}
         self.api_key = self._reader.api_key(self.api_key)
-        now_s = self._clock()
+        now_s, proven = self._clock(), self._proofs.proven
         results = {}
         for record in records:
             known = self._proofs.known(record, self._lease.age_s(record, now_s), now_s)
-            is_stale = record.name not in self._proofs.proven and record.is_overdue(self._wall_clock())
+            is_stale = record.name not in proven and record.is_overdue(time.time())
             within_s = math.inf if only_those else REVERIFY_S if is_stale else FRESH_S
             known = known or self._proofs.last(record, now_s, within_s=within_s)
             if known is not None and record.name not in asked_for:

@@ -6,12 +6,11 @@ replicas waits for a reading a few seconds, and leaves it to a thread of its own
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from hpc_serve.client.replicas.probe import in_background
+from hpc_serve.background import in_background
 from hpc_serve.client.replicas.proofs import Proofs
 from hpc_serve.errors import HpcServeError, RecordError, StoreError
 from hpc_serve.rendezvous.entries import RecordFile, ServiceRecords
@@ -31,7 +30,7 @@ class RecordReader:
         self._service = service
         self._proofs = proofs
         self._live = store.live(service)
-        self._hanging: threading.Thread | None = None
+        self._hanging: Future[Any] | None = None
 
     def files(self) -> Sequence[RecordFile]:
         """The files of records that may be live, the newest first. Raises StoreError."""
@@ -79,18 +78,10 @@ class RecordReader:
         if not self._proofs.proven:
             return read()
         late = f"{self._store.home} has not answered for {READ_S:.0f} s: its filesystem hangs."
-        if self._hanging is not None and self._hanging.is_alive():
+        if self._hanging is not None and not self._hanging.done():
             raise StoreError(late)
-        found: Future[T] = Future()
-
-        def work() -> None:
-            try:
-                found.set_result(read())
-            except BaseException as error:
-                found.set_exception(error)
-
-        thread = in_background(work)
+        found = in_background(read)
         if not wait([found], timeout=READ_S).done:
-            self._hanging = thread
+            self._hanging = found
             raise StoreError(late)
         return found.result()

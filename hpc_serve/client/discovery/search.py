@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from hpc_serve.client.replicas.probe import in_background
+from hpc_serve.background import in_background
 from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.rendezvous.entries import RecordFile
 from hpc_serve.rendezvous.record import EndpointRecord

@@ -12,7 +12,6 @@ from hpc_serve.client.own_program import CommandFailedError, run_command
 from hpc_serve.client.replicas.fork import renew_after_fork
 from hpc_serve.errors import ServiceAsleepError
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.rendezvous.wanted_file import read_wanted_or_none
 
 _LOOK_AGAIN_S = 60.0
@@ -38,42 +37,28 @@ class Waker:
         Where jobs wait that published nothing (`is_pending`), Slurm may know that they ended: the service is looked
         after then, once a minute. Raises ServiceAsleepError if it may not, or could not, be woken.
         """
-        found = read_wanted_or_none(self._store, self._service)
-        if (why := _why_asleep(found)) is None:
-            if found is None or found.state != "awake":
-                return False
-            if is_pending and self._may_wake and abs(time.time() - found.looked_at) > _LOOK_AGAIN_S:
+        found, now = read_wanted_or_none(self._store, self._service), time.time()
+        if found is None or found.state not in ("awake", "asleep"):
+            return False
+        was_given_up = found.state == "awake" and bool(found.submitting) and not found.is_submitting(now)
+        if found.state == "awake" and not was_given_up:
+            if is_pending and self._may_wake and abs(now - found.looked_at) > _LOOK_AGAIN_S:
                 return self._wake_once()
-            return found.is_submitting(time.time())
-        name = self._service
+            return found.is_submitting(now)
         if not self._may_wake:
+            name, why = self._service, f": {found.decided[-1].why}" if found.decided else ""
+            why = ": the program that woke it submitted nothing" if was_given_up else why
             raise ServiceAsleepError(
                 f"{name} is asleep{why}. Wake it: connect({name!r}, wait=600, wake=True), or `hpc-serve wake {name}`."
             )
         return self._wake_once()
 
     def _wake_once(self) -> bool:
-        if not self._lock.acquire(blocking=False):
-            return True  # another thread is at it
-        try:
-            self._wake()
-        finally:
-            self._lock.release()
+        if self._lock.acquire(blocking=False):  # else another thread is at it
+            try:
+                run_command(["wake", self._service], self._store.home)
+            except CommandFailedError as error:
+                raise ServiceAsleepError(f"{self._service} is asleep, and was not woken: {error}") from error
+            finally:
+                self._lock.release()
         return True
-
-    def _wake(self) -> None:
-        try:
-            run_command(["wake", self._service], self._store.home)
-        except CommandFailedError as error:
-            raise ServiceAsleepError(f"{self._service} is asleep, and was not woken: {error}") from error
-
-
-def _why_asleep(found: Wanted | None) -> str | None:
-    """Why the service sleeps, for people; None: it does not."""
-    if found is None:
-        return None
-    if found.state == "awake" and found.submitting and not found.is_submitting(time.time()):
-        return ": the program that woke it submitted nothing"
-    if found.state != "asleep":
-        return None
-    return f": {found.decided[-1].why}" if found.decided else ""

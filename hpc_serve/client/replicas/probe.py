@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import queue
-import threading
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import get_args
 
+from hpc_serve.background import in_background
 from hpc_serve.client.replicas.status import ProbeResult, ProbeStatus
 from hpc_serve.errors import RecordError
 from hpc_serve.rendezvous.gate_headers import is_draining, why_hung
@@ -71,28 +72,20 @@ def probe_record(record: EndpointRecord, api_key: str, *, timeout_s: float = PRO
     hosts, identity = record.hosts, Identity.of(record, api_key)
     if len(hosts) == 1:
         return probe(hosts[0], record.port, identity, timeout_s=timeout_s)
-    results: queue.SimpleQueue[tuple[int, ProbeResult]] = queue.SimpleQueue()
-
-    def ask(rank: int) -> None:
-        results.put((rank, probe(hosts[rank], record.port, identity, timeout_s=timeout_s)))
-
-    for rank in range(len(hosts)):
-        in_background(ask, rank)
-    heard: dict[int, ProbeResult] = {}
+    # In threads that no end of the program waits for: an address may drop packets.
+    asked = [in_background(probe, host, record.port, identity, timeout_s=timeout_s) for host in hosts]
+    pending = set(asked)
     # Connecting, sending and reading may each take `timeout_s`.
     deadline = time.monotonic() + 2 * timeout_s
-    while len(heard) < len(hosts) and (left_s := deadline - time.monotonic()) > 0:
-        try:
-            rank, result = results.get(timeout=left_s)
-        except queue.Empty:
-            break
-        heard[rank] = result
-        if ours := [rank for rank in sorted(heard) if heard[rank].is_ours]:
-            if all(rank in heard for rank in range(ours[0])):
-                return heard[ours[0]]
+    while pending and (left_s := deadline - time.monotonic()) > 0:
+        pending = wait(pending, left_s, FIRST_COMPLETED).not_done
+        preferred = (one.result() for one in itertools.takewhile(Future.done, asked))
+        if found := next((result for result in preferred if result.is_ours), None):
+            return found
+        if any(one.done() and one.result().is_ours for one in asked):
             deadline = min(deadline, time.monotonic() + _PREFERENCE_S)
-    best_first = sorted(heard, key=lambda rank: (_BEST_FIRST.index(heard[rank].status), rank))
-    return heard[best_first[0]] if best_first else _NO_ANSWER
+    heard = [one.result() for one in asked if one.done()]
+    return min(heard, key=lambda result: _BEST_FIRST.index(result.status), default=_NO_ANSWER)
 
 
 def probe_records(
@@ -106,8 +99,8 @@ def probe_records(
         for record in left:
             results[record.name] = probe_record(record, api_key, timeout_s=timeout_s)
 
-    for thread in [in_background(ask) for _ in range(min(len(records), _MOST_AT_ONCE))]:
-        thread.join()
+    for asking in [in_background(ask) for _ in range(min(len(records), _MOST_AT_ONCE))]:
+        asking.result()
     return results
 
 
@@ -124,11 +117,3 @@ class LeaseWatch:
             since_s = now_s
             self._seen[record.name] = (record.counter, now_s)
         return now_s - since_s
-
-
-def in_background(call: Callable[..., object], *args: object) -> threading.Thread:
-    """Call a function in a thread of its own."""
-    # Daemons: a probe of an address that drops packets must not delay the end of the program.
-    thread = threading.Thread(target=call, args=args, daemon=True, name="hpc-serve-probe")
-    thread.start()
-    return thread

@@ -8,7 +8,7 @@ or is not there, as long as its engine proves itself again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
 from hpc_serve.client.replicas.status import ProbeResult
@@ -37,74 +37,78 @@ class _Answer:
     engine: tuple[int, str | None]
 
 
+@dataclass
+class _Known:
+    """What is known of one replica. `verified` is its last good answer, until a request fails there.
+
+    `asked` is what the last probe brought, and `missed` how many in a row brought none. `record` is its last one, once
+    it has proved itself.
+    """
+
+    verified: _Answer | None = None
+    asked: _Answer | None = None
+    missed: int = 0
+    record: EndpointRecord | None = None
+
+
 class Proofs:
     """Safe to share between threads."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._verified: dict[str, _Answer] = {}
-        self._asked: dict[str, _Answer] = {}
-        self._missed: dict[str, int] = {}
-        self._proven: dict[str, EndpointRecord] = {}
+        self._replicas: dict[str, _Known] = {}
 
     @property
     def proven(self) -> Mapping[str, EndpointRecord]:
         """The last records of the replicas that have proved themselves and are not known to be over."""
-        return self._proven
+        with self._lock:
+            return {name: known.record for name, known in self._replicas.items() if known.record is not None}
 
     def missed(self, name: str) -> int:
         """How many probes in a row a replica has missed."""
-        return self._missed.get(name, 0)
+        return self._of(name).missed
 
     def is_proved(self, name: str) -> bool:
         """Return whether a replica answered well, and no request has failed there since."""
-        return name in self._verified
+        return self._of(name).verified is not None
+
+    def _of(self, name: str) -> _Known:
+        return self._replicas.get(name) or _Known()
 
     def known(self, record: EndpointRecord, lease_age_s: float, now_s: float) -> ProbeResult | None:
         """What was proved lately by a replica that renews its record."""
-        answer = self._of_engine(self._verified, record)
-        is_valid = answer is not None and now_s - answer.at_s < REVERIFY_S and lease_age_s <= record.lease_s
-        return answer.result if answer is not None and is_valid else None
+        is_renewed = lease_age_s <= record.lease_s
+        return _fresh(self._of(record.name).verified, record, now_s, REVERIFY_S) if is_renewed else None
 
     def last(self, record: EndpointRecord, now_s: float, *, within_s: float = FRESH_S) -> ProbeResult | None:
         """What a probe brought a moment ago, whoever asked for it."""
-        answer = self._of_engine(self._asked, record)
-        return answer.result if answer is not None and now_s - answer.at_s < within_s else None
-
-    def _of_engine(self, answers: Mapping[str, _Answer], record: EndpointRecord) -> _Answer | None:
-        answer = answers.get(record.name)
-        return answer if answer is not None and answer.engine == _engine(record) else None
+        return _fresh(self._of(record.name).asked, record, now_s, within_s)
 
     def judge(self, record: EndpointRecord, result: ProbeResult, now_s: float, *, was_heard: bool) -> ProbeResult:
         """What to believe after a probe: its result, or the last good one if it is the first probe that was missed.
 
         `was_heard`: the replica has just sent something of an answer.
         """
-        name = record.name
+        answer = _Answer(result, now_s, _engine(record))
         with self._lock:
+            known = self._replicas.setdefault(record.name, _Known())
             if result.status == "ready":
-                self._missed.pop(name, None)
-                self._verified[name] = _Answer(result, now_s, _engine(record))
-                self._proven[name] = record
-                return self._remember(record, result, now_s)
+                known.verified, known.asked, known.missed, known.record = answer, answer, 0, record
+                return result
             if result.status in _IS_MISSED:
-                self._missed[name] = 0 if was_heard else self.missed(name) + 1
-            good = self._of_engine(self._verified, record)
-            if good is not None and result.status in _IS_MISSED and self.missed(name) < MOST_MISSED:
-                self._verified[name] = replace(good, at_s=float("-inf"))
-                return good.result
-            self._verified.pop(name, None)
-            return self._remember(record, result, now_s)
-
-    def _remember(self, record: EndpointRecord, result: ProbeResult, now_s: float) -> ProbeResult:
-        self._asked[record.name] = _Answer(result, now_s, _engine(record))
-        return result
+                known.missed = 0 if was_heard else known.missed + 1
+                good = known.verified
+                if good is not None and good.engine == answer.engine and known.missed < MOST_MISSED:
+                    known.verified = replace(good, at_s=float("-inf"))
+                    return good.result
+            known.verified, known.asked = None, answer
+            return result
 
     def doubt(self, name: str) -> None:
         """A request failed there: what was proved counts no more."""
         with self._lock:
-            self._verified.pop(name, None)
-            self._asked.pop(name, None)
+            known = self._of(name)
+            known.verified = known.asked = None
 
     def keep_known(self, found: ServiceRecords) -> ServiceRecords:
         """What was read, with the last records of the proven replicas whose own could not be read."""
@@ -112,25 +116,15 @@ class Proofs:
         with self._lock:
             for record in found.records:
                 if record.state in WITHOUT_ENGINE:
-                    self._forget(record.name)
-                elif record.name in self._proven:
-                    self._proven[record.name] = record
-            for name in self._proven.keys() - names - found.unreadable:
-                if found.records and self.missed(name) >= MOST_MISSED:
-                    del self._proven[name]
-            kept = tuple(record for name, record in self._proven.items() if name not in names)
-            self._forget_all_but(names | found.unreadable | self._proven.keys())
+                    self._replicas.pop(record.name, None)
+                elif (known := self._of(record.name)).record is not None:
+                    known.record = record
+            for name in self._replicas.keys() - names - found.unreadable:
+                known = self._replicas[name]
+                if known.record is None or (found.records and known.missed >= MOST_MISSED):
+                    del self._replicas[name]
+            kept = tuple(record for name, record in self.proven.items() if name not in names)
         return replace(found, records=(*found.records, *kept))
-
-    def _forget(self, name: str) -> None:
-        self._proven.pop(name, None)
-        self._verified.pop(name, None)
-        self._asked.pop(name, None)
-        self._missed.pop(name, None)
-
-    def _forget_all_but(self, names: Collection[str]) -> None:
-        for name in (self._verified.keys() | self._asked.keys() | self._missed.keys()) - set(names):
-            self._forget(name)
 
     def after_fork(self) -> None:
         """In a forked process the lock may be one that a thread of the other process holds."""
@@ -139,3 +133,10 @@ class Proofs:
 
 def _engine(record: EndpointRecord) -> tuple[int, str | None]:
     return record.port, record.certificate
+
+
+def _fresh(answer: _Answer | None, record: EndpointRecord, now_s: float, within_s: float) -> ProbeResult | None:
+    """Return the result of an answer of this record's engine, if it is not too old."""
+    if answer is None or answer.engine != _engine(record) or now_s - answer.at_s >= within_s:
+        return None
+    return answer.result

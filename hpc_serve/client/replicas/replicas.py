@@ -7,7 +7,7 @@ import weakref
 from dataclasses import dataclass
 
 from hpc_serve.client.replicas.pool import ReplicaPool
-from hpc_serve.client.replicas.status import ReplicaState, ReplicaStatus, ServiceStatus
+from hpc_serve.client.replicas.status import ReplicaState, ReplicaStatus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +23,8 @@ class Replica:
     reason: str = ""
 
 
-def known_replicas(status: ServiceStatus, pool: ReplicaPool) -> tuple[Replica, ...]:
-    """The replicas that were found at the last look, oldest first; `pool` holds those that get requests."""
-    return tuple(_shown(replica, pool) for replica in status.replicas)
-
-
-def _shown(status: ReplicaStatus, pool: ReplicaPool) -> Replica:
+def known_replica(status: ReplicaStatus, pool: ReplicaPool) -> Replica:
+    """Return a replica as it was found at the last look; `pool` holds those that get requests."""
     if status.record is None:
         return Replica(name=status.name, state=status.state, reason=status.detail)
     state, reason = status.state, status.detail

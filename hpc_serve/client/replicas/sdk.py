@@ -5,13 +5,12 @@ API under two names; what is said here of `http` holds for both.
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 from typing import TYPE_CHECKING
 
 import openai
 import pydantic.main
-
-from hpc_serve.client.replicas.fork import renew_after_fork
 
 if TYPE_CHECKING:
     import httpx2 as http
@@ -22,17 +21,14 @@ else:
 __all__ = ["http", "openai"]
 
 
-class _LazyModels:
-    """The SDK's classes of answers, which are completed at the first answer of each, under a lock of pydantic's.
+def _free_lazy_models() -> None:
+    """Renew the lock under which pydantic completes each of the SDK's classes at the first answer.
 
     A thread that is not there in a forked process may hold it there, and no first answer would ever be read. What that
     thread had begun is begun anew: the class is marked as incomplete until all is done.
     """
-
-    def after_fork(self) -> None:
-        if hasattr(pydantic.main, "_rebuild_lock"):  # not in versions before 2.14
-            pydantic.main._rebuild_lock = threading.RLock()
+    if hasattr(pydantic.main, "_rebuild_lock"):  # not in versions before 2.14
+        pydantic.main._rebuild_lock = threading.RLock()
 
 
-_lazy_models = _LazyModels()
-renew_after_fork(_lazy_models)
+os.register_at_fork(after_in_child=_free_lazy_models)

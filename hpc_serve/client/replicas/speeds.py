@@ -26,18 +26,14 @@ class _Mean:
     """The mean of the logarithms of times; `count` is how many they are, older ones counting less."""
 
     def __init__(self) -> None:
-        self._mean = 0.0
+        self.value = 0.0
         self._count = 0.0
         self._at_s = 0.0
 
     def add(self, took_s: float, now_s: float) -> None:
         count = min(self.count(now_s), _MOST_SAMPLES - 1)
         self._count, self._at_s = count + 1, now_s
-        self._mean += (math.log(max(took_s, _SHORTEST_S)) - self._mean) / self._count
-
-    @property
-    def value(self) -> float:
-        return self._mean
+        self.value += (math.log(max(took_s, _SHORTEST_S)) - self.value) / self._count
 
     def count(self, now_s: float) -> float:
         return self._count * math.pow(0.5, (now_s - self._at_s) / HALF_LIFE_S)
@@ -51,9 +47,7 @@ class Speeds:
 
     def note(self, name: str, kind: Kind, took_s: float, now_s: float) -> None:
         """A replica took so long for an answer of that kind."""
-        if (mean := self._means[kind].get(name)) is None:
-            mean = self._means[kind][name] = _Mean()
-        mean.add(took_s, now_s)
+        self._means[kind].setdefault(name, _Mean()).add(took_s, now_s)
 
     def weights(self, names: Iterable[str], now_s: float) -> dict[str, float]:
         """How much each replica can take of what the fastest one can: 1.0 for those that are not known to be slower."""

@@ -8,7 +8,6 @@ stopped: the next replica gets the request at once. What may be sent again after
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 from dataclasses import replace
 
@@ -182,7 +181,7 @@ class Exchange:
         self._tried.add(replica.name)
         return Attempt(self._watch, replica)
 
-    @functools.cached_property
+    @property
     def _model(self) -> str:
         """What the request names as its model."""
         with contextlib.suppress(ValueError, AttributeError, RecursionError):
@@ -204,7 +203,8 @@ class Exchange:
         if answer.status_code == 404:
             with contextlib.suppress(HpcServeError):
                 await self._here.call(self._watch.refresh)
-            return any(self._model in other.adapters for other in self._watch.pool.others(self._tried))
+            model = self._model
+            return any(model in other.adapters for other in self._watch.pool.others(self._tried))
         if answer.status_code == 503:
             return is_draining(answer.headers)
         if answer.status_code != 500:

@@ -31,6 +31,19 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubSer
     service.close()
 
 
+@pytest.fixture
+def serving(service: StubService) -> StubService:
+    """That service with one replica."""
+    service.start()
+    return service
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """Where the answers go."""
+    return tmp_path / "out.jsonl"
+
+
 def request_line(custom_id: str, text: str = "What?", **changes: object) -> str:
     body = {"messages": [{"role": "user", "content": text}]}
     return json.dumps(

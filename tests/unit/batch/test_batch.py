@@ -33,9 +33,7 @@ def ids(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n"], ids=ascii)
-def test_each_line_is_answered_once_and_a_second_run_asks_nothing(service, requests, tmp_path, end):
-    service.start()
-    output = tmp_path / "out.jsonl"
+def test_each_line_is_answered_once_and_a_second_run_asks_nothing(serving, requests, tmp_path, end, output):
     asked = requests([request_line(f"q{n}") for n in range(20)], end)
     asked.write_bytes(asked.read_bytes().removesuffix(end.encode()))  # nor must the last line have an end
     answers = run(asked, output)
@@ -50,8 +48,7 @@ def test_each_line_is_answered_once_and_a_second_run_asks_nothing(service, reque
     assert run(asked, output) == []
 
 
-def test_all_routes_of_the_stub_are_asked(service, requests, tmp_path):
-    service.start()
+def test_all_routes_of_the_stub_are_asked(serving, requests, tmp_path):
     lines = [
         request_line("chat"),
         request_line("text", url="/v1/completions", body={"prompt": "Hello"}),
@@ -64,8 +61,7 @@ def test_all_routes_of_the_stub_are_asked(service, requests, tmp_path):
     assert found["chat"]["object"] == "chat.completion"
 
 
-def test_a_refused_line_goes_to_the_errors_and_is_asked_again_on_request(service, requests, tmp_path):
-    service.start()
+def test_a_refused_line_goes_to_the_errors_and_is_asked_again_on_request(serving, requests, tmp_path):
     output, errors = tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"
     asked = requests([request_line("good"), request_line("long", "long " * 30_000)])
     run(asked, output)
@@ -78,8 +74,7 @@ def test_a_refused_line_goes_to_the_errors_and_is_asked_again_on_request(service
     assert (ids(errors), ids(tmp_path / "out.errors.jsonl.1")) == (["long"], ["long"])
 
 
-def test_a_line_that_names_another_model_is_told_and_can_be_asked_all_the_same(service, requests, tmp_path):
-    service.start()
+def test_a_line_that_names_another_model_is_told_and_can_be_asked_all_the_same(serving, requests, tmp_path):
     body = {"model": "gpt-4o", "messages": [{"role": "user", "content": "What?"}]}
     asked = requests([request_line("q", body=body)])
     (refused,) = run(asked, tmp_path / "a.jsonl")
@@ -89,8 +84,7 @@ def test_a_line_that_names_another_model_is_told_and_can_be_asked_all_the_same(s
     assert answered.error is None
 
 
-def test_if_the_first_hundred_lines_fail_the_rest_is_not_sent(service, requests, tmp_path):
-    service.start()
+def test_if_the_first_hundred_lines_fail_the_rest_is_not_sent(serving, requests, tmp_path):
     lines = [request_line(f"q{n}", body={"model": "other", "messages": []}) for n in range(150)]
     with pytest.raises(HpcServeError, match="The first 100 lines all failed"):
         run(requests(lines), tmp_path / "out.jsonl")
@@ -125,8 +119,7 @@ def test_a_file_in_another_encoding_is_told_which_one_to_have(tmp_path, encoding
 
 
 @pytest.mark.parametrize("size", [1, 19, 40, 200])
-def test_a_last_line_that_was_not_written_to_its_end_is_cut_off(service, requests, tmp_path, size):
-    service.start()
+def test_a_last_line_that_was_not_written_to_its_end_is_cut_off(serving, requests, tmp_path, size):
     output, asked = tmp_path / "out.jsonl", requests(3)
     run(asked, output)
     whole = output.read_bytes()
@@ -137,16 +130,14 @@ def test_a_last_line_that_was_not_written_to_its_end_is_cut_off(service, request
 
 
 @pytest.mark.parametrize("content", ["my notes", '{"id": 3}\n', "a\nb\n"])
-def test_a_file_of_others_stays_as_it_is(requests, tmp_path, content):
-    output = tmp_path / "out.jsonl"
+def test_a_file_of_others_stays_as_it_is(requests, output, content):
     output.write_text(content)
     with pytest.raises(InvalidRequestError, match="is no answer of a batch"):
         run(requests(1), output)
     assert output.read_text() == content
 
 
-def test_the_output_of_another_batch_is_refused(service, requests, tmp_path):
-    service.start()
+def test_the_output_of_another_batch_is_refused(serving, requests, tmp_path):
     run(requests(3), tmp_path / "out.jsonl")
     with pytest.raises(InvalidRequestError, match=r"which .* does not ask"):
         run(requests([request_line("other")]), tmp_path / "out.jsonl")
@@ -167,8 +158,7 @@ def test_files_that_cannot_be_are_refused_and_stay(requests, tmp_path):
     assert Path("/dev/null").is_char_device()
 
 
-def test_a_request_that_cannot_be_sent_is_an_error_of_its_line(service, requests, tmp_path):
-    service.start()
+def test_a_request_that_cannot_be_sent_is_an_error_of_its_line(serving, requests, tmp_path):
     lines = [request_line("half", "a\ud800"), request_line("none", body={"messages": [], "top_p": float("nan")})]
     run(requests([*lines, request_line("whole")]), tmp_path / "out.jsonl")
     assert ids(tmp_path / "out.jsonl") == ["whole"]
@@ -194,8 +184,7 @@ def test_another_writer_is_noticed_where_the_filesystem_has_no_locks(tmp_path):
     assert (tmp_path / "out.jsonl").read_bytes() == b"one\ntwo\n"
 
 
-def test_an_id_that_is_answered_twice_is_told(service, requests, tmp_path):
-    service.start()
+def test_an_id_that_is_answered_twice_is_told(serving, requests, tmp_path):
     output, asked = tmp_path / "out.jsonl", requests(2)
     run(asked, output)
     output.write_bytes(output.read_bytes() + output.read_bytes().splitlines(keepends=True)[0])
@@ -203,10 +192,9 @@ def test_an_id_that_is_answered_twice_is_told(service, requests, tmp_path):
         run(asked, output)
 
 
-def test_a_job_that_runs_again_waits_for_the_lock_of_its_own_node_that_died(service, requests, tmp_path, monkeypatch):
+def test_a_job_that_runs_again_waits_for_the_lock_of_its_own_node_that_died(service, requests, output, monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     service.start()
-    output = tmp_path / "out.jsonl"
     first = AnswerFile(output)
     end = threading.Timer(0.5, first.close)
     end.start()
@@ -228,8 +216,7 @@ def test_what_a_full_disk_holds_is_whole(tmp_path):
     assert 900 < path.stat().st_size <= 1000
 
 
-def test_in_order_the_output_follows_the_requests(service, requests, tmp_path):
-    service.start()
+def test_in_order_the_output_follows_the_requests(serving, requests, tmp_path):
     output, asked = tmp_path / "out.jsonl", requests(50)
     run(asked, output)
     lines = output.read_text().splitlines(keepends=True)
@@ -238,9 +225,7 @@ def test_in_order_the_output_follows_the_requests(service, requests, tmp_path):
     assert ids(output) == [f"q{n}" for n in range(50)]
 
 
-def test_shards_are_joined_once_all_lines_are_there(service, requests, tmp_path):
-    service.start()
-    output = tmp_path / "out.jsonl"
+def test_shards_are_joined_once_all_lines_are_there(serving, requests, tmp_path, output):
     asked = requests([*(request_line(f"q{n}") for n in range(10)), request_line("bad", "x " * 60_000)])
     with pytest.raises(InvalidRequestError, match="There are no shards"):
         batch.merge(asked, output)
@@ -278,10 +263,9 @@ def test_killed_clients_and_engines_leave_each_id_once(service, requests, tmp_pa
     assert sorted(ids(output)) == sorted(f"q{n}" for n in range(200))
 
 
-def test_an_index_finds_what_was_added_and_nothing_else():
-    index = IdIndex()
-    assert all(index.add(f"q{n}") for n in range(5000))
-    assert not index.add("q77")
-    assert len(index) == 5000
-    assert len({index.slot(f"q{n}") for n in range(5000)}) == 5000
+def test_an_index_finds_what_is_in_it_and_nothing_else():
+    index = IdIndex(f"q{n}" for n in range(5000))
+    assert len({index.slot(f"q{n}") for n in range(5000)}) == len(index) == 5000
     assert index.slot("other") is None
+    assert index.find_twins() is None
+    assert IdIndex(["a", "b", "a"]).find_twins() == hash("a")

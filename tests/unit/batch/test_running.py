@@ -44,8 +44,7 @@ def test_never_more_are_under_way_than_two_replicas_take(service, requests, tmp_
     assert max(seen) <= 18
 
 
-def test_the_window_stays_while_an_engine_says_nothing_of_its_work(service, tmp_path, monkeypatch):
-    service.start()
+def test_the_window_stays_while_an_engine_says_nothing_of_its_work(serving, tmp_path, monkeypatch):
     progress = batch.Progress()
     view = ReplicaView("405b", tmp_path / "home", progress, clients=1)
     view.look(0.0)
@@ -59,8 +58,7 @@ def test_the_window_stays_while_an_engine_says_nothing_of_its_work(service, tmp_
     assert progress.window == 5
 
 
-def test_an_unexpected_error_ends_the_batch(service, requests, tmp_path, monkeypatch):
-    service.start()
+def test_an_unexpected_error_ends_the_batch(serving, requests, tmp_path, monkeypatch):
 
     async def fails(*_, **__):
         raise RuntimeError("unexpected")
@@ -80,7 +78,7 @@ def test_an_error_of_the_caller_ends_the_batch(service, requests, tmp_path):
         run(requests(3), tmp_path / "out.jsonl", tick_s=0.01, on_tick=fails)
 
 
-def test_a_service_that_is_gone_is_waited_for(service, requests, tmp_path):
+def test_a_service_that_is_gone_is_waited_for(service, requests, output):
     """Its one engine ends in the middle, and another job begins later."""
     first = service.start("--stub-word-s", "0.01")
     again: list[threading.Timer] = []
@@ -93,7 +91,6 @@ def test_a_service_that_is_gone_is_waited_for(service, requests, tmp_path):
             again.append(threading.Timer(0.5, service.start))
             again[0].start()
 
-    output = tmp_path / "out.jsonl"
     answers = run(requests(100), output, tick_s=0.05, on_tick=replace, wait=60.0)
     assert again
     assert answers[-1].progress.answered == 100
@@ -306,8 +303,8 @@ class TestJobOfItsOwn:
         output = world.clone / "out.jsonl"
         wait_until(lambda: job.poll() is not None or (output.exists() and output.stat().st_size))
         job.send_signal(signal.SIGUSR1)
-        wait_until((world.folder / "requeued").exists)
-        assert (world.folder / "requeued").read_text() == "requeue 101\n"
+        requeued = world.folder / "requeued"
+        wait_until(lambda: requeued.exists() and requeued.read_text() == "requeue 101\n")
         assert job.poll() is None, "it goes on until Slurm ends it"
         os.killpg(job.pid, signal.SIGKILL)
         job.wait()

@@ -8,15 +8,12 @@ import tarfile
 import pytest
 
 from hpc_serve.cli.main import run
-from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import make_record
 
 OOM = "ERROR 11-20 10:00:03 [a.py:1] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
 
 
-@pytest.fixture(autouse=True)
-def slurm(stand_ins) -> FakeSlurm:
-    return stand_ins
+pytestmark = pytest.mark.usefixtures("stand_ins")
 
 
 def fail(store, **values):
@@ -39,13 +36,13 @@ def test_a_failure_is_explained_with_its_cure_and_its_lines(store, ran):
     assert details in ran(["status", "8b"]).out
 
 
-def test_what_srun_said_in_the_log_of_a_script_given_to_sbatch_by_hand_is_read(store, slurm, ran, tmp_path):
+def test_what_srun_said_in_the_log_of_a_script_given_to_sbatch_by_hand_is_read(store, stand_ins, ran, tmp_path):
     """As seen where a node did not see the home: the record has the consequence alone, Slurm knows the script's log."""
     log_dir = fail(store, cluster="slurm", failed_part="nodes", reason="no launcher from node rank 1 within 120 s")
     (log_dir / "7-node0.log").write_text("begin\n")
     log = tmp_path / "hpc-serve-8b-7.log"
     log.write_text("srun: error: task 1 launch failed: Slurmd could not connect IO\n")
-    slurm.job("7", "FAILED", log=str(log))
+    stand_ins.job("7", "FAILED", log=str(log))
     assert "could not open its log" in ran(["doctor", "7"], 6).out.partition("To do: ")[0]
 
 

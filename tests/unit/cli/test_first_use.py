@@ -18,10 +18,7 @@ from hpc_serve.plan.catalog import accelerator_entries
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.stubs import make_record, make_submitted
 
-
-@pytest.fixture(autouse=True)
-def slurm(stand_ins):
-    return stand_ins
+pytestmark = pytest.mark.usefixtures("stand_ins")
 
 
 @pytest.fixture
@@ -128,38 +125,38 @@ def test_records_are_read_as_often_for_many_jobs_as_for_one(store, count, monkey
     assert len(opened) <= 4
 
 
-def test_what_is_not_over_stays(store, slurm, ran):
+def test_what_is_not_over_stays(store, stand_ins, ran):
     failed_job(store, "7")
     store.write_submitted(make_submitted(service="8b", job_id="9", submitted_at=time.time()))
-    slurm.queue(("9", "PENDING", "Resources"))
+    stand_ins.queue(("9", "PENDING", "Resources"))
     assert "8b (job 9) is pending, not over: hpc-serve stop 9 first." in ran(["forget", "9"], 2).err
     assert ran(["forget", "--ended"]).out == "Forgotten: 7.\n"
     assert [job.job_id for job in store.read_submitted("8b")] == ["9"]
 
 
-def test_what_slurm_alone_knows_can_be_forgotten_too(slurm, ran):
-    slurm.job("9", "FAILED", exit_code="1:0", name="hpc-serve-8b")
+def test_what_slurm_alone_knows_can_be_forgotten_too(stand_ins, ran):
+    stand_ins.job("9", "FAILED", exit_code="1:0", name="hpc-serve-8b")
     assert ran(["forget", "8b"]).out == "Forgotten: 9.\n"
     assert "No services" in ran(["status", "--all"]).out
 
 
 @pytest.mark.parametrize("words", [["--ended"], ["7"], ["8b"]])
-def test_what_is_forgotten_is_hidden_while_slurm_lists_it(store, slurm, capsys, ran, words):
+def test_what_is_forgotten_is_hidden_while_slurm_lists_it(store, stand_ins, capsys, ran, words):
     failed_job(store, state="stopped", reason="it was stopped: no request was under way")
-    slurm.job("7", "COMPLETED", name="hpc-serve-8b")
-    slurm.queue(("11", "RUNNING", "None"), name="hpc-serve-8b")
+    stand_ins.job("7", "COMPLETED", name="hpc-serve-8b")
+    stand_ins.queue(("11", "RUNNING", "None"), name="hpc-serve-8b")
     assert run(["forget", *words]) == 0
     for command in (["status", "--all"], ["status", "8b", "--all"], ["doctor", "8b"], ["logs", "8b"]):
         run(command)
         said = "".join(capsys.readouterr())
         assert "ended without an error" not in said
         assert "job 7" not in said
-    slurm.queue(("7", "PENDING", "Resources"), name="hpc-serve-8b")  # somebody has requeued it
+    stand_ins.queue(("7", "PENDING", "Resources"), name="hpc-serve-8b")  # somebody has requeued it
     assert "8b  job 7" in ran(["status", "8b"]).out
 
 
-def test_a_script_that_slurm_saw_end_without_an_error_has_not_failed(slurm, ran):
-    slurm.job("7", "COMPLETED", name="hpc-serve-8b")
+def test_a_script_that_slurm_saw_end_without_an_error_has_not_failed(stand_ins, ran):
+    stand_ins.job("7", "COMPLETED", name="hpc-serve-8b")
     assert "stopped: its script ended without an error (COMPLETED)" in ran(["status", "8b"]).out
 
 

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from hpc_serve.cli.doctor import report
 from hpc_serve.cli.main import run
 from hpc_serve.cli.work_view import figure_name
+from hpc_serve.client import engine_work
 from hpc_serve.pages.charts import Curve, over_time, stage_bar
 from hpc_serve.rendezvous.record import NodeRecord, StartRecord
 from tests.support.stubs import StubService, make_record, make_submitted
@@ -22,7 +22,7 @@ EVIL = '"><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[2J&'
 @pytest.fixture(autouse=True)
 def place(stand_ins, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(report, "_LOOK_S", 0.01)
+    monkeypatch.setattr(engine_work, "LOOK_S", 0.01)
     return stand_ins
 
 

@@ -64,10 +64,10 @@ def test_a_terminal_shows_one_line_that_changes(monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(PlainConsole, "is_terminal", True)
     shown = stages.Stages("8b")
-    shown._console.file = screen
+    shown.console.file = screen
     with shown:
         shown.show(LOADING)
-        shown._progress.refresh()
+        shown.progress.refresh()
         shown.show(replace(LOADING, stage="compiling", progress=None))
     text = screen.getvalue()
     assert "8b loading weights 1/4, ready in about 60 s" in text

@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.cli.services import top
 from hpc_serve.cli.services.top import Frame, Looks, frame_lines
+from hpc_serve.client import engine_work
 from hpc_serve.client.engine_work import ReplicaWork
 from hpc_serve.client.replicas.assess import assess_replica
 from hpc_serve.client.replicas.status import ProbeResult
@@ -86,7 +86,7 @@ def test_a_service_that_is_not_there_is_said_and_others_are_left_out(live, ran):
 
 
 def test_a_busy_engine_is_looked_at_twice(live, ran, monkeypatch):
-    monkeypatch.setattr(top, "_ONCE_S", 0.01)
+    monkeypatch.setattr(engine_work, "LOOK_S", 0.01)
     looks = iter([frame("8b"), frame("70b")])
     monkeypatch.setattr(Looks, "look", lambda self: next(looks))
     assert "70b" in ran(["top", "--once"]).out

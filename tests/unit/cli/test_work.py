@@ -11,9 +11,8 @@ import pytest
 from rich.console import Console
 
 from hpc_serve.cli.main import run
-from hpc_serve.cli.services import watch
 from hpc_serve.cli.show import status_table
-from hpc_serve.client import connect
+from hpc_serve.client import connect, engine_work
 from hpc_serve.client.engine_work import ReplicaWork, WorkWatch
 from hpc_serve.client.replicas.assess import assess_replica
 from hpc_serve.client.replicas.status import ProbeResult
@@ -25,7 +24,7 @@ from tests.support.stubs import StubService, make_record, make_submitted
 
 @pytest.fixture(autouse=True)
 def place(stand_ins, monkeypatch):
-    monkeypatch.setattr(watch, "_LOOK_S", 0.01)
+    monkeypatch.setattr(engine_work, "LOOK_S", 0.01)
     return stand_ins
 
 
@@ -114,7 +113,7 @@ def test_the_figures_of_an_engine_stay_within_the_terminal(capsys, width):
 
 
 def test_an_engine_without_requests_is_looked_at_once(live, capsys, monkeypatch):
-    monkeypatch.setattr(watch, "_LOOK_S", 1e9)
+    monkeypatch.setattr(engine_work, "LOOK_S", 1e9)
     out = shown(capsys, "8b")
     assert "  requests   0 running, 0 waiting\n" in out
     assert "  tokens/s   none: no request runs\n" in out

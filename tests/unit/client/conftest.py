@@ -2,23 +2,103 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpc_serve.client import connect, connect_async
 from hpc_serve.client.connections.engine_pool import EnginePool
 from hpc_serve.client.discovery import discovery, lost_replicas
 from hpc_serve.client.discovery import wait as waiting
 from hpc_serve.client.discovery.discovery import ServiceWatch
+from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.probe import probe_records
 from hpc_serve.client.replicas.status import ProbeResult
+from hpc_serve.trust.connection import Identity
 from tests.support.patience import PATIENCE_S, be_patient
 from tests.support.stubs import StubEngine, StubService
+
+MODEL = "meta-llama/Llama-3.1-405B-Instruct"
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+
+
+def port_of(answer: Any) -> int:
+    """Which engine answered a chat: the stub says its port."""
+    return int(answer.choices[0].message.content.split()[0].removeprefix("stub-"))
+
+
+def say(client: Any, **options: Any) -> int:
+    """Say hello; return the port of the engine that answered."""
+    return port_of(client.chat.completions.create(model=client.model, messages=HELLO, **options))
+
+
+def address(name: str = "a", *, signs: bool = True) -> ReplicaAddress:
+    """The address of a replica that nobody asks."""
+    return ReplicaAddress(name=name, host="h", port=1, identity=Identity(certificate="", api_key="k"), signs=signs)
+
+
+class Asker:
+    """A client in this thread, or in an event loop of its own. Both are asked by calls that block."""
+
+    def __init__(self, *, is_async: bool, **options: Any) -> None:
+        self._loop = asyncio.new_event_loop() if is_async else None
+        self.client: Any = self._done((connect_async if is_async else connect)("405b", **options))
+
+    def _done(self, asked: Any) -> Any:
+        return asked if self._loop is None else self._loop.run_until_complete(asked)
+
+    def create(self, *, is_chat: bool = True, **arguments: Any) -> Any:
+        """Return an answer; of a stream an iterator of its chunks."""
+        api = self.client.chat.completions if is_chat else self.client.completions
+        answer = self._done(api.create(**arguments))
+        return self._chunks(answer) if arguments.get("stream") else answer
+
+    def _chunks(self, stream: Any) -> Iterator[Any]:
+        if self._loop is None:
+            yield from stream
+            return
+        with suppress(StopAsyncIteration):
+            while True:
+                yield self._done(stream.__anext__())
+
+    def say(self) -> int:
+        """Say hello; return the port of the engine that answered."""
+        return port_of(self.create(model="405b", messages=HELLO))
+
+    def close(self) -> None:
+        self._done(self.client.close())
+        if self._loop is not None:
+            self._loop.close()
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def asker(request: pytest.FixtureRequest) -> Iterator[Callable[..., Asker]]:
+    """Connects to the service in one of the two ways."""
+    made: list[Asker] = []
+
+    def make(**options: Any) -> Asker:
+        made.append(Asker(is_async=request.param, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+class FakeClock:
+    """A clock that stands until it is moved on."""
+
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 @pytest.fixture

@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 
 from hpc_serve.client.replicas.beginnings import Beginnings, beginnings
-from hpc_serve.client.replicas.pool import LEAD, ReplicaAddress, ReplicaPool
+from hpc_serve.client.replicas.pool import LEAD, ReplicaPool
 from hpc_serve.client.replicas.speeds import HALF_LIFE_S, Speeds
-from hpc_serve.trust.connection import Identity
+from tests.unit.client.conftest import address
 
 FOUR = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}
 ONE_SLOW = {"a": 1.0, "b": 1.0, "c": 1.0, "slow": 10.0}
 # What three engines and one of a tenth of their speed can take, in percent.
 WHAT_IT_CAN = 100 / 31
-
-
-def address(name):
-    return ReplicaAddress(name=name, host="h", port=1, identity=Identity(certificate="", api_key="k"))
 
 
 @dataclass
@@ -156,29 +152,21 @@ def test_a_fresh_replica_is_tried_at_once():
     assert pool.take().name == "fresh"
 
 
-def test_times_of_unlike_requests_are_not_compared():
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "weight"),
+    [
+        pytest.param({"first": 0.1}, {"whole": 5.0}, 1.0, id="unlike requests are not compared"),
+        pytest.param({"first": 0.1, "stream": 10.0}, {"first": 2.0, "stream": 10.0}, 0.05, id="one kind is enough"),
+        pytest.param({"whole": 0.001}, {"whole": 0.015}, 1.0, id="milliseconds are no difference"),
+    ],
+)
+def test_a_replica_weighs_less_if_it_is_slower(of_a, of_b, weight):
     speeds = Speeds()
     for _ in range(20):
-        speeds.note("a", "first", 0.1, 0.0)
-        speeds.note("b", "whole", 5.0, 0.0)
-    assert speeds.weights(["a", "b"], 0.0) == {"a": 1.0, "b": 1.0}
-
-
-def test_one_kind_of_request_is_enough_to_tell_a_slow_replica():
-    speeds = Speeds()
-    for _ in range(20):
-        for name, first_s in (("a", 0.1), ("b", 2.0)):
-            speeds.note(name, "first", first_s, 0.0)
-            speeds.note(name, "stream", 10.0, 0.0)
-    assert speeds.weights(["a", "b"], 0.0) == {"a": 1.0, "b": pytest.approx(0.05)}
-
-
-def test_differences_of_milliseconds_are_none():
-    speeds = Speeds()
-    for _ in range(20):
-        speeds.note("a", "whole", 0.001, 0.0)
-        speeds.note("b", "whole", 0.015, 0.0)
-    assert speeds.weights(["a", "b"], 0.0) == {"a": 1.0, "b": 1.0}
+        for name, times_s in (("a", of_a), ("b", of_b)):
+            for kind, took_s in times_s.items():
+                speeds.note(name, kind, took_s, 0.0)
+    assert speeds.weights(["a", "b"], 0.0) == {"a": 1.0, "b": pytest.approx(weight)}
 
 
 def test_replicas_that_are_gone_are_forgotten():

@@ -1,7 +1,6 @@
 """The client against real processes, sockets and files: stub engines, and records that the store wrote."""
 
 import asyncio
-import itertools
 import json
 import logging
 import os
@@ -9,7 +8,6 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,9 +33,7 @@ from hpc_serve.errors import (
 from hpc_serve.trust.connection import Identity
 from tests.support.patience import be_patient, connect_to_all, wait_until
 from tests.support.stubs import StubService, make_record
-
-MODEL = "meta-llama/Llama-3.1-405B-Instruct"
-HELLO: Any = [{"role": "user", "content": "Hello"}]
+from tests.unit.client.conftest import HELLO, MODEL, say
 
 
 @pytest.fixture
@@ -74,12 +70,6 @@ def services_of(home):
 @pytest.fixture
 def service(services_of):
     return services_of()
-
-
-def say(client, **options):
-    """Which engine answered a chat: the stub says its port."""
-    answer = client.chat.completions.create(model=client.model, messages=HELLO, **options)
-    return int(answer.choices[0].message.content.split()[0].removeprefix("stub-"))
 
 
 # Talking
@@ -184,12 +174,12 @@ def test_the_next_replica_gets_the_request_that_the_dead_one_never_had(service):
     assert {say(client) for _ in range(10)} == {alive.port}
 
 
-def test_the_next_replica_gets_the_request_that_a_draining_one_turned_away(service, caplog):
+def test_the_next_replica_gets_the_request_that_a_draining_one_turned_away(service, asker):
     draining, other = service.start(), service.start()
-    client = connect("405b", max_retries=0)
+    client = asker(max_retries=0)
     draining.drain_file.touch()
-    assert {say(client) for _ in range(10)} == {other.port}
-    assert {say(connect("405b"))} == {other.port}, "a new client does not go there at all"
+    assert {client.say() for _ in range(10)} == {other.port}
+    assert asker().say() == other.port, "a new client does not go there at all"
 
 
 def test_a_stream_under_way_outlives_the_drain(service):
@@ -243,19 +233,6 @@ def test_a_stream_that_breaks_says_so_and_the_next_one_goes_elsewhere(service):
     assert mortal.process.wait() == 1
     assert say(client) == other.port
     assert client._watch.pool._under_way == {}
-
-
-def test_an_async_client_fails_over_too(service):
-    dead, draining, alive = service.start(), service.start(), service.start()
-
-    async def talk():
-        client = await connect_async("405b", max_retries=0)
-        dead.kill()
-        draining.drain_file.touch()
-        answers = [await client.chat.completions.create(model=client.model, messages=HELLO) for _ in range(8)]
-        return {answer.choices[0].message.content.split()[0] for answer in answers}
-
-    assert asyncio.run(talk()) == {f"stub-{alive.port}"}
 
 
 def test_an_async_request_that_is_cancelled_is_given_back(service, tmp_path):
@@ -345,14 +322,6 @@ def test_an_async_client_waits_without_blocking_the_loop(service):
         return await asyncio.wait_for(connecting, 60)
 
     assert asyncio.run(talk()).service == "405b"
-
-
-def test_a_wait_ends_with_the_stage_it_got_to(service, monkeypatch):
-    service.start(state="starting", stage="loading weights")
-    looks = itertools.count()
-    monkeypatch.setitem(waiting.WaitPolicy.__init__.__kwdefaults__, "clock", lambda: next(looks) / 10)
-    with pytest.raises(WaitTimeoutError, match=r"405b was not ready after 0 s: starting: loading weights \(job 100\)"):
-        connect("405b", wait=0.2)
 
 
 def test_a_wait_ends_when_it_fails_on_the_way(service):
@@ -580,34 +549,6 @@ def test_the_model_is_a_name_that_all_replicas_serve(service):
     service.start(served_model_names=("/scratch/weights", "405b"))
     service.start(served_model_names=(MODEL, "405b"))
     assert connect_to_all(service, 2).model == "405b"  # `connect` returns with the first that answers
-
-
-def test_threads_that_refresh_at_once_share_one_refresh(service, monkeypatch):
-    service.start()
-    asked, reads = set(), []
-
-    def clock():  # the first thing that a refresh asks for
-        asked.add(threading.get_ident())
-        return time.monotonic()
-
-    watch = ServiceWatch(service.store, "405b", clock=clock)
-    reading = watch._reader.records
-
-    def slow_read(*args, **options):
-        reads.append(args)
-        wait_until(lambda: len(asked) >= 16)
-        return reading(*args, **options)
-
-    monkeypatch.setattr(watch._reader, "records", slow_read)
-    together = threading.Barrier(16)
-
-    def refresh(_):
-        together.wait()
-        return watch.refresh().ready
-
-    with ThreadPoolExecutor(16) as pool:
-        assert all(pool.map(refresh, range(16)))
-    assert 0 < len(reads) < 8
 
 
 def test_importing_the_client_does_not_import_the_sdk():

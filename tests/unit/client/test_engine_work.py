@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from hpc_serve.client import engine_work
 from hpc_serve.client.engine_work import ReplicaWork, WorkWatch, look_for
 from hpc_serve.client.replicas.assess import assess_replica, assess_submitted
 from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus
@@ -77,7 +78,8 @@ def test_replicas_come_and_go_between_looks(service, ticks):
     assert one.over_s is None  # it was not there at the last look
 
 
-def test_what_is_under_way_is_looked_at_twice(service, tmp_path):
+def test_what_is_under_way_is_looked_at_twice(service, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_work, "LOOK_S", 0.01)
     hold = tmp_path / "hold"
     hold.touch()
     service.start("--stub-hang-file", str(hold))
@@ -85,14 +87,14 @@ def test_what_is_under_way_is_looked_at_twice(service, tmp_path):
     asking.start()
     watch = watch_of(service)
     wait_until(lambda: watch.look([status_of(service)])[0].now.running)
-    (work,) = look_for([status_of(service)], service.store.read_api_key, at_least_s=0.01)
+    (work,) = look_for([status_of(service)], service.store.read_api_key)
     assert (work.now.running, work.now.waiting) == (1, 0)
     assert work.over_s is not None
     assert work.generation_tokens_per_s == 0.0
     hold.unlink()
     asking.join(PATIENCE_S)
     wait_until(lambda: not watch.look([status_of(service)])[0].in_flight)  # an engine counts its end after the answer
-    (idle,) = look_for([status_of(service)], service.store.read_api_key, at_least_s=0.01)
+    (idle,) = look_for([status_of(service)], service.store.read_api_key)
     assert (idle.in_flight, idle.over_s) == (0, None)
 
 

@@ -2,19 +2,16 @@
 
 import asyncio
 import threading
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 from hpc_serve.client import Replica, connect, connect_async
 from tests.support.stubs import make_record, make_submitted
-
-HELLO: Any = [{"role": "user", "content": "Hello"}]
+from tests.unit.client.conftest import HELLO, port_of
 
 
 def name_of(service, answer):
-    """The name of the replica whose engine answered: the stub says its port."""
-    port = int(answer.choices[0].message.content.split()[0].removeprefix("stub-"))
-    (place,) = (place for place, engine in enumerate(service.engines) if engine.port == port)
-    return f"{100 + place}-r0-0"
+    """The name of the replica whose engine answered."""
+    return f"{100 + [engine.port for engine in service.engines].index(port_of(answer))}-r0-0"
 
 
 def test_the_replicas_are_those_that_are_known(service):
@@ -46,21 +43,14 @@ def test_the_last_replica_is_the_one_that_answered_in_this_thread(service):
     client = connect("405b")
     assert client.last_replica is None
     together = threading.Barrier(8)
-    wrong = []
 
-    def ask():
-        for _ in range(10):
-            together.wait(60)
-            answer = client.chat.completions.create(model=client.model, messages=HELLO)
-            if client.last_replica != name_of(service, answer):
-                wrong.append(client.last_replica)
+    def is_told(_):
+        together.wait(60)
+        answer = client.chat.completions.create(model=client.model, messages=HELLO)
+        return client.last_replica == name_of(service, answer)
 
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(is_told, range(80)))
     assert client.last_replica in ("100-r0-0", "101-r0-0"), "it answered in another thread"
     stream = client.chat.completions.create(model=client.model, messages=HELLO, stream=True)
     first = client.last_replica

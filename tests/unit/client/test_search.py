@@ -1,28 +1,24 @@
 """connect() among replicas that do not answer: the first one that does is enough. Real sockets and processes."""
 
-import asyncio
 import os
 import signal
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
-from hpc_serve.client import connect, connect_async, endpoint
+from hpc_serve.client import connect, endpoint
 from hpc_serve.client.discovery import discovery
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.search import Search
-from hpc_serve.client.replicas.probe import probe_records
 from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.errors import ServiceNotFoundError
 from tests.support.listener import Listener
 from tests.support.patience import wait_until
 from tests.support.stubs import make_record
-
-HELLO: Any = [{"role": "user", "content": "Hello"}]
+from tests.unit.client.conftest import MODEL, say
 
 
 class Silent(Listener):
@@ -45,28 +41,16 @@ def silent():
         connection.close()
 
 
-def say(client):
-    answer = client.chat.completions.create(model=client.model, messages=HELLO)
-    return int(answer.choices[0].message.content.split()[0].removeprefix("stub-"))
-
-
-def test_one_that_does_not_answer_is_not_waited_for(service, silent, monkeypatch):
+def test_one_that_does_not_answer_is_not_waited_for(service, silent, monkeypatch, asker):
     monkeypatch.setattr(discovery, "PROBE_S", 3600.0)
     engine = service.start()
     record = service.publish(engine)
     service.store.write(make_record(job_id="7", port=silent.port, certificate=record.certificate))
     with ThreadPoolExecutor(1) as threads:
-        client = threads.submit(connect, "405b", max_retries=0).result(60)
-        assert say(client) == engine.port
+        assert threads.submit(lambda: asker(max_retries=0).say()).result(60) == engine.port
         assert threads.submit(lambda: connect().service).result(60) == "405b", "nor without a name"
         assert threads.submit(endpoint, "405b").result(60).base_url == f"https://127.0.0.1:{engine.port}/v1"
-    assert say(asyncio.run(as_sync("405b"))) == engine.port
     assert silent.held
-
-
-async def as_sync(name):
-    client = await connect_async(name)
-    return connect(client.service)
 
 
 def test_one_that_answers_later_is_used_from_then_on(service):
@@ -74,7 +58,7 @@ def test_one_that_answers_later_is_used_from_then_on(service):
     os.kill(second.process.pid, signal.SIGSTOP)
     client = connect("405b", max_retries=0)
     assert {say(client) for _ in range(5)} == {first.port}
-    assert client.model == "meta-llama/Llama-3.1-405B-Instruct"
+    assert client.model == MODEL
     os.kill(second.process.pid, signal.SIGCONT)
     wait_until(lambda: say(client) == second.port)
 
@@ -138,26 +122,28 @@ def test_why_there_is_none_is_told_with_what_has_ended(service):
     assert [replica.state for replica in watch.refresh().replicas] == ["failed"]
 
 
-def test_threads_that_search_at_once_share_one_search(service):
+@pytest.mark.parametrize("look", [ServiceWatch.find_one, lambda watch: watch.refresh().ready], ids=["find", "refresh"])
+def test_threads_that_look_at_once_share_one_look(service, monkeypatch, look):
     service.start()
-    asked, probed = set(), []
+    asked, reads, read = set(), [], service.store.read_api_key
 
-    def clock():  # the first thing that a search asks for
+    def clock():  # the first thing that a look asks for
         asked.add(threading.get_ident())
         return time.monotonic()
 
-    def slow_probe(records, api_key):
-        probed.append(1)
+    def slow_read(name):
+        reads.append(name)
         wait_until(lambda: len(asked) >= 16)
-        return probe_records(records, api_key)
+        return read(name)
 
-    watch = ServiceWatch(service.store, "405b", probe=slow_probe, clock=clock)
+    monkeypatch.setattr(service.store, "read_api_key", slow_read)
+    watch = ServiceWatch(service.store, "405b", clock=clock)
     together = threading.Barrier(16)
 
-    def search(_):
+    def find(_):
         together.wait()
-        return watch.find_one()
+        return look(watch)
 
     with ThreadPoolExecutor(16) as threads:
-        assert all(threads.map(search, range(16)))
-    assert 0 < len(probed) < 8
+        assert all(threads.map(find, range(16)))
+    assert 0 < len(reads) < 8

@@ -1,40 +1,25 @@
 """The one rule: a replica that sends nothing for longer than its limit is lost, if another ready one answers."""
 
-import asyncio
 import math
 import threading
 from types import SimpleNamespace
 from typing import Any
 
+import openai
 import pytest
 
-from hpc_serve.client import connect, connect_async
+from hpc_serve.client import connect
 from hpc_serve.client.connections.answer_wait import ASK_BEFORE_S, ASK_S, AnswerWait, ReplicaLostError, is_sign
-from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.lost_replicas import ASK_OTHERS_S, LookResult, LostReplicas
-from hpc_serve.client.replicas.pool import LOST_FOR_S, MOST_LOST_FOR_S, ReplicaAddress, ReplicaPool
+from hpc_serve.client.replicas.pool import LOST_FOR_S, MOST_LOST_FOR_S, ReplicaPool
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.replicas.silence_limit import MOST_SILENT_S, SILENT_S, SilenceLimit
 from hpc_serve.client.requests.attempt import Attempt
-from hpc_serve.client.requests.transport import AsyncServiceTransport, ServiceTransport
 from hpc_serve.rendezvous.gate_headers import COMMENT, COMMENT_CHUNK, PROCESSING, SIGNS
-from hpc_serve.trust.connection import Identity
 from tests.support.patience import wait_until
+from tests.unit.client.conftest import HELLO, FakeClock, address
 
 USER_S = 600.0
-HELLO: Any = [{"role": "user", "content": "Hello"}]
-
-
-def address(name="a", *, signs=True):
-    return ReplicaAddress(name=name, host="h", port=1, identity=Identity(certificate="", api_key="k"), signs=signs)
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class FakeJudge:
@@ -321,26 +306,11 @@ def count_signs(monkeypatch):
     return signs
 
 
-def test_signs_come_before_a_whole_answer_and_its_connection_is_kept(service, opened, monkeypatch):
+def test_signs_come_before_a_whole_answer_and_its_connection_is_kept(service, opened, monkeypatch, asker):
     service.start(*SLOW)
     signs = count_signs(monkeypatch)
-    client = connect("405b", max_retries=0)
-    for _ in range(2):
-        assert client.chat.completions.create(model="405b", messages=HELLO).choices[0].message.content
-    assert PROCESSING in signs
-    assert len(opened) == 1
-
-
-def test_signs_come_before_a_whole_answer_in_asyncio_too(service, opened, monkeypatch):
-    service.start(*SLOW)
-    signs = count_signs(monkeypatch)
-
-    async def talk():
-        client = await connect_async("405b", max_retries=0)
-        for _ in range(2):
-            assert (await client.chat.completions.create(model="405b", messages=HELLO)).choices[0].message.content
-
-    asyncio.run(talk())
+    client = asker(max_retries=0)
+    assert client.say() == client.say()
     assert PROCESSING in signs
     assert len(opened) == 1
 
@@ -362,21 +332,9 @@ def test_signs_reach_the_user_of_a_stream_only_if_asked_for(service, monkeypatch
     assert (COMMENT[:1] in events) is wants_signs
 
 
-@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("engine", ["--stub-first-s", "--stub-word-s"])
-def test_the_timeout_of_the_user_holds_while_signs_come(service, engine, is_async):
+def test_the_timeout_of_the_user_holds_while_signs_come(service, engine, asker):
     service.start(engine, "600")
-    url, body = "http://x/v1/chat/completions", {"model": "405b", "messages": HELLO, "stream": True}
-    watch = ServiceWatch(service.store, "405b")
-    watch.refresh()
-
-    def ask():
-        with http.Client(transport=ServiceTransport(watch, resume=False), timeout=1.5) as client:
-            client.post(url, json=body)
-
-    async def ask_async():
-        async with http.AsyncClient(transport=AsyncServiceTransport(watch, resume=False), timeout=1.5) as client:
-            await client.post(url, json=body)
-
-    with pytest.raises(http.ReadTimeout):
-        asyncio.run(ask_async()) if is_async else ask()
+    client = asker(max_retries=0, timeout=1.5, resume=False)
+    with pytest.raises((openai.APITimeoutError, http.ReadTimeout)):
+        list(client.create(model="405b", messages=HELLO, stream=True))

@@ -1,23 +1,19 @@
 """Unknown is not over: files that cannot be read take nothing from a client whose replicas answer."""
 
-import asyncio
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
-from hpc_serve.client import connect, connect_async
+from hpc_serve.client import connect
 from hpc_serve.client.connections import answer_wait
 from hpc_serve.client.discovery import discovery, lost_replicas, reading
 from hpc_serve.client.replicas import pool
 from hpc_serve.errors import ServiceNotFoundError, StoreError, WaitTimeoutError
 from tests.support.patience import connect_to_all
-
-HELLO: Any = [{"role": "user", "content": "Hello"}]
-MODEL = "meta-llama/Llama-3.1-405B-Instruct"
+from tests.unit.client.conftest import MODEL, say
 
 
 @pytest.fixture
@@ -30,17 +26,16 @@ def service(service, monkeypatch):
     return service
 
 
-def say(client):
-    answer = client.chat.completions.create(model=client.model, messages=HELLO)
-    return int(answer.choices[0].message.content.split()[0].removeprefix("stub-"))
-
-
 @contextmanager
-def home_away(service):
-    away = service.store.home.with_name("away")
-    service.store.home.rename(away)
+def moved(path):
+    away = path.with_name("away")
+    path.rename(away)
     yield
-    away.rename(service.store.home)
+    away.rename(path)
+
+
+def home_away(service):
+    return moved(service.store.home)
 
 
 @contextmanager
@@ -60,12 +55,11 @@ def home_open_to_all(service):
 
 @contextmanager
 def records_torn(service):
-    records = list(service.store.service_dir("405b").glob("*.json"))
-    texts = [record.read_text() for record in records]
-    for record, text in zip(records, texts, strict=True):
+    texts = {record: record.read_text() for record in service.store.service_dir("405b").glob("*.json")}
+    for record, text in texts.items():
         record.write_text(text[: len(text) // 2])
     yield
-    for record, text in zip(records, texts, strict=True):
+    for record, text in texts.items():
         record.write_text(text)
 
 
@@ -79,22 +73,13 @@ def records_foreign(service):
         os.chown(record, os.geteuid(), os.getegid())
 
 
-@contextmanager
 def key_away(service):
-    away = service.key_file.with_name("away")
-    service.key_file.rename(away)
-    yield
-    away.rename(service.key_file)
+    return moved(service.key_file)
 
 
-@contextmanager
 def one_record_away(service):
     """As when a launcher has made a missing home anew, and the others have not yet."""
-    record = service.store.service_dir("405b") / "100-r0-0.json"
-    away = record.with_name("away")
-    record.rename(away)
-    yield
-    away.rename(record)
+    return moved(service.store.service_dir("405b") / "100-r0-0.json")
 
 
 WAYS = [home_away, home_empty, home_open_to_all, records_torn, records_foreign, key_away, one_record_away]
@@ -112,36 +97,23 @@ def root_only(way):
     return way
 
 
-def test_a_client_goes_on_with_the_replicas_that_answer(service, hidden):
+def test_a_client_goes_on_with_the_replicas_that_answer(service, hidden, asker):
     ports = {service.start().port, service.start().port}
-    client = connect("405b", max_retries=0)
-    client._watch.refresh()
+    asking = asker(max_retries=0)
+    watch = asking.client._watch
+    watch.refresh()
     with hidden(service):
         for _ in range(3):
-            assert len(client._watch.refresh().ready) == 2
-        assert {say(client) for _ in range(20)} == ports
-        assert client.model == MODEL
-        suspect = client._watch.pool.take()
-        client._watch.mark_suspect(suspect)
-        client._watch.pool.give_back(suspect)
-        client._watch.refresh()
-        assert {say(client) for _ in range(20)} == ports, "one that failed is asked again, and believed"
-    client._watch.refresh()
-    assert not client._watch.status.problems
-    assert {say(client) for _ in range(20)} == ports
-
-
-def test_an_async_client_goes_on_too(service, hidden):
-    engine = service.start()
-
-    async def talk():
-        client = await connect_async("405b", max_retries=0)
-        with hidden(service):
-            client._watch.mark_suspect(client._watch.pool.take())
-            answer = await client.chat.completions.create(model=client.model, messages=HELLO)
-            return answer.choices[0].message.content.split()[0]
-
-    assert asyncio.run(talk()) == f"stub-{engine.port}"
+            assert len(watch.refresh().ready) == 2
+        assert {asking.say() for _ in range(20)} == ports
+        assert asking.client.model == MODEL
+        for replica in (watch.pool.take(), watch.pool.take()):
+            watch.mark_suspect(replica)
+            watch.pool.give_back(replica)
+        assert {asking.say() for _ in range(20)} == ports, "those that failed are asked again, and believed"
+    watch.refresh()
+    assert not watch.status.problems
+    assert {asking.say() for _ in range(20)} == ports
 
 
 def test_a_replica_that_dies_meanwhile_is_left(service, hidden):

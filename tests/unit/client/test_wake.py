@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 import time
@@ -10,11 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hpc_serve.client import connect, connect_async
+from hpc_serve.client import connect
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.wait import ABSENT_GRACE_S, WaitPolicy, wait_for_replica
 from hpc_serve.client.replicas.event_loops import InThread, run_blocking
@@ -24,9 +22,9 @@ from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
 from tests.cluster import wait_for
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService, make_record, make_submitted
+from tests.unit.client.conftest import say
 
 SERVICE = "405b"
-HELLO: Any = [{"role": "user", "content": "Hello"}]
 WHY = "no request for 30 min"
 
 
@@ -88,40 +86,25 @@ def test_without_wake_the_error_says_how(asleep, slurm):
 def test_several_programs_wake_it_once(asleep, slurm):
     when_submitted(slurm, 1, lambda: asleep.start(job_id="101_0"))
 
-    def ask(_: int) -> str:
-        client = connect(SERVICE, wait=180, wake=True)
-        return client.chat.completions.create(model=client.model, messages=HELLO).choices[0].message.content
-
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(ask, range(4)))
-    assert len(answers) == 4
+        answers = list(pool.map(lambda _: say(connect(SERVICE, wait=180, wake=True)), range(4)))
+    assert answers == 4 * [asleep.engines[0].port]
     assert len(slurm.scripts) == 1
     assert read_wanted(asleep.store, SERVICE).state == "awake"
 
 
-def test_a_request_of_a_connected_client_wakes_it(asleep, slurm):
+def test_a_request_of_a_connected_client_wakes_it(asleep, slurm, asker):
     when_submitted(slurm, 1, lambda: asleep.start(job_id="101_0"))
-    client = connect(SERVICE, wake=True, max_retries=0)
+    asking = asker(wake=True, max_retries=0)
     asleep.engines[0].kill()
     asleep.publish(asleep.engines[0], job_id="101_0", state="stopped", reason="hpc-serve elastic: no request")
     slurm.job("101_0", "COMPLETED")
     slurm.queue()
     fall_asleep(asleep)
     when_submitted(slurm, 2, lambda: asleep.start(job_id="102_0"))
-    client.chat.completions.create(model=client.model, messages=HELLO)
-    assert client.last_replica.startswith("102_0-r0-0")
+    asking.say()
+    assert asking.client.last_replica.startswith("102_0-r0-0")
     assert len(slurm.scripts) == 2
-
-
-def test_in_an_event_loop(asleep, slurm):
-    when_submitted(slurm, 1, lambda: asleep.start(job_id="101_0"))
-
-    async def ask() -> None:
-        client = await connect_async(SERVICE, wake=True)
-        await client.chat.completions.create(model=client.model, messages=HELLO)
-
-    asyncio.run(ask())
-    assert len(slurm.scripts) == 1
 
 
 def test_a_program_that_died_while_it_woke_the_service(asleep, slurm):
