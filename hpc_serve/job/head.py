@@ -33,7 +33,7 @@ from hpc_serve.job.run.record_keeper import RecordKeeper, first_record
 from hpc_serve.job.run.takeover import take_over
 from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.drain import drain_file_of
-from hpc_serve.rendezvous.files import remove_file
+from hpc_serve.rendezvous.files import remove_file, write_private
 from hpc_serve.rendezvous.record import NodeRecord
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.vllm.command import check_layout, settings_text
@@ -98,7 +98,7 @@ class Head:
         await control.start(listener)
         self._parts.run_in_background(self._keeper.renew())
         self._parts.run_in_background(self._parts.oom_watch.run())
-        self._parts.run_in_background(self._run_end.fail_on_error(self._start(control)))
+        self._parts.run_or_fail(self._start(control))
         drain_requests = self._drain_requests()
         for path in drain_requests:
             self._parts.run_in_background(follow_drain_requests(path, self._run_end))
@@ -106,10 +106,7 @@ class Head:
         outcome = await self._run_end.wait()
         if not outcome.is_failure and outcome.drain_s > 0:
             outcome = await self._drain(outcome)
-        if outcome.is_failure:
-            _log.error("%s failed (exit code %d): %s", outcome.failed_part, outcome.exit_code, outcome.reason)
-        else:
-            _log.info("stopping: %s", outcome.reason)
+        outcome.log()
         self._keeper.publish_end(outcome, node.environ)
         await self._parts.take_down(most_grace_s=self._run_end.grace_s)
         control.close()
@@ -174,7 +171,7 @@ class Head:
         else:
             environ = node.child_environ(address=node.internal_head)
             settings = settings_text(node.command, choose_port)
-            node.write_settings(settings)
+            write_private(node.settings_file, settings)
             await self._workers.tell_all("go", keeps_cache=keeps_cache, settings=settings)
         await self._engine.serve(environ)
 

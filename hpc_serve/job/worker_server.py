@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from hpc_serve.job.engine.endpoint import make_endpoint
 from hpc_serve.job.engine.engine import Engine
-from hpc_serve.job.progress.reading import ReadSoFar
 from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.parts import Parts
 from hpc_serve.job.run.record_keeper import RecordKeeper, first_record
@@ -21,8 +20,4 @@ def make_server(node: Node, address: str, parts: Parts) -> Engine:
     endpoint = make_endpoint(node, first_record(node, address), store)
     keeper = RecordKeeper(store, endpoint.record)
     parts.run_in_background(keeper.renew())
-    return Engine(node, keeper, endpoint, parts, read_by_workers=ReadSoFar, on_ready=_go_on)
-
-
-async def _go_on() -> None:
-    """Do nothing: the head tells all nodes that the engine is ready."""
+    return Engine(node, keeper, endpoint, parts)

@@ -25,13 +25,13 @@ from hpc_serve.job.engine.engine_process import EngineProcess
 from hpc_serve.job.engine.engine_watch import EngineWatch
 from hpc_serve.job.engine.health import NotReadyError, SmallRequest, check_ready, is_healthy
 from hpc_serve.job.machine.log_setup import print_line
-from hpc_serve.job.machine.network import choose_port
+from hpc_serve.job.machine.network import PortsInUseError, choose_port
 from hpc_serve.job.machine.process import ENGINE_MARK, Child, end_marked, marked_pids
 from hpc_serve.job.progress.checkpoint import weight_sizes
 from hpc_serve.job.progress.reading import ReadSoFar, RunReading
 from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.outcome import Outcome, PartFailedError, failure
-from hpc_serve.job.run.parts import PORT_CLASH_EXIT_CODE, Parts, StopOrder
+from hpc_serve.job.run.parts import Parts, StopOrder
 from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.job.run.restarts import Restarts
 from hpc_serve.trust.connection import NotOurEngineError
@@ -62,8 +62,8 @@ class Engine:
         endpoint: EngineEndpoint,
         parts: Parts,
         *,
-        read_by_workers: Callable[[], ReadSoFar],
-        on_ready: Callable[[], Awaitable[None]],
+        read_by_workers: Callable[[], ReadSoFar] = ReadSoFar,
+        on_ready: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._node, self.keeper, self._endpoint = node, keeper, endpoint
         self._parts, self._run_end = parts, parts.run_end
@@ -177,7 +177,8 @@ class Engine:
         self.keeper.stage_prefix, self._has_old_cache = "", False
         mapped = await asyncio.to_thread(self._mapped_segments)  # after a kill nothing shows who owned it
         await asyncio.to_thread(node_dir.write_segments, self._node.node_dir, mapped, seen_by="launcher")
-        await self._on_ready()
+        if self._on_ready is not None:
+            await self._on_ready()
         self.keeper.update(state="ready", stage="ready", progress=None, reason=None, last_log_lines=())
         at = self._endpoint.address
         _log.info("%s is ready at https://%s:%d", options.service, at.host, at.port)
@@ -218,7 +219,7 @@ class Engine:
         """
         if not (self._has_old_cache and self._has_loaded_weights) or ready_s is not None:
             return False
-        if outcome.exit_code in (PORT_CLASH_EXIT_CODE, *_ENDED_BY_OTHERS):
+        if outcome.exit_code in (PortsInUseError.exit_code, *_ENDED_BY_OTHERS):
             return False
         cause = self.child.cause if self.child is not None else None
         is_other = cause is not None and cause.is_known and cause.name != _CACHE_RULE
@@ -256,7 +257,7 @@ class Engine:
                 raise failure(
                     "engine",
                     f"the server is up, but another program answers at {where}: {error}",
-                    exit_code=PORT_CLASH_EXIT_CODE,
+                    exit_code=PortsInUseError.exit_code,
                     last_log_lines=tuple(child.last_log_lines),
                 ) from error
             read = await asyncio.to_thread(self._reading.look) + self._read_by_workers()

@@ -117,28 +117,24 @@ async def _gather_facts(node: Node) -> NodeFacts:
 
 
 async def _answer(name: str, gather: Callable[[], Any]) -> tuple[Any, float, str]:
-    limit_s = GPUS_S if name == "gpus" else GROUP_S
-    try:
-        return await asyncio.wait_for(asyncio.wrap_future(_begin(name, gather)), limit_s)
-    except asyncio.TimeoutError:
-        return None, 0.0, f"no answer within {limit_s:.0f} s"
-
-
-def _begin(name: str, gather: Callable[[], Any]) -> Future[tuple[Any, float, str]]:
     """Gather in a thread: a value, the seconds that it took, and what went wrong."""
-    future: Future[tuple[Any, float, str]] = Future()
+    limit_s = GPUS_S if name == "gpus" else GROUP_S
+    answer: Future[tuple[Any, float, str]] = Future()
 
     def run() -> None:
-        future.set_running_or_notify_cancel()
+        answer.set_running_or_notify_cancel()
         began_at, value, problem = time.monotonic(), None, ""
         try:
             value = gather()
         except Exception as error:  # whatever it is, the engine may start without that group
             problem = f"{type(error).__name__}: {error}"
-        future.set_result((value, time.monotonic() - began_at, problem))
+        answer.set_result((value, time.monotonic() - began_at, problem))
 
     threading.Thread(target=run, name=f"preflight {name}", daemon=True).start()
-    return future
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(answer), limit_s)
+    except asyncio.TimeoutError:
+        return None, 0.0, f"no answer within {limit_s:.0f} s"
 
 
 def _gatherers(node: Node, address: str) -> dict[str, Callable[[], Any]]:

@@ -5,7 +5,6 @@ When each step is due, and what its failure means, is decided in `head`.
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Mapping
 
@@ -34,10 +33,8 @@ class HeadRay:
         self._nodes: RayNodes = {}
 
     async def hold(self) -> None:
-        """Have its program imported, while nodes are waited for. Raises what `make_peer_files` does."""
-        node = self._node
-        await self._held.begin(ray_environ(node, address=node.internal_head))
-        await asyncio.to_thread(node.make_peer_files, address=node.internal_head)
+        """Have its program imported, while nodes are waited for. Raises what `HeldRay.hold` does."""
+        await self._held.hold(self._node, self._node.internal_head)
 
     async def start_head(self, node: Node) -> None:
         """Start Ray's head, if there is a command `ray`; `node` is this node as all nodes have agreed on."""

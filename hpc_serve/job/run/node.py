@@ -18,8 +18,8 @@ from hpc_serve.job.machine.network import LOOPBACK, choose_port, interface_of, n
 from hpc_serve.job.machine.process import mark_environ
 from hpc_serve.job.run.outcome import KILL_WAIT_S
 from hpc_serve.job.run.restarts import DEFAULT_RESTARTS
-from hpc_serve.rendezvous.files import check_folder, read_private, write_private
-from hpc_serve.vllm.command import Device, ServeCommand, has_server, rank_args, ray_data_parallel_environ
+from hpc_serve.rendezvous.files import check_folder, read_private
+from hpc_serve.vllm.command import Device, ServeCommand, rank_args, ray_data_parallel_environ
 
 if TYPE_CHECKING:
     from hpc_serve.job.weights.staging import Staging
@@ -113,11 +113,6 @@ class Node:
                 f"told {self.options.gpus_per_node}: make --gpus-per-node in the #SBATCH lines and here agree."
             )
 
-    @property
-    def has_server(self) -> bool:
-        """Return whether this node runs a server of its own, with a record of its own."""
-        return has_server(self.command, self.allocation.node_rank)
-
     def rank_args(self) -> list[str]:
         """Return the arguments that tell vLLM on this node where its ranks are."""
         return rank_args(
@@ -135,10 +130,6 @@ class Node:
         """Return the path of a file that tells this node's engine the ports where its processes meet, and nobody
         else."""
         return self.node_dir / "engine.yaml"  # vLLM asks for this ending
-
-    def write_settings(self, text: str) -> None:
-        """Write the ports of the head where the engine's processes meet. Raises StoreError."""
-        write_private(self.settings_file, text)
 
     def child_environ(self, *, address: str) -> dict[str, str]:
         """Return the engine's environment; its processes meet at `address`. A person's variables win over defaults."""
@@ -177,12 +168,6 @@ class Node:
     def without_kept_cache(self, reason: str) -> Node:
         """Return the node with caches of the engine that go with the run."""
         return replace(self, cache=private_cache(self.node_dir, reason))
-
-    def make_peer_files(self, *, address: str) -> None:
-        """Make a certificate for this node's Ray, which listens at `address`. Raises what `trust.peers` does."""
-        from hpc_serve.trust.peers import make_peer_files
-
-        make_peer_files(Path(self.environ["HPC_SERVE_JOB_DIR"]), self.node_dir / "tls", addresses=(address,))
 
 
 def ray_dir(node_dir: str) -> str:

@@ -45,6 +45,13 @@ class Outcome:
     def is_failure(self) -> bool:
         return self.failed_part is not None
 
+    def log(self) -> None:
+        """Log how the run ends."""
+        if self.is_failure:
+            _log.error("%s failed (exit code %d): %s", self.failed_part, self.exit_code, self.reason)
+        else:
+            _log.info("stopping: %s", self.reason)
+
 
 class PartFailedError(Exception):
     """A part of the replica failed. The error carries the outcome to report."""

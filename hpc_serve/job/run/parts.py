@@ -17,12 +17,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from hpc_serve.job.machine.log_setup import print_line
+from hpc_serve.job.machine.network import PortsInUseError
 from hpc_serve.job.machine.oom_kills import OomWatch
 from hpc_serve.job.machine.process import Child, end_marked, start_child
 from hpc_serve.job.run.outcome import Outcome, RunEnd, failure
 
 _PORT_CLASH = re.compile(r"[Aa]ddress already in use|port .* is already (?:in use|used)|EADDRINUSE")
-PORT_CLASH_EXIT_CODE = 75
 _LEFTOVERS_GRACE_S = 1.0
 _POLL_INTERVAL_S = 0.5
 _SIGKILL_EXIT_CODE = 137
@@ -68,6 +68,10 @@ class Parts:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def run_or_fail(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` in the background. The error that ends it, if any, ends the run."""
+        self.run_in_background(self.run_end.fail_on_error(work))
 
     def add(self, order: StopOrder, stop: Callable[[], Awaitable[None]]) -> None:
         """Have `stop` called when the parts are taken down."""
@@ -130,7 +134,7 @@ class Parts:
         lines = tuple(child.last_log_lines)
         reason = child.failure_reason
         if self._is_starting() and any(_PORT_CLASH.search(line) for line in lines):
-            code, reason = PORT_CLASH_EXIT_CODE, f"{reason}: a port was taken"
+            code, reason = PortsInUseError.exit_code, f"{reason}: a port was taken"
         elif words := self._words_of_kernel(child):
             reason = f"{reason}; {words}"
         return Outcome(failed_part=child.name, reason=reason, exit_code=code or 1, last_log_lines=lines)

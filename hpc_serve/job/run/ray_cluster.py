@@ -32,10 +32,7 @@ def _start_argv(node: Node, address: str) -> tuple[str, ...]:
     memory = allocation.memory_bytes or machine // allocation.share.count
     store = max(_SMALLEST_OBJECT_STORE_BYTES, min(_OBJECT_STORE_BYTES, memory // 8, shared_memory_bytes()[1] // 2))
     return (
-        "ray",
-        "start",
-        "--block",
-        "--disable-usage-stats",
+        *("ray", "start", "--block", "--disable-usage-stats"),
         f"--node-ip-address={address}",
         f"--temp-dir={node.ray_dir}",
         f"--num-cpus={allocation.num_cpus}",
@@ -76,7 +73,7 @@ def _device_args(device: Device, num_devices: int) -> list[str]:
 def ray_environ(node: Node, *, address: str) -> dict[str, str]:
     """Return the environment of Ray on a node at `address`, and of an engine over it.
 
-    It names the token's file, and what `Node.make_peer_files` makes.
+    It names the token's file, and what `HeldRay.hold` makes.
     """
     from hpc_serve.trust.peers import PeerFiles
 

@@ -102,9 +102,11 @@ def test_it_starts_ray_when_told_and_ends_when_told(over_a_connection, tmp_path)
     assert "--address=127.0.0.1:4321" in arguments
 
 
-def test_without_ray_it_starts_the_engine_without_a_server(over_a_connection, tmp_path):
+def test_without_ray_it_starts_the_engine_without_a_server_and_tells_it_the_ports_in_a_private_file(
+    over_a_connection, tmp_path
+):
     async def scenario(link):
-        await link.send("go")
+        await link.send("go", settings="master-port: 20002\n")
         arguments = await wait_for_arguments(tmp_path)
         await link.send("stop")
         return arguments
@@ -115,6 +117,9 @@ def test_without_ray_it_starts_the_engine_without_a_server(over_a_connection, tm
         "serve m -pp 2 --distributed-executor-backend mp --nnodes 2 --node-rank 1 --master-addr 127.0.0.1" in arguments
     )
     assert arguments.endswith("--headless")
+    settings = tmp_path / "engine.yaml"
+    assert (settings.read_text(), settings.stat().st_mode & 0o777) == ("master-port: 20002\n", 0o600)
+    assert "20002" not in arguments
 
 
 IS_STUB = f"os.execv({sys.executable!r}, [{sys.executable!r}, {str(SCRIPT)!r}, *sys.argv[1:]])"
