@@ -16,6 +16,7 @@ from hpc_serve.job.machine.share import Share
 from hpc_serve.job.run.node import LaunchOptions, PreflightMode
 
 _log = logging.getLogger("hpc_serve.job")
+_CANARY_ON_CPUS_S = 30.0  # a step that reads a long prompt takes many seconds there
 
 
 def main() -> int:
@@ -43,15 +44,17 @@ def main() -> int:
     try:
         share = Share.from_text(arguments.replica)
         allocation = read_allocation(os.environ, share)
+        num_devices = arguments.tpus_per_node or arguments.gpus_per_node or 0
+        canary_s = LaunchOptions.canary_s if num_devices else _CANARY_ON_CPUS_S
         options = LaunchOptions(
             service=arguments.service,
             backend=arguments.backend,
             device="TPU" if arguments.tpus_per_node else "GPU",
-            gpus_per_node=arguments.tpus_per_node or arguments.gpus_per_node or 0,
+            gpus_per_node=num_devices,
             stall_s=read_seconds(os.environ, "HPC_SERVE_STALL_S", LaunchOptions.stall_s),
             join_s=read_seconds(os.environ, "HPC_SERVE_JOIN_S", LaunchOptions.join_s),
             kill_wait_s=read_seconds(os.environ, "HPC_SERVE_KILL_WAIT_S", LaunchOptions.kill_wait_s),
-            canary_s=read_seconds(os.environ, "HPC_SERVE_CANARY_S", None),
+            canary_s=read_seconds(os.environ, "HPC_SERVE_CANARY_S", canary_s),
             hang_s=read_seconds(os.environ, "HPC_SERVE_HANG_S", LaunchOptions.hang_s),
             engine_restarts=arguments.engine_restarts,
             preflight="only" if arguments.preflight_only else _preflight(),

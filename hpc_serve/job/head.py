@@ -52,8 +52,8 @@ async def run_head(node: Node) -> int:
     store = ServiceStore(default_home(node.environ))
     service = node.options.service
     claim(store, service, node.command.model)
-    endpoint = make_endpoint(node, first_record(node, node.head), store)
-    return await Head(node, RecordKeeper(store, endpoint.record), endpoint).run(listener)
+    endpoint, record = make_endpoint(node, first_record(node), store)
+    return await Head(node, RecordKeeper(store, record), endpoint).run(listener)
 
 
 class Head:
@@ -169,7 +169,7 @@ class Head:
             await self._workers.tell_all("go", keeps_cache=keeps_cache, gcs=environ["RAY_ADDRESS"])
             await ray.wait_for_nodes(self._workers.names)
         else:
-            environ = node.child_environ(address=node.internal_head)
+            environ = node.child_environ()
             settings = settings_text(node.command, choose_port)
             write_private(node.settings_file, settings)
             await self._workers.tell_all("go", keeps_cache=keeps_cache, settings=settings)

@@ -12,7 +12,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.cleanup.run_dir import read_control_port
 from hpc_serve.job.links.control import connect
 from hpc_serve.job.links.link import Link, LinkLostError, Message
-from hpc_serve.job.machine.network import node_address, reachable_addresses
+from hpc_serve.job.machine.network import reachable_addresses
 from hpc_serve.job.machine.process import run_processes
 from hpc_serve.job.preflight.node_side import NodePreflight
 from hpc_serve.job.progress.reading import RunReading
@@ -53,7 +53,7 @@ async def run_worker(node: Node) -> int:
         node.token,
         rank=node.allocation.node_rank,
         name=node.allocation.node_name,
-        own_address=lambda: _own_address(node),
+        own_address=lambda: node.address,
         deadline_s=node.options.join_s,
         cache=str(node.cache.path) if node.cache.lock is not None else "",
     )
@@ -73,16 +73,11 @@ async def _control_port(node: Node) -> int:
     return port
 
 
-def _own_address(node: Node) -> str:
-    return node_address(interface=node.environ.get("HPC_SERVE_INTERFACE"), towards=node.head)
-
-
 class Worker:
     """One run of one replica, as a node other than its head sees it."""
 
     def __init__(self, node: Node, link: Link, run_end: RunEnd) -> None:
         self._node, self._link, self._run_end = node, link, run_end
-        self._address = _own_address(node)
         self._parts = Parts(node.run_mark, run_end, node_name=node.allocation.node_name)
         self._ray = HeldRay("ray worker", self._parts, grace_s=_GRACE_S) if node.backend == "ray" else None
         self._server: Engine | None = None
@@ -96,7 +91,7 @@ class Worker:
         parts.run_in_background(self._link.send_heartbeats(RunReading(node.run_mark).look))
         try:
             if self._ray is not None:
-                parts.run_or_fail(self._ray.hold(node, self._address))
+                parts.run_or_fail(self._ray.hold(node))
             parts.run_in_background(self._follow_head())
             outcome = await self._run_end.wait()
             outcome.log()
@@ -176,19 +171,18 @@ class Worker:
 
     async def _start_part(self, go: Message) -> None:
         """Start this node's share of Ray, or of the engine where there is no Ray, as the message `go` says."""
-        node, parts, address = self._node, self._parts, self._address
+        node, parts = self._node, self._parts
         node.check_gpus()
         parts.run_in_background(self._watch_processes())
         if self._ray is not None:
-            argv = worker_argv(node, address=address, head=str(go.get("gcs")))
-            await self._ray.release(argv, ray_environ(node, address=address))
+            await self._ray.release(worker_argv(node, head=str(go.get("gcs"))), ray_environ(node))
             return
-        environ = node.child_environ(address=address)
+        environ = node.child_environ()
         write_private(node.settings_file, str(go.get("settings", "")))
         if has_server(node.command, node.allocation.node_rank):
             from hpc_serve.job.worker_server import make_server
 
-            self._server = make_server(node, address, parts)
+            self._server = make_server(node, parts)
             await self._server.serve(environ)
         else:
             engine = await parts.start_child("engine", [*headless_argv(node.command), *node.rank_args()], environ)

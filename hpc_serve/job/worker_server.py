@@ -14,10 +14,10 @@ from hpc_serve.job.run.record_keeper import RecordKeeper, first_record
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 
 
-def make_server(node: Node, address: str, parts: Parts) -> Engine:
+def make_server(node: Node, parts: Parts) -> Engine:
     """Publish this node's record, and return its engine, which is not started yet. Raises what `make_endpoint` does."""
     store = ServiceStore(default_home(node.environ))
-    endpoint = make_endpoint(node, first_record(node, address), store)
-    keeper = RecordKeeper(store, endpoint.record)
+    endpoint, record = make_endpoint(node, first_record(node), store)
+    keeper = RecordKeeper(store, record)
     parts.run_in_background(keeper.renew())
     return Engine(node, keeper, endpoint, parts)

@@ -21,10 +21,9 @@ from hpc_serve.trust.connection import Identity
 
 @dataclass(frozen=True, kw_only=True)
 class EngineEndpoint:
-    """The record to publish, and what belongs to it."""
+    """The socket of an engine, its address, and the certificate that it shows."""
 
     socket: EngineSocket
-    record: EndpointRecord
     address: EngineAddress
     certificate: RunCertificate
 
@@ -34,8 +33,8 @@ class EngineEndpoint:
         return str(self.certificate.key_file), str(self.certificate.certificate_file)
 
 
-def make_endpoint(node: Node, record: EndpointRecord, store: ServiceStore) -> EngineEndpoint:
-    """Complete this node's first record, and listen.
+def make_endpoint(node: Node, record: EndpointRecord, store: ServiceStore) -> tuple[EngineEndpoint, EndpointRecord]:
+    """Listen, and complete this node's first record; returns both.
 
     Raises StoreError, RecordError, InvalidRequestError (no `cryptography`), PortsInUseError.
     """
@@ -47,7 +46,7 @@ def make_endpoint(node: Node, record: EndpointRecord, store: ServiceStore) -> En
     record = replace(record, port=socket.port, certificate=certificate.certificate, signs=True)
     identity = Identity.of(record, store.read_api_key(record.service))
     address = EngineAddress(host=own, port=record.port, identity=identity, token=secrets.token_hex(16))
-    return EngineEndpoint(socket=socket, record=record, address=address, certificate=certificate)
+    return EngineEndpoint(socket=socket, address=address, certificate=certificate), record
 
 
 def move_endpoint(node: Node, endpoint: EngineEndpoint) -> EngineEndpoint:
@@ -56,8 +55,7 @@ def move_endpoint(node: Node, endpoint: EngineEndpoint) -> EngineEndpoint:
     The old port went with the old engine. A port that the command names stays. Raises PortsInUseError.
     """
     socket = _listen(node)
-    record, address = replace(endpoint.record, port=socket.port), replace(endpoint.address, port=socket.port)
-    return replace(endpoint, socket=socket, record=record, address=address)
+    return replace(endpoint, socket=socket, address=replace(endpoint.address, port=socket.port))
 
 
 def _listen(node: Node) -> EngineSocket:

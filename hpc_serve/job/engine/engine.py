@@ -119,7 +119,7 @@ class Engine:
                 self._discard_cache(outcome)
             await asyncio.sleep(wait_s)
             self._endpoint = move_endpoint(self._node, self._endpoint)
-            self.keeper.update(port=self._endpoint.record.port)
+            self.keeper.update(port=self._endpoint.address.port)
             environ = {**environ, "VLLM_PORT": str(choose_port())}
 
     async def drain(self, stop: Outcome) -> Outcome:
@@ -168,7 +168,7 @@ class Engine:
         self.watch = EngineWatch(
             address=self._endpoint.address,
             request=request,
-            limit_s=options.canary_limit_s,
+            limit_s=options.canary_s,
             give_up_s=options.hang_s,
             keeper=self.keeper,
         )

@@ -85,7 +85,7 @@ class EngineProcess:
         return [*command.argv, *added, *node.rank_args()]
 
     def _environ(self, endpoint: EngineEndpoint, environ: Mapping[str, str]) -> dict[str, str]:
-        least_step = {LEAST_STEP_VARIABLE: str(self._node.options.canary_limit_s)}
+        least_step = {LEAST_STEP_VARIABLE: str(self._node.options.canary_s)}
         mark = mark_environ(self._node.run_mark, variable=ENGINE_MARK)
         adapters: dict[str, str] = {}
         if self._node.command.takes_adapters:

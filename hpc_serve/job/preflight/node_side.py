@@ -16,7 +16,6 @@ from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.links.link import Message
-from hpc_serve.job.machine.network import node_address
 from hpc_serve.job.machine.process import mark_environ
 from hpc_serve.job.preflight.checks.node import CACHES, LOGS, STAGED
 from hpc_serve.job.preflight.facts import Needs, NodeFacts
@@ -103,13 +102,11 @@ class NodePreflight:
 
 async def _gather_facts(node: Node) -> NodeFacts:
     """Return the facts of all groups that come in time."""
-    interface, is_head = node.environ.get("HPC_SERVE_INTERFACE"), node.allocation.is_head
-    address = node.head if is_head else node_address(interface=interface, towards=node.head)
-    gatherers = _gatherers(node, address)
+    gatherers = _gatherers(node)
     answers = dict(zip(gatherers, await asyncio.gather(*map(_answer, gatherers, gatherers.values()))))
     return NodeFacts(
         name=node.allocation.node_name,
-        address=address,
+        address=node.address,
         **{name: value for name, (value, _, _) in answers.items()},
         took_s={name: took_s for name, (_, took_s, _) in answers.items()},
         problems={name: problem for name, (_, _, problem) in answers.items() if problem},
@@ -137,7 +134,7 @@ async def _answer(name: str, gather: Callable[[], Any]) -> tuple[Any, float, str
         return None, 0.0, f"no answer within {limit_s:.0f} s"
 
 
-def _gatherers(node: Node, address: str) -> dict[str, Callable[[], Any]]:
+def _gatherers(node: Node) -> dict[str, Callable[[], Any]]:
     needs, environ = needs_of(node), {**node.environ, **mark_environ(node.run_mark)}
     command = node.command
     starts_engine = node.allocation.is_head or node.backend != "ray"
@@ -152,7 +149,7 @@ def _gatherers(node: Node, address: str) -> dict[str, Callable[[], Any]]:
         "limits": machine.gather_limits,
         "weights": partial(weights.gather_weights, model, environ, load_format=needs.load_format, ask_hub=ask_hub),
         "software": partial(software.gather_software, environ, commands, sockets),
-        "network": partial(network.gather_network, address, node.environ),
+        "network": partial(network.gather_network, node.address, node.environ),
     }
     if _ELSEWHERE & names_in(_engine_words(node)):
         del gatherers["weights"]

@@ -34,17 +34,17 @@ class HeadRay:
 
     async def hold(self) -> None:
         """Have its program imported, while nodes are waited for. Raises what `HeldRay.hold` does."""
-        await self._held.hold(self._node, self._node.internal_head)
+        await self._held.hold(self._node)
 
     async def start_head(self, node: Node) -> None:
         """Start Ray's head, if there is a command `ray`; `node` is this node as all nodes have agreed on."""
         self._node = node
-        self.environ = ray_environ(node, address=node.internal_head)
+        self.environ = ray_environ(node)
         if shutil.which("ray", path=self.environ.get("PATH")) is None:  # the preflight says so, with the cure
             return
         self._client_port = hold_port()
         argv = head_argv(node, client_port=self._client_port.getsockname()[1])
-        watch = (node.ray_dir, node.internal_head, node.options.device)
+        watch = (node.ray_dir, node.internal_address, node.options.device)
         await self._held.release(argv, self.environ, watch=watch)
 
     async def engine_environ(self) -> dict[str, str]:
@@ -60,17 +60,17 @@ class HeadRay:
         def missing() -> str | None:
             if self._gcs_port is None:
                 return "Ray's GCS does not listen"
-            if node.internal_head not in self._nodes:
-                return f"{node.allocation.node_name} ({node.internal_head}) has not joined the Ray that it started"
+            if node.internal_address not in self._nodes:
+                return f"{node.allocation.node_name} ({node.internal_address}) has not joined the Ray that it started"
             return None
 
         await self._parts.wait_until_complete(missing, part=_NAME, within_s=node.options.join_s)
-        return {**self.environ, "RAY_ADDRESS": f"{node.internal_head}:{self._gcs_port}"}
+        return {**self.environ, "RAY_ADDRESS": f"{node.internal_address}:{self._gcs_port}"}
 
     async def wait_for_nodes(self, others: Mapping[str, str]) -> None:
         """Return once Ray has exactly this node and the `others` (names, by address), each with its devices."""
         node = self._node
-        expected = {node.internal_head: node.allocation.node_name, **others}
+        expected = {node.internal_address: node.allocation.node_name, **others}
 
         def missing() -> str | None:
             sentences = missing_nodes(self._nodes, expected, node.options.device, node.options.gpus_per_node)

@@ -26,8 +26,8 @@ class HeldRay:
         self._name, self._parts, self._grace_s, self._on_line = name, parts, grace_s, on_line
         self._child: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
 
-    async def hold(self, node: Node, address: str) -> None:
-        """Start the child, which imports and waits, and make the certificate that Ray shows at `address`.
+    async def hold(self, node: Node) -> None:
+        """Start the child, which imports and waits, and make the certificate that Ray shows.
 
         Raises what `trust.peers` does.
         """
@@ -36,13 +36,13 @@ class HeldRay:
         child = await self._parts.start_child(
             self._name,
             [sys.executable, "-u", "-m", "hpc_serve.job.ray.ray_start"],
-            ray_environ(node, address=address),
+            ray_environ(node),
             on_line=self._on_line,
             told=True,
         )
         self._parts.add_child(StopOrder.RAY, child, grace_s=self._grace_s)
         run_dir = Path(node.environ["HPC_SERVE_JOB_DIR"])
-        await asyncio.to_thread(make_peer_files, run_dir, node.node_dir / "tls", addresses=(address,))
+        await asyncio.to_thread(make_peer_files, run_dir, node.node_dir / "tls", addresses=(node.internal_address,))
         self._child.set_result(child)
 
     async def release(self, argv: Sequence[str], environ: Mapping[str, str], *, watch: Sequence[str] = ()) -> None:

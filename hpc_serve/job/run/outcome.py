@@ -61,6 +61,16 @@ class PartFailedError(Exception):
         self.outcome = outcome
 
 
+def outcome_of(error: Exception) -> Outcome:
+    """Return how a run ends that this error of its launcher ends."""
+    if isinstance(error, PartFailedError):
+        return error.outcome
+    if isinstance(error, HpcServeError):
+        return Outcome(failed_part="launcher", reason=str(error), exit_code=error.exit_code)
+    _log.error("unexpected error", exc_info=error)
+    return Outcome(failed_part="launcher", reason=f"{type(error).__name__}: {error}", exit_code=1)
+
+
 def failure(part: str, reason: str, *, exit_code: int = 1, last_log_lines: tuple[str, ...] = ()) -> PartFailedError:
     return PartFailedError(
         Outcome(reason=reason, exit_code=exit_code or 1, failed_part=part, last_log_lines=last_log_lines)
@@ -141,13 +151,8 @@ class RunEnd:
         """Do `work`, and report the error that ends it, if any, as the run's failure."""
         try:
             await work
-        except PartFailedError as error:
-            await self.fail(error.outcome)
-        except HpcServeError as error:
-            await self.fail(Outcome(failed_part="launcher", reason=str(error), exit_code=error.exit_code))
         except Exception as error:
-            _log.exception("unexpected error")
-            await self.fail(Outcome(failed_part="launcher", reason=f"{type(error).__name__}: {error}", exit_code=1))
+            await self.fail(outcome_of(error))
 
     async def wait(self) -> Outcome:
         """Wait until the outcome is decided, and return it."""

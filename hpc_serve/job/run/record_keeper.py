@@ -19,7 +19,7 @@ from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.job.machine.network import LOOPBACK, PortsInUseError, reachable_addresses
 from hpc_serve.job.progress.start_stages import StartStages
 from hpc_serve.job.run.node import Node
-from hpc_serve.job.run.outcome import Outcome
+from hpc_serve.job.run.outcome import Outcome, outcome_of
 from hpc_serve.rendezvous.entries import read_entry
 from hpc_serve.rendezvous.names import array_of
 from hpc_serve.rendezvous.ownership import user_name
@@ -41,7 +41,7 @@ def publish_failure(
 
     A run that its script starts again gets its record then: until a command is read, the service has no model.
     """
-    end = end_of(Outcome(failed_part="launcher", reason=str(error), exit_code=error.exit_code), environ)
+    end = end_of(outcome_of(error), environ)
     if allocation is None or end["state"] != "failed":
         return
     record = replace(_run_record(service, allocation, environ), **end)
@@ -63,13 +63,13 @@ def end_of(outcome: Outcome, environ: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def first_record(node: Node, address: str) -> EndpointRecord:
-    """Return the record with which the server of this node begins; `address` is the node's own.
+def first_record(node: Node) -> EndpointRecord:
+    """Return the record with which the server of this node begins.
 
     The servers of a job with one on each node are counted as its replicas.
     """
     allocation, command = node.allocation, node.command
-    hosts = [LOOPBACK] if allocation.cluster == "local" else [address, *reachable_addresses()]
+    hosts = [LOOPBACK] if allocation.cluster == "local" else [node.address, *reachable_addresses()]
     counted: dict[str, Any] = {"replica": allocation.node_rank, "replicas_per_job": allocation.num_nodes}
     return replace(
         _run_record(node.options.service, allocation, node.environ),
@@ -78,7 +78,7 @@ def first_record(node: Node, address: str) -> EndpointRecord:
         served_model_names=command.served_model_names,
         stage="starting",
         hosts=tuple(dict.fromkeys(hosts)),
-        nodes=(NodeRecord(name=allocation.node_name, address=address),),
+        nodes=(NodeRecord(name=allocation.node_name, address=node.address),),
         tensor_parallel_size=command.tensor_parallel_size,
         pipeline_parallel_size=command.pipeline_parallel_size,
         data_parallel_size=command.data_parallel_size,

@@ -12,6 +12,7 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -156,11 +157,6 @@ def test_a_node_without_room_for_a_file_drains_all_the_same(tmp_path, caplog):
     assert "the engine goes on taking requests while it drains" in caplog.text
 
 
-def test_an_idle_engine_is_drained_at_once(tmp_path):
-    outcome = in_scene(tmp_path, lambda scene: scene.drain.run(stop()))
-    assert outcome.reason == "hpc-serve stop; no request was under way"
-
-
 def test_what_does_not_finish_in_time_is_counted(tmp_path):
     async def test(scene):
         await scene.begin(2)
@@ -230,13 +226,18 @@ def test_an_engine_without_figures_finishes_by_itself(tmp_path, monkeypatch):
     assert outcome.reason == "hpc-serve stop; the engine did not say how many requests were under way"
 
 
-def test_not_known_is_not_idle(tmp_path, monkeypatch):
-    def silent(address):
-        raise OSError("no route")
-
-    monkeypatch.setattr(drain_module, "requests_under_way", silent)
-    outcome = in_scene(tmp_path, lambda scene: scene.drain.run(stop(drain_s=0.5)))
-    assert outcome.reason == "hpc-serve stop; the engine did not say how many requests were under way"
+@pytest.mark.parametrize(
+    ("error", "drain_s", "said"),
+    [
+        (None, 60, "no request was under way"),  # at once
+        (OSError("no route"), 0.5, "the engine did not say how many requests were under way"),
+    ],
+)
+def test_an_engine_is_idle_if_it_says_so(tmp_path, monkeypatch, error, drain_s, said):
+    if error is not None:
+        monkeypatch.setattr(drain_module, "requests_under_way", Mock(side_effect=error))
+    outcome = in_scene(tmp_path, lambda scene: scene.drain.run(stop(drain_s=drain_s)))
+    assert outcome.reason == f"hpc-serve stop; {said}"
 
 
 class TestSignals:

@@ -21,7 +21,7 @@ from hpc_serve.job.engine.engine_start import VLLM_MODULE
 from hpc_serve.job.machine.own_script import is_own_script
 from hpc_serve.job.machine.process import marked_pids
 from hpc_serve.job.run.parts import Parts
-from tests.support.nodes import make_node
+from tests.support.nodes import make_node, write_program
 from tests.unit.job.conftest import in_a_loop
 
 WITHIN_S = 120
@@ -61,11 +61,7 @@ def vllm(tmp_path: Path) -> Path:
         (folder / "__init__.py").write_text("")
     (package / "main.py").write_text(MAIN)
     (package / "serve.py").write_text("")
-    script = tmp_path / "bin" / "vllm"
-    script.parent.mkdir()
-    script.write_text(OF_VLLM)
-    script.chmod(0o755)
-    return script
+    return write_program(tmp_path / "bin" / "vllm", OF_VLLM)
 
 
 def environ_of(vllm: Path, **variables: str) -> dict[str, str]:

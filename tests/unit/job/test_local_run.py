@@ -5,14 +5,12 @@ Real bash, launcher and files; the engine is the stub.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -41,25 +39,15 @@ def run(start, hang_file):
     return start(*flags, variables={"HPC_SERVE_CANARY_S": "0"})
 
 
-def command_lines(run: Run) -> list[list[str]]:
-    """What every user of the node can read of the run's processes."""
-    ours, found = f"HPC_SERVE_HOME={run.store.home}".encode(), []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and ours in (entry / "environ").read_bytes().split(b"\0"):
-                found.append((entry / "cmdline").read_bytes().decode().split("\0"))
-    return found
-
-
 def test_a_stranger_who_lists_processes_does_not_learn_the_engines_port_before_it_listens(run):
     seen: list[list[str]] = []
 
     def is_ready() -> bool:
-        seen.extend(command_lines(run))
+        seen.extend(run.processes().values())
         return run.record is not None and run.record.state == "ready"
 
     wait_for(is_ready, 60, what="ready")
-    seen.extend(command_lines(run))  # the engine may have begun, and become ready, since the last look
+    seen.extend(run.processes().values())  # the engine may have begun, and become ready, since the last look
     assert run.record is not None
     port = re.compile(rf"(?<![0-9a-f]){run.record.port}(?![0-9a-f])")  # a name by chance may hold its digits
     assert not [words for words in seen for word in words if port.search(word)]
@@ -151,13 +139,9 @@ def kill(run: Run) -> None:
 
 def signal_all(run: Run) -> None:
     """As scancel does it: the launcher and the engine get SIGTERM, and the script does not."""
-    ours = f"HPC_SERVE_HOME={run.store.home}".encode()
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and ours in (entry / "environ").read_bytes().split(b"\0"):
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                if b"hpc_serve.job" in words or str(SCRIPT).encode() in words:
-                    os.kill(int(entry.name), signal.SIGTERM)
+    for pid, words in run.processes().items():
+        if {"hpc_serve.job", str(SCRIPT)} & set(words):
+            os.kill(pid, signal.SIGTERM)
 
 
 def ask(run: Run) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from hpc_serve.job.ray.ray_nodes import parse_line
 from hpc_serve.job.ray.ray_private import COMMAND_LINE, missing_names
+from tests.support.nodes import write_program
 
 WITHIN_S = 120
 OF_RAY = f"#!{sys.executable}\nfrom ray.scripts.scripts import main\nmain()\n"
@@ -62,11 +63,7 @@ def fake_ray(folder: Path, text: str = OF_RAY, **modules: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         (path.parent / "__init__.py").touch()
         path.write_text(code)
-    script = folder / "bin" / "ray"
-    script.parent.mkdir()
-    script.write_text(text)
-    script.chmod(0o755)
-    return script
+    return write_program(folder / "bin" / "ray", text)
 
 
 @pytest.mark.parametrize(
@@ -134,17 +131,12 @@ def shutdown():
 def test_a_ray_that_lacks_a_private_name_is_started_by_its_command(tmp_path, module, code, missing):
     """The log names it. `ray` is a program of its own here, which prints its arguments and waits for its nodes."""
     ray = fake_ray(tmp_path, **{module: code, "ray/__init__.py": PUBLIC})
-    command = tmp_path / "plain" / "ray"
-    command.parent.mkdir()
-    command.write_text(f"#!{sys.executable}\n{SAYS}; sys.stdout.flush(); sys.stdin.read()\n")
-    command.chmod(0o755)
+    says = f"#!{sys.executable}\n{SAYS}; sys.stdout.flush(); sys.stdin.read()\n"
+    command = write_program(tmp_path / "plain" / "ray", says)
     child = start("ray_start", PATH=str(ray.parent), PYTHONPATH=str(tmp_path))
     environ = {"PATH": str(command.parent), "PYTHONPATH": str(tmp_path)}
-    order = {
-        "argv": ["ray", "start", "--head", "--port=0"],
-        "environ": environ,
-        "watch": [str(tmp_path), "10.0.0.1", "GPU"],
-    }
+    watch = [str(tmp_path), "10.0.0.1", "GPU"]
+    order = {"argv": ["ray", "start", "--head", "--port=0"], "environ": environ, "watch": watch}
     assert child.stdin is not None
     assert child.stdout is not None
     child.stdin.write(json.dumps(order) + "\n")

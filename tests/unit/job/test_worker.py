@@ -11,15 +11,12 @@ from dataclasses import replace
 import pytest
 
 from hpc_serve.job.cache.engine_cache import open_cache
-from hpc_serve.job.cleanup.run_dir import write_control_port
-from hpc_serve.job.links.control import ControlServer
 from hpc_serve.job.links.link import Link, LinkLostError
-from hpc_serve.job.machine.network import listen_on
 from hpc_serve.job.machine.process import marked_pids
 from hpc_serve.job.run import outcome as outcome_module
 from hpc_serve.job.worker import run_worker
 from hpc_serve.rendezvous.store import ServiceStore
-from tests.support.nodes import ALLOCATION, make_node
+from tests.support.nodes import ALLOCATION, listen_for_workers, make_node, write_program
 from tests.support.stubs import SCRIPT
 
 RUNS = "print('running', flush=True); time.sleep(600)"
@@ -32,18 +29,11 @@ def over_a_connection(tmp_path, monkeypatch):
 
     def run(scenario, code: str | None, *, backend: str = "ray", words: str = "-pp 2", environ=(), **changes):
         if code is not None:
-            script = tmp_path / ("ray" if backend == "ray" else "vllm")
-            arguments = tmp_path / "arguments"
-            script.write_text(
-                f"#!{sys.executable}\nimport os, sys, time\n"
-                f"open({str(arguments)!r}, 'w').write(' '.join(sys.argv[1:]))\n{code}\n"
-            )
-            script.chmod(0o755)
+            says = f"open({str(tmp_path / 'arguments')!r}, 'w').write(' '.join(sys.argv[1:]))"
+            text = f"#!{sys.executable}\nimport os, sys, time\n{says}\n{code}\n"
+            write_program(tmp_path / ("ray" if backend == "ray" else "vllm"), text)
 
         async def meet():
-            listener = listen_on()
-            (tmp_path / "control_port").touch(mode=0o600)
-            write_control_port(tmp_path, listener.getsockname()[1])
             node = make_node(
                 tmp_path,
                 backend=backend,
@@ -54,8 +44,7 @@ def over_a_connection(tmp_path, monkeypatch):
                 **changes,
             )
             links: asyncio.Queue[Link] = asyncio.Queue()
-            server = ControlServer("secret", "n1", links.put_nowait, silence_s=60)
-            await server.start(listener)
+            server = await listen_for_workers(tmp_path, links.put_nowait)
             worker = asyncio.create_task(run_worker(node))
             try:
                 link = await asyncio.wait_for(links.get(), 60)

@@ -10,10 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.job.cleanup.run_dir import write_control_port
-from hpc_serve.job.links.control import ControlServer
 from hpc_serve.job.links.worker_links import WorkerLinks
-from hpc_serve.job.machine.network import listen_on
 from hpc_serve.job.preflight import node_side
 from hpc_serve.job.preflight.head_side import HeadPreflight, write_report
 from hpc_serve.job.preflight.peers import Peer, PeerListener, find_unreached
@@ -23,7 +20,7 @@ from hpc_serve.job.run.parts import Parts
 from hpc_serve.job.worker import run_worker
 from hpc_serve.rendezvous.preflight import read_preflight
 from hpc_serve.rendezvous.store import ServiceStore
-from tests.support.nodes import ALLOCATION, make_node
+from tests.support.nodes import ALLOCATION, listen_for_workers, make_node, write_program
 
 HEAD, WORKER = "127.0.0.2", "127.0.0.1"  # Linux connects to the first from the second
 
@@ -36,13 +33,9 @@ def two_nodes(tmp_path, monkeypatch):
     """
     monkeypatch.setattr(outcome_module, "_SETTLE_S", 0.01)
     for name in ("vllm", "ray"):
-        (tmp_path / name).write_text("#!/bin/sh\nsleep 600\n")
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, "#!/bin/sh\nsleep 600\n")
 
     async def meet(instead):
-        listener = listen_on()
-        (tmp_path / "control_port").touch(mode=0o600)
-        write_control_port(tmp_path, listener.getsockname()[1])
         environ = {
             **{"PATH": str(tmp_path), "HPC_SERVE_JOB_DIR": str(tmp_path), "HPC_SERVE_LOG_DIR": str(tmp_path)},
             "VLLM_RPC_BASE_PATH": "/tmp",  # pytest's own folders have long names
@@ -66,8 +59,7 @@ def two_nodes(tmp_path, monkeypatch):
 
         workers = WorkerLinks(2, parts, on_join)
         ServiceStore(tmp_path / "home").ensure_service("8b")
-        server = ControlServer(head.token, "n1", workers.add_worker, silence_s=60)
-        await server.start(listener)
+        server = await listen_for_workers(tmp_path, workers.add_worker)
         running = asyncio.create_task(run_worker(worker))
         try:
             await asyncio.wait_for(joined.wait(), 60)
