@@ -152,7 +152,7 @@ class Head:
         uses_ray = node.backend == "ray" and node.options.preflight != "only"
         ray = HeadRay(node, self._parts, self._keeper) if uses_ray else None
         if ray is not None:
-            await ray.hold()
+            await ray.hold(node)
         await self._wait_for_workers()
         control.close()  # all are in, and nobody else has business there
         keeps_cache = self._agree_on_cache()

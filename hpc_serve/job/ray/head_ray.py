@@ -21,20 +21,16 @@ _NAME = "ray head"
 _GRACE_S = 4.0
 
 
-class HeadRay:
+class HeadRay(HeldRay):
     """Ray of one run."""
 
     def __init__(self, node: Node, parts: Parts, keeper: RecordKeeper) -> None:
-        self._node, self._parts, self._keeper = node, parts, keeper
-        self._held = HeldRay(_NAME, parts, grace_s=_GRACE_S, on_line=self.read_line)
+        super().__init__(_NAME, parts, grace_s=_GRACE_S, on_line=self.read_line)
+        self._node, self._keeper = node, keeper
         self.environ: dict[str, str] = {}
         """What Ray's processes on this node have, and an engine over it, but for RAY_ADDRESS; since `start_head`."""
         self._gcs_port: int | None = None
         self._nodes: RayNodes = {}
-
-    async def hold(self) -> None:
-        """Have its program imported, while nodes are waited for. Raises what `HeldRay.hold` does."""
-        await self._held.hold(self._node)
 
     async def start_head(self, node: Node) -> None:
         """Start Ray's head, if there is a command `ray`; `node` is this node as all nodes have agreed on."""
@@ -45,7 +41,7 @@ class HeadRay:
         self._client_port = hold_port()
         argv = head_argv(node, client_port=self._client_port.getsockname()[1])
         watch = (node.ray_dir, node.internal_address, node.options.device)
-        await self._held.release(argv, self.environ, watch=watch)
+        await self.release(argv, self.environ, watch=watch)
 
     async def engine_environ(self) -> dict[str, str]:
         """The environment of an engine over this Ray, once its head is a node of it; RAY_ADDRESS says where it is.
@@ -79,16 +75,12 @@ class HeadRay:
             return "; ".join(sentences) or None
 
         await self._parts.wait_until_complete(missing, part="ray nodes", within_s=node.options.join_s)
-        self._held.end_watch()
+        self._child.result().tell()  # Ray's nodes are looked at no more
 
     def read_line(self, line: str) -> None:
         """Take a line of Ray's head: the port of its GCS, its nodes, or a line of its log."""
-        fact = parse_line(line)
-        if fact is None:
+        if (told := parse_line(line)) is None:
             print_line(line)
-            return
-        if isinstance(fact, dict):
-            self._nodes = fact
         else:
-            self._gcs_port = fact
-        self._parts.note_change()
+            self._gcs_port, self._nodes = told
+            self._parts.note_change()

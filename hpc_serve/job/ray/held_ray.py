@@ -55,7 +55,3 @@ class HeldRay:
         order = {"argv": list(argv), "environ": dict(environ), "watch": list(watch)}
         child.tell(json.dumps(order), is_last=not watch)
         self._parts.end_with(child)
-
-    def end_watch(self) -> None:
-        """Have Ray's nodes be looked at no more."""
-        self._child.result().tell()

@@ -32,27 +32,13 @@ def service(tmp_path):
 
 
 class Scene:
-    def __init__(
-        self,
-        service: StubService,
-        *flags: str,
-        limit_s: float = 1.0,
-        give_up_s: float = 60.0,
-        look_timeout_s: float = 0.5,
-    ) -> None:
+    def __init__(self, service: StubService, *flags: str, **limits: float) -> None:
         self.service, self.engine = service, service.start(*flags)
         (record,) = service.store.read("405b").records
         self.keeper = RecordKeeper(service.store, record)
         self.address = address_of(service.store, "405b")
-        self.watch = EngineWatch(
-            address=self.address,
-            request=REQUEST,
-            limit_s=limit_s,
-            give_up_s=give_up_s,
-            keeper=self.keeper,
-            interval_s=0.1,
-            look_timeout_s=look_timeout_s,
-        )
+        limits = {"limit_s": 1.0, "give_up_s": 60.0, "interval_s": 0.1, "look_timeout_s": 0.5, **limits}
+        self.watch = EngineWatch(address=self.address, request=REQUEST, keeper=self.keeper, **limits)
 
     @property
     def record(self) -> EndpointRecord:

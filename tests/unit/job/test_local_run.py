@@ -16,7 +16,6 @@ import pytest
 
 import hpc_serve.client
 from hpc_serve.job.engine.health import requests_under_way
-from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.trust.authority import make_run_certificate
 from tests.cluster import wait_for
@@ -144,17 +143,10 @@ def signal_all(run: Run) -> None:
             os.kill(pid, signal.SIGTERM)
 
 
-def ask(run: Run) -> None:
-    record = run.record
-    assert record is not None
-    path = drain_file(run.store, "8b", job_id=record.job_id, restart=0, replica=0)
-    ask_to_drain(path, DrainRequest(by="a test", deadline_s=60))
-
-
 @pytest.mark.parametrize(
     ("end", "who"),
-    [(ctrl_c, "SIG"), (kill, "SIGTERM"), (signal_all, "SIGTERM"), (ask, "a test")],
-    ids=["ctrl-c", "kill", "all processes", "request"],
+    [(ctrl_c, "SIG"), (kill, "SIGTERM"), (signal_all, "SIGTERM")],
+    ids=["ctrl-c", "kill", "all processes"],
 )
 def test_streams_under_way_finish_and_the_script_ends_well(run, hang_file, end: Callable[[Run], None], who):
     run.wait_for_state("ready")

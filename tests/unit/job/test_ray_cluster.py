@@ -132,7 +132,6 @@ def test_who_is_missing_is_named():
 
 
 def test_rays_log_lines_are_not_taken_for_nodes():
-    assert parse_line('{"hpc_serve_nodes": {"10.0.0.1": 8}}') == {"10.0.0.1": 8}
-    assert parse_line('{"hpc_serve_gcs": 4321}') == 4321
+    assert parse_line('{"hpc_serve_ray": [4321, {"10.0.0.1": 8}]}') == (4321, {"10.0.0.1": 8})
     for line in ("INFO worker.py: Connecting", "[1, 2]", "7", "{}"):
         assert parse_line(line) is None

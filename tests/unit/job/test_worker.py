@@ -15,9 +15,7 @@ from hpc_serve.job.links.link import Link, LinkLostError
 from hpc_serve.job.machine.process import marked_pids
 from hpc_serve.job.run import outcome as outcome_module
 from hpc_serve.job.worker import run_worker
-from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.nodes import ALLOCATION, listen_for_workers, make_node, write_program
-from tests.support.stubs import SCRIPT
 
 RUNS = "print('running', flush=True); time.sleep(600)"
 
@@ -109,51 +107,6 @@ def test_without_ray_it_starts_the_engine_without_a_server_and_tells_it_the_port
     settings = tmp_path / "engine.yaml"
     assert (settings.read_text(), settings.stat().st_mode & 0o777) == ("master-port: 20002\n", 0o600)
     assert "20002" not in arguments
-
-
-IS_STUB = f"os.execv({sys.executable!r}, [{sys.executable!r}, {str(SCRIPT)!r}, *sys.argv[1:]])"
-
-
-@pytest.mark.parametrize("failed_part", [None, "engine"])
-def test_its_own_server_has_a_record_drains_as_the_head_says_and_ends_as_the_run_does(
-    over_a_connection, tmp_path, failed_part
-):
-    tmp_path.chmod(0o700)
-    store = ServiceStore(tmp_path / "home")
-    store.ensure_service("8b")
-    environ = {
-        "HPC_SERVE_HOME": str(store.home),
-        "HPC_SERVE_API_KEY_FILE": str(store.ensure_api_key("8b")),
-        "HPC_SERVE_DRAIN_FILE": str(tmp_path / "drain"),
-    }
-
-    def record():
-        return next(iter(store.read("8b").records), None)
-
-    async def scenario(link):
-        assert record() is None
-        await link.send("go")
-        while record() is None or record().state != "ready":  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        ready = record()
-        answered = asyncio.create_task(link.ask("drain", reason="stop", drain_s=60.0, cause="stop"))
-        receiving = asyncio.create_task(link.receive())
-        await answered
-        told = record().state, (tmp_path / "drain").exists()
-        await link.send("stop", reason="it broke", failed_part=failed_part, exit_code=3 if failed_part else 0)
-        with pytest.raises(LinkLostError):
-            await receiving
-        return ready, told
-
-    (ready, told), code = over_a_connection(
-        scenario, IS_STUB, backend="mp", words="-dp 4 --data-parallel-hybrid-lb", environ=environ
-    )
-    assert (ready.replica, ready.replicas_per_job, [one.name for one in ready.nodes]) == (1, 2, ["n2"])
-    assert told == ("draining", True)
-    assert code == 0
-    ended = record()
-    assert (ended.state, ended.failed_part) == ("failed" if failed_part else "stopped", failed_part)
-    assert "--headless" not in (tmp_path / "arguments").read_text()
 
 
 @pytest.mark.parametrize("backend", ["ray", "mp"])
