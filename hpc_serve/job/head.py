@@ -11,7 +11,7 @@ import contextlib
 import logging
 import socket
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from hpc_serve.errors import StoreError
@@ -126,8 +126,7 @@ class Head:
         """Finish the requests under way at all servers of this run; returns how it ended."""
         others: asyncio.Task[None] | None = None
         if self._node.command.serves_on_each_node:
-            asked = {"reason": stop.reason, "drain_s": stop.drain_s, "cause": stop.drain_cause}
-            others = asyncio.create_task(self._workers.ask_all("drain", **asked))
+            others = asyncio.create_task(self._workers.ask_all("drain", **asdict(stop)))
         began = time.monotonic()
         outcome = await self._engine.drain(stop)
         if others is not None and not outcome.is_failure:

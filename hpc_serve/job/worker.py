@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from hpc_serve.job.preflight.node_side import NodePreflight
 from hpc_serve.job.progress.reading import RunReading
 from hpc_serve.job.ray.held_ray import HeldRay
 from hpc_serve.job.run.node import Node
-from hpc_serve.job.run.outcome import Outcome, RunEnd
+from hpc_serve.job.run.outcome import Outcome, RunEnd, told_outcome
 from hpc_serve.job.run.parts import Parts, StopOrder
 from hpc_serve.job.run.ray_cluster import ray_environ, worker_argv
 from hpc_serve.rendezvous.files import write_private
@@ -108,13 +109,7 @@ class Worker:
 
     async def _report_failure(self, outcome: Outcome) -> None:
         """Tell the head, and wait until it stops the run: srun may end the head's launcher when this one ends."""
-        await self._link.send(
-            "failed",
-            part=outcome.failed_part,
-            exit_code=outcome.exit_code,
-            reason=outcome.reason,
-            last_log_lines=outcome.last_log_lines,
-        )
+        await self._link.send("failed", part=outcome.failed_part, **asdict(outcome))
         await self._run_end.wait_for_stop(_REPORT_TIMEOUT_S)
 
     async def _follow_head(self) -> None:
@@ -140,11 +135,7 @@ class Worker:
                     await asyncio.to_thread(self._node.cache.note_ready)
                     parts.run_in_background(asyncio.to_thread(self._node.cache.write_archive))
                 message = await link.receive()
-            self._end_of_run = Outcome(
-                reason=str(message.get("reason")),
-                failed_part=message.get("failed_part"),
-                exit_code=int(message.get("exit_code") or 0),
-            )
+            self._end_of_run = told_outcome(message)
             self._run_end.stop("the head ended the run")
         except LinkLostError as error:
             self._end_of_run = Outcome(failed_part="the head's node", reason=str(error), exit_code=1)
@@ -164,9 +155,7 @@ class Worker:
     async def _drain(self, question: Message) -> None:
         """Finish the requests under way, and answer the head."""
         if self._server is not None:
-            cause, drain_s = question["cause"], float(question["drain_s"])
-            stop = Outcome(reason=str(question["reason"]), exit_code=0, drain_s=drain_s, drain_cause=cause)
-            await self._server.drain(stop)
+            await self._server.drain(told_outcome(question))
         await self._link.answer(question)
 
     async def _start_part(self, go: Message) -> None:

@@ -8,8 +8,8 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from hpc_serve.errors import HpcServeError
@@ -51,6 +51,12 @@ class Outcome:
             _log.error("%s failed (exit code %d): %s", self.failed_part, self.exit_code, self.reason)
         else:
             _log.info("stopping: %s", self.reason)
+
+
+def told_outcome(message: Mapping[str, Any]) -> Outcome:
+    """Return the outcome that another launcher has sent (`dataclasses.asdict`), or a part of one."""
+    told = {one.name: message[one.name] for one in fields(Outcome) if one.name in message}
+    return Outcome(**{"reason": "", "exit_code": 0, **told})
 
 
 class PartFailedError(Exception):
