@@ -29,7 +29,7 @@ from hpc_serve.job.ray.head_ray import HeadRay
 from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.outcome import Outcome, RunEnd, failure
 from hpc_serve.job.run.parts import Parts, StopOrder
-from hpc_serve.job.run.record_keeper import RecordKeeper, first_record
+from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.job.run.takeover import take_over
 from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.drain import drain_file_of
@@ -52,8 +52,8 @@ async def run_head(node: Node) -> int:
     store = ServiceStore(default_home(node.environ))
     service = node.options.service
     claim(store, service, node.command.model)
-    endpoint, record = make_endpoint(node, first_record(node), store)
-    return await Head(node, RecordKeeper(store, record), endpoint).run(listener)
+    endpoint, keeper = make_endpoint(node, store)
+    return await Head(node, keeper, endpoint).run(listener)
 
 
 class Head:

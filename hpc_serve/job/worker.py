@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -169,14 +170,26 @@ class Worker:
         environ = node.child_environ()
         write_private(node.settings_file, str(go.get("settings", "")))
         if has_server(node.command, node.allocation.node_rank):
-            from hpc_serve.job.worker_server import make_server
-
-            self._server = make_server(node, parts)
-            await self._server.serve(environ)
+            await self._serve(environ)
         else:
             engine = await parts.start_child("engine", [*headless_argv(node.command), *node.rank_args()], environ)
             parts.add_child(StopOrder.ENGINE, engine, grace_s=_GRACE_S)
             parts.end_with(engine)
+
+    async def _serve(self, environ: Mapping[str, str]) -> None:
+        """Have this node serve, where each node has a server (`--data-parallel-hybrid-lb`).
+
+        It has its own record, so that clients choose among the servers. Its ranks share experts with those of the other
+        nodes. So the head decides when it drains and how it ends, and its own end ends the run.
+        """
+        from hpc_serve.job.engine.endpoint import make_endpoint  # most workers have no server
+        from hpc_serve.job.engine.engine import Engine
+        from hpc_serve.rendezvous.store import ServiceStore, default_home
+
+        endpoint, keeper = make_endpoint(self._node, ServiceStore(default_home(self._node.environ)))
+        self._parts.run_in_background(keeper.renew())
+        self._server = Engine(self._node, keeper, endpoint, self._parts)
+        await self._server.serve(environ)
 
     async def _watch_processes(self) -> None:
         """Tell the head of each rank here that has ended, and of each process that is stopped for as long as a silent
