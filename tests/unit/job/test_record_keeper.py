@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from typing import Any
 
 import pytest
 
@@ -108,6 +109,10 @@ def begin(store: ServiceStore, **fields) -> RecordKeeper:
     return RecordKeeper(store, make_record(state="starting", stage="starting", **fields))
 
 
+def start_of(keeper: RecordKeeper) -> Any:
+    return keeper.record.start
+
+
 @in_a_loop
 async def test_a_record_says_how_far_the_start_is(tmp_path):
     store = ServiceStore(tmp_path)
@@ -135,16 +140,14 @@ def test_what_a_start_took_is_known_to_the_next_one(tmp_path):
 
     first = begin(store)
     first.set_stage("loading weights", 4, 4)
-    assert first.record.start is not None
-    assert first.record.start.time_left_s is None
+    assert start_of(first).time_left_s is None
     first.update(state="ready", stage="ready")
-    assert first.record.start.stage == ""
+    assert start_of(first).stage == ""
     second = begin(store, job_id="124")
-    assert second.record.start is not None
-    assert second.record.start.time_left_s is not None
+    assert start_of(second).time_left_s is not None
     second.update(state="failed", reason="out of memory")
-    assert second.record.start.time_left_s is None
-    assert second.record.start.stage == "nodes"
+    assert start_of(second).time_left_s is None
+    assert start_of(second).stage == "nodes"
 
 
 def test_only_the_first_start_of_a_run_is_remembered_and_an_engine_that_is_started_again_has_stages_anew(tmp_path):
@@ -156,8 +159,7 @@ def test_only_the_first_start_of_a_run_is_remembered_and_an_engine_that_is_start
     past = last_start(tmp_path, keeper.record)
     assert past is not None
     keeper.start_again(state="starting", stage="starting the engine again (1 of 3)", engine_restarts=1)
-    assert keeper.record.start is not None
-    assert keeper.record.start.stage == "engine"
+    assert start_of(keeper).stage == "engine"
     keeper.stage_prefix = "starting the engine again (1 of 3): "
     keeper.set_stage("loading weights", 1, 4)
     assert keeper.record.stage == "starting the engine again (1 of 3): loading weights"
@@ -200,11 +202,10 @@ def test_the_plans_weights_stand_in_for_files_that_nobody_has_measured(tmp_path)
     store.write_submitted(make_submitted(job_id="123", predicted={"weight_bytes": 10**9}))
 
     keeper = begin(store, job_id="123_1", tensor_parallel_size=4)
-    assert keeper.record.start is not None
-    assert keeper.record.start.checkpoint_bytes == 4 * 10**9
+    assert start_of(keeper).checkpoint_bytes == 4 * 10**9
     keeper.add_figures({"checkpoint_bytes": 3 * 10**9})
     keeper.update(state="ready", stage="ready")
-    assert keeper.record.start.checkpoint_bytes == 3 * 10**9
+    assert start_of(keeper).checkpoint_bytes == 3 * 10**9
 
 
 @pytest.mark.parametrize(("attempts_left", "is_told"), [("2", False), ("0", True), (None, True)])
