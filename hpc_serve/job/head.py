@@ -108,7 +108,7 @@ class Head:
             outcome = await self._drain(outcome)
         outcome.log()
         self._keeper.publish_end(outcome, node.environ)
-        await self._parts.take_down(most_grace_s=self._run_end.grace_s)
+        await self._parts.take_down()
         control.close()
         with contextlib.suppress(StoreError):
             for path in drain_requests:
@@ -130,10 +130,8 @@ class Head:
         began = time.monotonic()
         outcome = await self._engine.drain(stop)
         if others is not None and not outcome.is_failure:
-            interrupted = asyncio.create_task(self._run_end.wait_for_interruption())
             left_s = max(0.0, stop.drain_s - (time.monotonic() - began))
-            await asyncio.wait({others, interrupted}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            interrupted.cancel()
+            await self._run_end.wait_for_interruption(others, within_s=left_s)
         return outcome
 
     # -- the start

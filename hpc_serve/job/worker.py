@@ -43,7 +43,7 @@ async def run_worker(node: Node) -> int:
 
     Raises LinkLostError or PortsInUseError if the head cannot be reached, InvalidRequestError if it has this address.
     """
-    run_end = RunEnd()
+    run_end = RunEnd(node.options.kill_wait_s)
     run_end.stop_on_signals()
     if node.head in reachable_addresses():
         raise InvalidRequestError(

@@ -196,7 +196,7 @@ class Engine:
 
     async def _stop(self) -> None:
         if self.child is not None:
-            await self.child.stop(min(_GRACE_S, self._parts.most_grace_s))
+            await self.child.stop(min(_GRACE_S, self._run_end.grace_s))
 
     async def _clear_up(self) -> None:
         """End what is left of the engine on this node, and remove its shared memory: the next one needs the devices."""

@@ -73,7 +73,7 @@ class EngineProcess:
 
     async def _end_held(self) -> None:
         if self._held is not None:
-            await self._held.stop(min(_GRACE_S, self._parts.most_grace_s))
+            await self._held.stop(min(_GRACE_S, self._parts.run_end.grace_s))
 
     def _argv(self, endpoint: EngineEndpoint) -> list[str]:
         node, command = self._node, self._node.command

@@ -164,9 +164,15 @@ class RunEnd:
         """Wait until the outcome is decided, and return it."""
         return await asyncio.shield(self._decided)
 
-    async def wait_for_interruption(self) -> Outcome | None:
-        """Wait until a drain is to end: the failure of a part, or None if somebody wants the end at once."""
-        return await asyncio.shield(self._interrupted)
+    async def wait_for_interruption(
+        self, *or_done: asyncio.Future[Any], within_s: float | None = None
+    ) -> Outcome | None:
+        """Wait until a drain is to end, until one of `or_done` is done, or for `within_s` seconds.
+
+        Returns the failure of a part that ends the drain, if any. There is none if somebody wants the end at once.
+        """
+        await asyncio.wait({self._interrupted, *or_done}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        return self._interrupted.result() if self._interrupted.done() else None
 
     async def wait_for_stop(self, timeout_s: float) -> None:
         """Return at a stop, even one that comes after a failure, or after `timeout_s` seconds."""

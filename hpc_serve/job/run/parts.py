@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-import math
 import re
 import shutil
 import time
@@ -59,8 +58,6 @@ class Parts:
         self.oom_watch = OomWatch(node_name)
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        self.most_grace_s = math.inf
-        """How many seconds a part may take to end, at most."""
         self._stops: dict[StopOrder, list[Callable[[], Awaitable[None]]]] = {order: [] for order in StopOrder}
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -78,8 +75,9 @@ class Parts:
         self._stops[order].append(stop)
 
     def add_child(self, order: StopOrder, child: Child, *, grace_s: float) -> None:
-        """Have a child stopped when the parts are taken down. It has `grace_s` seconds to end after SIGTERM."""
-        self.add(order, lambda: child.stop(min(grace_s, self.most_grace_s)))
+        """Have a child stopped when the parts are taken down. It has `grace_s` seconds to end after SIGTERM,
+        and fewer where Slurm leaves fewer."""
+        self.add(order, lambda: child.stop(min(grace_s, self.run_end.grace_s)))
 
     def end_with(self, child: Child) -> None:
         """Have the run end with a child's end."""
@@ -139,12 +137,8 @@ class Parts:
             reason = f"{reason}; {words}"
         return Outcome(failed_part=child.name, reason=reason, exit_code=code or 1, last_log_lines=lines)
 
-    async def take_down(self, *, most_grace_s: float = math.inf) -> None:
-        """Stop all parts in their order, then every process that they left on this node.
-
-        A part that was given more than `most_grace_s` seconds to end has only so many.
-        """
-        self.most_grace_s = most_grace_s
+    async def take_down(self) -> None:
+        """Stop all parts in their order, then every process that they left on this node."""
         for task in self._tasks:
             task.cancel()
         for order in StopOrder:

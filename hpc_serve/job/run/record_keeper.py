@@ -187,10 +187,8 @@ class RecordKeeper:
         """Write the record after a change, and every third of the lease without one; while it starts more often."""
         while True:
             interval_s = _START_INTERVAL_S if self.record.state == "starting" else LEASE_S / 3
-            try:
+            with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), interval_s)
-            except asyncio.TimeoutError:
-                pass
             self._changed.clear()
             self._note_start()
             await asyncio.to_thread(self._write)
