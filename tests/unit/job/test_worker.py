@@ -25,7 +25,7 @@ def over_a_connection(tmp_path, monkeypatch):
     """Runs a worker beside `scenario(head's link)`; `command` is the code of `ray` or `vllm` on its PATH."""
     monkeypatch.setattr(outcome_module, "_SETTLE_S", 0.01)
 
-    def run(scenario, code: str | None, *, backend: str = "ray", words: str = "-pp 2", environ=(), **changes):
+    def run(scenario, code: str | None, *, backend: str = "ray", **changes):
         if code is not None:
             says = f"open({str(tmp_path / 'arguments')!r}, 'w').write(' '.join(sys.argv[1:]))"
             text = f"#!{sys.executable}\nimport os, sys, time\n{says}\n{code}\n"
@@ -35,10 +35,10 @@ def over_a_connection(tmp_path, monkeypatch):
             node = make_node(
                 tmp_path,
                 backend=backend,
-                words=f"vllm serve m {words}",
+                words="vllm serve m -pp 2",
                 allocation=replace(ALLOCATION, node_rank=1, node_name="n2"),
                 run_mark=f"test-{os.getpid()}-worker",
-                environ={"PATH": str(tmp_path), "HPC_SERVE_JOB_DIR": str(tmp_path), **dict(environ)},
+                environ={"PATH": str(tmp_path), "HPC_SERVE_JOB_DIR": str(tmp_path)},
                 **changes,
             )
             links: asyncio.Queue[Link] = asyncio.Queue()
@@ -109,21 +109,22 @@ def test_without_ray_it_starts_the_engine_without_a_server_and_tells_it_the_port
     assert "20002" not in arguments
 
 
-@pytest.mark.parametrize("backend", ["ray", "mp"])
-def test_the_head_is_told_of_a_process_that_is_stopped(over_a_connection, backend):
-    stops = "import signal; os.kill(os.getpid(), signal.SIGSTOP)"
-    message, code = over_a_connection(first_message, stops, backend=backend, silence_s=0.5)
-    assert code == 0
-    assert message["kind"] == "stopped"
-    assert re.fullmatch(r"\S+ \(\d+\)", message["process"])
+STOPS = "import signal; os.kill(os.getpid(), signal.SIGSTOP)"
+ENDS = f"import subprocess; subprocess.run(['VLLM::Worker_TP1', '2'], executable='/bin/sleep')\n{RUNS}"
 
 
-def test_the_head_is_told_of_a_rank_that_has_ended(over_a_connection):
-    ends = "import subprocess; subprocess.run(['VLLM::Worker_TP1', '2'], executable='/bin/sleep')"
-    message, code = over_a_connection(first_message, f"{ends}\n{RUNS}", backend="mp", silence_s=5)
-    assert code == 0
-    assert message["kind"] == "ended"
-    assert re.fullmatch(r"VLLM::Worker_TP1 \(\d+\)", message["process"])
+@pytest.mark.parametrize(
+    ("code", "backend", "silence_s", "told"),
+    [
+        (STOPS, "ray", 0.5, r"stopped: \S+ \(\d+\)"),
+        (STOPS, "mp", 0.5, r"stopped: \S+ \(\d+\)"),
+        (ENDS, "mp", 5, r"ended: VLLM::Worker_TP1 \(\d+\)"),
+    ],
+)
+def test_the_head_is_told_of_stopped_processes_and_of_ranks_that_end(over_a_connection, code, backend, silence_s, told):
+    message, exit_code = over_a_connection(first_message, code, backend=backend, silence_s=silence_s)
+    assert exit_code == 0
+    assert re.fullmatch(told, f"{message['kind']}: {message['process']}")
 
 
 SAYS_WHERE = "print(os.environ['VLLM_CACHE_ROOT'], file=open(os.environ['VLLM_HOST_IP'] + '.said', 'w'), flush=True)"
