@@ -126,11 +126,10 @@ class Engine:
         """Finish the requests under way, if the engine has begun to serve and answers; returns how the run ended."""
         if self.child is None or self.keeper.record.state != "ready":
             return stop
-        gate_file = Path(self._node.environ["HPC_SERVE_DRAIN_FILE"])
         return await Drain(
             engine=self.child,
             address=self._endpoint.address,
-            gate_file=gate_file,
+            gate_file=Path(self._node.environ["HPC_SERVE_DRAIN_FILE"]),
             keeper=self.keeper,
             run_end=self._run_end,
         ).run(stop)
@@ -204,8 +203,7 @@ class Engine:
         unlisted = await asyncio.to_thread(self._mapped_segments)
         await self.child.stop(_HUNG_GRACE_S)
         await end_marked(self._node.run_mark, grace_s=_LEFTOVERS_GRACE_S, variable=ENGINE_MARK)
-        listed = node_dir.read_segments(self._node.node_dir)
-        await asyncio.to_thread(lambda: shared_memory.remove(unlisted | listed))
+        await asyncio.to_thread(shared_memory.remove, unlisted | node_dir.read_segments(self._node.node_dir))
 
     def _mapped_segments(self) -> set[Segment]:
         """Return the shared memory of the engine's processes on this node, as far as they live."""
