@@ -218,37 +218,31 @@ class LogLimit(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._interval_began_at = -_LOG_INTERVAL_S
-        self._logged = 0
-        self._left_out = 0
+        self._logged = self._left_out = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        args = record.args
-        if record.name == "uvicorn.access" and isinstance(args, tuple) and len(args) == 5:
-            client, method, path, version, status = args
-            path = str(path)
-            if len(path) > _MAX_LOGGED_PATH:
-                path = f"{path[:_MAX_LOGGED_PATH]}... ({len(path)} characters)"
-            record.args = (client, method, path, version, status)
-            if status not in (400, 401, 404) and path.partition("?")[0] != "/health":
-                return True
-        elif record.levelno != logging.WARNING:
-            return True
-        return self._is_within_rate(record)
+        if record.name != "uvicorn.access" or not isinstance(record.args, tuple) or len(record.args) != 5:
+            is_within_rate, note = self._count() if record.levelno == logging.WARNING else (True, "")
+            record.msg = f"{record.msg}{note}"
+            return is_within_rate
+        client, method, path, version, status = record.args  # uvicorn formats these five, and no message
+        path = str(path)
+        if len(path) > _MAX_LOGGED_PATH:
+            path = f"{path[:_MAX_LOGGED_PATH]}... ({len(path)} characters)"
+        may_be_strangers = status in (400, 401, 404) or path.partition("?")[0] == "/health"
+        is_within_rate, note = self._count() if may_be_strangers else (True, "")
+        record.args = (client, method, f"{path}{note}", version, status)
+        return is_within_rate
 
-    def _is_within_rate(self, record: logging.LogRecord) -> bool:
-        now = time.monotonic()
+    def _count(self) -> tuple[bool, str]:
+        """Count a line; returns whether it is within the rate, and a note on lines that were left out before."""
+        now, note = time.monotonic(), ""
         if now - self._interval_began_at >= _LOG_INTERVAL_S:
-            if self._left_out:
-                # An access log line is formatted from its five values, so the count goes where the path is.
-                note = f" ({self._left_out} lines like this were left out before)"
-                if isinstance(record.args, tuple) and len(record.args) == 5:
-                    record.args = (*record.args[:2], f"{record.args[2]}{note}", *record.args[3:])
-                else:
-                    record.msg = f"{record.msg}{note}"
+            note = f" ({self._left_out} lines like this were left out before)" if self._left_out else ""
             self._interval_began_at, self._logged, self._left_out = now, 0, 0
         self._logged += 1
         self._left_out += self._logged > _LOGGED_PER_INTERVAL
-        return self._logged <= _LOGGED_PER_INTERVAL
+        return self._logged <= _LOGGED_PER_INTERVAL, note
 
 
 def _marked(app: Any, show_key: Callable[[], None]) -> Any:

@@ -109,8 +109,10 @@ class Judge:
         elif self._still_since_s is None:
             self._still_since_s = now_s
         elif not self.fault and now_s - self._still_since_s >= _STILL_S:
-            self._watch = self._watch or _ProcessWatch()
-            self._watch.note(read_processes(), now_s)
+            if self._watch is None:
+                self._watch = _ProcessWatch(read_processes(), now_s)
+            else:
+                self._watch.note(read_processes(), now_s)
             self.fault = self._find_fault(seen, self._watch, now_s, now_s - self._still_since_s)
 
     def _find_fault(self, seen: EngineLook, watch: _ProcessWatch, now_s: float, still_s: float) -> str:
@@ -118,7 +120,7 @@ class Judge:
         if watch.ended:
             return f"its engine's process {watch.ended} has ended"
         # A process that is seen stopped long after the last step has been so for a while. A debugger is quicker.
-        if watch.stopped and (still_s >= _STOPPED_S or watch.stopped_s(now_s) >= LOOK_INTERVAL_S):
+        if watch.stopped and (still_s >= _STOPPED_S or watch.stays_stopped):
             return f"its engine's process {watch.stopped} is stopped"
         if self._cpu_proves_something and seen.ranks_burn_cpu_here and watch.without_cpu_s(now_s) >= _NO_CPU_S:
             return f"its engine has made no step for {still_s:.0f} s, and its processes use no CPU"
@@ -154,31 +156,25 @@ class Judge:
 class _ProcessWatch:
     """The engine's processes since its last step."""
 
-    def __init__(self) -> None:
-        self._first: Mapping[int, Process] = {}
-        self._now: Mapping[int, Process] = {}
-        self._used_cpu_at_s: float | None = None
-        self._cpu_s = 0.0
-        self._stopped_since_s: float | None = None
+    def __init__(self, processes: Mapping[int, Process], now_s: float) -> None:
+        self._first = self._now = processes
+        self._used_cpu_at_s, self._cpu_s = now_s, 0.0
         self.compiles = False
         """Whether a process that is no rank has begun, or works: a compiler."""
-        self.was_stopped = False
+        self.was_stopped = bool(self.stopped)
+        self.stays_stopped = False
+        """Whether a process was stopped at the last two looks."""
 
     def note(self, processes: Mapping[int, Process], now_s: float) -> None:
-        before, self._now = self._now, processes
-        if self._used_cpu_at_s is None:
-            self._first = before = processes
+        before, stopped_before, self._now = self._now, self.stopped, processes
         used = {pid: one.cpu_s - before[pid].cpu_s for pid, one in processes.items() if pid in before}
         self._cpu_s += sum(used.values())
         wants = any(one.state in "RD" for one in processes.values())
-        if self._used_cpu_at_s is None or wants or self._cpu_s >= _LEAST_CPU_S or not processes:
+        if wants or self._cpu_s >= _LEAST_CPU_S or not processes:
             self._used_cpu_at_s, self._cpu_s = now_s, 0.0
         helpers = {pid for pid, one in processes.items() if not one.name.startswith(_RANKS)}
         self.compiles |= any(pid not in self._first or used.get(pid, 0.0) >= _LEAST_CPU_S for pid in helpers)
-        if not self.stopped:
-            self._stopped_since_s = None
-        elif self._stopped_since_s is None:
-            self._stopped_since_s = now_s
+        self.stays_stopped = bool(stopped_before and self.stopped)
         self.was_stopped |= bool(self.stopped)
 
     @property
@@ -194,8 +190,5 @@ class _ProcessWatch:
         """Return the name of a process that is stopped."""
         return next((one.name for one in self._now.values() if one.state in "Tt"), "")
 
-    def stopped_s(self, now_s: float) -> float:
-        return now_s - self._stopped_since_s if self._stopped_since_s is not None else 0.0
-
     def without_cpu_s(self, now_s: float) -> float:
-        return now_s - self._used_cpu_at_s if self._used_cpu_at_s is not None else 0.0
+        return now_s - self._used_cpu_at_s

@@ -14,10 +14,9 @@ from hpc_serve.job.machine.allocation import read_allocation
 from hpc_serve.job.machine.log_setup import set_up_logging
 from hpc_serve.job.machine.share import Share
 from hpc_serve.job.run.node import LaunchOptions, PreflightMode
-from hpc_serve.job.run.outcome import KILL_WAIT_S
-from hpc_serve.job.run.restarts import DEFAULT_RESTARTS
 
 _log = logging.getLogger("hpc_serve.job")
+_CANARY_ON_CPUS_S = 30.0  # a step that reads a long prompt takes many seconds there
 
 
 def main() -> int:
@@ -31,7 +30,7 @@ def main() -> int:
     parser.add_argument(
         "--engine-restarts",
         type=int,
-        default=DEFAULT_RESTARTS,
+        default=LaunchOptions.engine_restarts,
         metavar="N",
         help="how often an engine that was ready is started again in place",
     )
@@ -45,16 +44,18 @@ def main() -> int:
     try:
         share = Share.from_text(arguments.replica)
         allocation = read_allocation(os.environ, share)
+        num_devices = arguments.tpus_per_node or arguments.gpus_per_node or 0
+        canary_s = LaunchOptions.canary_s if num_devices else _CANARY_ON_CPUS_S
         options = LaunchOptions(
             service=arguments.service,
             backend=arguments.backend,
             device="TPU" if arguments.tpus_per_node else "GPU",
-            gpus_per_node=arguments.tpus_per_node or arguments.gpus_per_node or 0,
-            stall_s=read_seconds(os.environ, "HPC_SERVE_STALL_S", 1_800),
-            join_s=read_seconds(os.environ, "HPC_SERVE_JOIN_S", 300),
-            kill_wait_s=read_seconds(os.environ, "HPC_SERVE_KILL_WAIT_S", KILL_WAIT_S),
-            canary_s=read_seconds(os.environ, "HPC_SERVE_CANARY_S", None),
-            hang_s=read_seconds(os.environ, "HPC_SERVE_HANG_S", 60),
+            gpus_per_node=num_devices,
+            stall_s=read_seconds(os.environ, "HPC_SERVE_STALL_S", LaunchOptions.stall_s),
+            join_s=read_seconds(os.environ, "HPC_SERVE_JOIN_S", LaunchOptions.join_s),
+            kill_wait_s=read_seconds(os.environ, "HPC_SERVE_KILL_WAIT_S", LaunchOptions.kill_wait_s),
+            canary_s=read_seconds(os.environ, "HPC_SERVE_CANARY_S", canary_s),
+            hang_s=read_seconds(os.environ, "HPC_SERVE_HANG_S", LaunchOptions.hang_s),
             engine_restarts=arguments.engine_restarts,
             preflight="only" if arguments.preflight_only else _preflight(),
         )

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import socket
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from hpc_serve.errors import StoreError
@@ -29,11 +29,11 @@ from hpc_serve.job.ray.head_ray import HeadRay
 from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.outcome import Outcome, RunEnd, failure
 from hpc_serve.job.run.parts import Parts, StopOrder
-from hpc_serve.job.run.record_keeper import RecordKeeper, first_record
+from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.job.run.takeover import take_over
 from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.drain import drain_file_of
-from hpc_serve.rendezvous.files import remove_file
+from hpc_serve.rendezvous.files import remove_file, write_private
 from hpc_serve.rendezvous.record import NodeRecord
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.vllm.command import check_layout, settings_text
@@ -52,8 +52,8 @@ async def run_head(node: Node) -> int:
     store = ServiceStore(default_home(node.environ))
     service = node.options.service
     claim(store, service, node.command.model)
-    endpoint = make_endpoint(node, first_record(node, node.head), store)
-    return await Head(node, RecordKeeper(store, endpoint.record), endpoint).run(listener)
+    endpoint, keeper = make_endpoint(node, store)
+    return await Head(node, keeper, endpoint).run(listener)
 
 
 class Head:
@@ -98,7 +98,7 @@ class Head:
         await control.start(listener)
         self._parts.run_in_background(self._keeper.renew())
         self._parts.run_in_background(self._parts.oom_watch.run())
-        self._parts.run_in_background(self._run_end.fail_on_error(self._start(control)))
+        self._parts.run_or_fail(self._start(control))
         drain_requests = self._drain_requests()
         for path in drain_requests:
             self._parts.run_in_background(follow_drain_requests(path, self._run_end))
@@ -106,12 +106,9 @@ class Head:
         outcome = await self._run_end.wait()
         if not outcome.is_failure and outcome.drain_s > 0:
             outcome = await self._drain(outcome)
-        if outcome.is_failure:
-            _log.error("%s failed (exit code %d): %s", outcome.failed_part, outcome.exit_code, outcome.reason)
-        else:
-            _log.info("stopping: %s", outcome.reason)
+        outcome.log()
         self._keeper.publish_end(outcome, node.environ)
-        await self._parts.take_down(most_grace_s=self._run_end.grace_s)
+        await self._parts.take_down()
         control.close()
         with contextlib.suppress(StoreError):
             for path in drain_requests:
@@ -129,15 +126,12 @@ class Head:
         """Finish the requests under way at all servers of this run; returns how it ended."""
         others: asyncio.Task[None] | None = None
         if self._node.command.serves_on_each_node:
-            asked = {"reason": stop.reason, "drain_s": stop.drain_s, "cause": stop.drain_cause}
-            others = asyncio.create_task(self._workers.ask_all("drain", **asked))
+            others = asyncio.create_task(self._workers.ask_all("drain", **asdict(stop)))
         began = time.monotonic()
         outcome = await self._engine.drain(stop)
         if others is not None and not outcome.is_failure:
-            interrupted = asyncio.create_task(self._run_end.wait_for_interruption())
             left_s = max(0.0, stop.drain_s - (time.monotonic() - began))
-            await asyncio.wait({others, interrupted}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            interrupted.cancel()
+            await self._run_end.wait_for_interruption(others, within_s=left_s)
         return outcome
 
     # -- the start
@@ -155,7 +149,7 @@ class Head:
         uses_ray = node.backend == "ray" and node.options.preflight != "only"
         ray = HeadRay(node, self._parts, self._keeper) if uses_ray else None
         if ray is not None:
-            await ray.hold()
+            await ray.hold(node)
         await self._wait_for_workers()
         control.close()  # all are in, and nobody else has business there
         keeps_cache = self._agree_on_cache()
@@ -172,9 +166,9 @@ class Head:
             await self._workers.tell_all("go", keeps_cache=keeps_cache, gcs=environ["RAY_ADDRESS"])
             await ray.wait_for_nodes(self._workers.names)
         else:
-            environ = node.child_environ(address=node.internal_head)
+            environ = node.child_environ()
             settings = settings_text(node.command, choose_port)
-            node.write_settings(settings)
+            write_private(node.settings_file, settings)
             await self._workers.tell_all("go", keeps_cache=keeps_cache, settings=settings)
         await self._engine.serve(environ)
 

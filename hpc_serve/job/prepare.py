@@ -20,7 +20,7 @@ from hpc_serve.job.cleanup import node_dir
 from hpc_serve.job.cleanup.run_dir import make_run_dir, remove_old_run_dirs
 from hpc_serve.job.machine.allocation import Allocation, read_allocation
 from hpc_serve.job.machine.log_setup import set_up_logging
-from hpc_serve.job.machine.network import node_address
+from hpc_serve.job.machine.network import LOOPBACK, node_address
 from hpc_serve.job.machine.share import Share
 from hpc_serve.job.run.node import ray_dir
 from hpc_serve.job.run.record_keeper import publish_failure
@@ -67,10 +67,8 @@ def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) ->
     named = environ.get("HPC_SERVE_LOG_DIR") or str(store.log_dir(service))
     log_dir = _make_log_dir(Path(expanded_log_dir(named, environ, service=service, job_id=allocation.job_id)))
     node_dir_name = choose_node_dir(environ.get("HPC_SERVE_TMPDIR") or "/tmp")
-    if allocation.cluster == "local":
-        address = "127.0.0.1"
-    else:
-        address = node_address(interface=environ.get("HPC_SERVE_INTERFACE"), towards=None)
+    is_local, interface = allocation.cluster == "local", environ.get("HPC_SERVE_INTERFACE")
+    address = LOOPBACK if is_local else node_address(interface=interface, towards=None)
     remove_old_run_dirs(store)
     job_id, restart, replica = allocation.job_id, allocation.restart, allocation.share.index
     drain_request = drain_file(store, service, job_id=job_id, restart=restart, replica=replica)

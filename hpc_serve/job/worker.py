@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,16 +14,17 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.cleanup.run_dir import read_control_port
 from hpc_serve.job.links.control import connect
 from hpc_serve.job.links.link import Link, LinkLostError, Message
-from hpc_serve.job.machine.network import node_address, reachable_addresses
+from hpc_serve.job.machine.network import reachable_addresses
 from hpc_serve.job.machine.process import run_processes
 from hpc_serve.job.preflight.node_side import NodePreflight
 from hpc_serve.job.progress.reading import RunReading
 from hpc_serve.job.ray.held_ray import HeldRay
 from hpc_serve.job.run.node import Node
-from hpc_serve.job.run.outcome import Outcome, RunEnd
+from hpc_serve.job.run.outcome import Outcome, RunEnd, told_outcome
 from hpc_serve.job.run.parts import Parts, StopOrder
 from hpc_serve.job.run.ray_cluster import ray_environ, worker_argv
-from hpc_serve.vllm.command import headless_argv
+from hpc_serve.rendezvous.files import write_private
+from hpc_serve.vllm.command import has_server, headless_argv
 
 if TYPE_CHECKING:
     from hpc_serve.job.engine.engine import Engine
@@ -36,24 +38,12 @@ _LEAST_LOOKS = 10
 _RANKS = ("VLLM::", "ray::RayWorker", "ray::DPMoEEngineCoreActor", "ray::EngineCoreActor")
 
 
-@dataclass(kw_only=True)
-class _Here:
-    """This launcher's part of the run, with its Ray or its server. `end_of_run` is how the head says the run ends."""
-
-    node: Node
-    link: Link
-    parts: Parts
-    ray: asyncio.Future[HeldRay] | None = None
-    server: Engine | None = None
-    end_of_run: Outcome | None = None
-
-
 async def run_worker(node: Node) -> int:
     """Run this node's part until the head or a signal stops it, or it fails; returns the exit code.
 
     Raises LinkLostError or PortsInUseError if the head cannot be reached, InvalidRequestError if it has this address.
     """
-    run_end = RunEnd()
+    run_end = RunEnd(node.options.kill_wait_s)
     run_end.stop_on_signals()
     if node.head in reachable_addresses():
         raise InvalidRequestError(
@@ -65,32 +55,11 @@ async def run_worker(node: Node) -> int:
         node.token,
         rank=node.allocation.node_rank,
         name=node.allocation.node_name,
-        own_address=lambda: _own_address(node),
+        own_address=lambda: node.address,
         deadline_s=node.options.join_s,
         cache=str(node.cache.path) if node.cache.lock is not None else "",
     )
-    parts = Parts(node.run_mark, run_end, node_name=node.allocation.node_name)
-    parts.run_in_background(parts.oom_watch.run())
-    parts.run_in_background(link.send_heartbeats(RunReading(node.run_mark).look))
-    here = _Here(node=node, link=link, parts=parts)
-    try:
-        if node.backend == "ray":
-            here.ray = asyncio.get_running_loop().create_future()
-            parts.run_in_background(run_end.fail_on_error(_hold_ray(node, parts, here.ray)))
-        parts.run_in_background(_follow_head(here))
-        outcome = await run_end.wait()
-        if here.server is not None:
-            here.server.keeper.publish_end(here.end_of_run or outcome, node.environ)
-        if outcome.is_failure:
-            await _report_failure(link, run_end, outcome)
-        else:
-            _log.info("stopping: %s", outcome.reason)
-    finally:
-        await parts.take_down()
-        if here.server is not None:
-            await here.server.keeper.finish()
-        await link.close()
-    return outcome.exit_code
+    return await Worker(node, link, run_end).run()
 
 
 async def _control_port(node: Node) -> int:
@@ -106,126 +75,138 @@ async def _control_port(node: Node) -> int:
     return port
 
 
-async def _hold_ray(node: Node, parts: Parts, ready: asyncio.Future[HeldRay]) -> None:
-    address = _own_address(node)
-    held = HeldRay("ray worker", parts, grace_s=_GRACE_S)
-    await held.begin(ray_environ(node, address=address))
-    await asyncio.to_thread(node.make_peer_files, address=address)
-    ready.set_result(held)
+class Worker:
+    """One run of one replica, as a node other than its head sees it."""
 
+    def __init__(self, node: Node, link: Link, run_end: RunEnd) -> None:
+        self._node, self._link, self._run_end = node, link, run_end
+        self._parts = Parts(node.run_mark, run_end, node_name=node.allocation.node_name)
+        self._ray = HeldRay("ray worker", self._parts, grace_s=_GRACE_S) if node.backend == "ray" else None
+        self._server: Engine | None = None
+        self._end_of_run: Outcome | None = None
+        """How the head says that the run ends."""
 
-async def _follow_head(here: _Here) -> None:
-    """Do as the head says: answer "preflight" and "peers", copy the model at "stage", start this node's part at
-    "go", keep the engine's caches at "ready", and finish requests at "drain". Any other message, and the loss of the
-    head, end the run here.
-    """
-    node, link, parts, run_end = here.node, here.link, here.parts, here.parts.run_end
-    preflight = NodePreflight(node)
-    try:
-        while (message := await link.receive())["kind"] in ("preflight", "peers", "stage"):
-            parts.run_in_background(run_end.fail_on_error(_answer(here, preflight, message)))
-        preflight.close()
-        if message["kind"] == "go":
-            if not message.get("keeps_cache"):
-                here.node = node = node.without_kept_cache("the head says so")
-            parts.run_in_background(run_end.fail_on_error(_start_part(here, message)))
-            message = await link.receive()
-        while message["kind"] in ("ready", "drain"):
-            if message["kind"] == "drain":
-                parts.run_in_background(_drain(here, message))
-            else:
-                await asyncio.to_thread(node.cache.note_ready)
-                parts.run_in_background(asyncio.to_thread(node.cache.write_archive))
-            message = await link.receive()
-        here.end_of_run = Outcome(
-            reason=str(message.get("reason")),
-            failed_part=message.get("failed_part"),
-            exit_code=int(message.get("exit_code") or 0),
-        )
-        run_end.stop("the head ended the run")
-    except LinkLostError as error:
-        here.end_of_run = Outcome(failed_part="the head's node", reason=str(error), exit_code=1)
-        run_end.stop(str(error))
+    async def run(self) -> int:
+        """Do as the head says until the end of the run is decided; returns the exit code."""
+        node, parts = self._node, self._parts
+        parts.run_in_background(parts.oom_watch.run())
+        parts.run_in_background(self._link.send_heartbeats(RunReading(node.run_mark).look))
+        try:
+            if self._ray is not None:
+                parts.run_or_fail(self._ray.hold(node))
+            parts.run_in_background(self._follow_head())
+            outcome = await self._run_end.wait()
+            outcome.log()
+            if self._server is not None:
+                self._server.keeper.publish_end(self._end_of_run or outcome, node.environ)
+            if outcome.is_failure:
+                await self._report_failure(outcome)
+        finally:
+            await parts.take_down()
+            if self._server is not None:
+                await self._server.keeper.finish()
+            await self._link.close()
+        return outcome.exit_code
 
+    async def _report_failure(self, outcome: Outcome) -> None:
+        """Tell the head, and wait until it stops the run: srun may end the head's launcher when this one ends."""
+        await self._link.send("failed", part=outcome.failed_part, **asdict(outcome))
+        await self._run_end.wait_for_stop(_REPORT_TIMEOUT_S)
 
-async def _answer(here: _Here, preflight: NodePreflight, question: Message) -> None:
-    """Answer one question of the head; "stage" is answered once the copy is there."""
-    told: Message = {}
-    if question["kind"] != "stage":
-        told = await preflight.answer(question)
-    elif here.node.staging is not None:
-        from hpc_serve.job.weights.staging import stage
+    async def _follow_head(self) -> None:
+        """Do as the head says: answer "preflight" and "peers", copy the model at "stage", start this node's part at
+        "go", keep the engine's caches at "ready", and finish requests at "drain". Any other message, and the loss of
+        the head, end the run here.
+        """
+        link, parts = self._link, self._parts
+        preflight = NodePreflight(self._node)
+        try:
+            while (message := await link.receive())["kind"] in ("preflight", "peers", "stage"):
+                parts.run_or_fail(self._answer(preflight, message))
+            preflight.close()
+            if message["kind"] == "go":
+                if not message.get("keeps_cache"):
+                    self._node = self._node.without_kept_cache("the head says so")
+                parts.run_or_fail(self._start_part(message))
+                message = await link.receive()
+            while message["kind"] in ("ready", "drain"):
+                if message["kind"] == "drain":
+                    parts.run_in_background(self._drain(message))
+                else:
+                    await asyncio.to_thread(self._node.cache.note_ready)
+                    parts.run_in_background(asyncio.to_thread(self._node.cache.write_archive))
+                message = await link.receive()
+            self._end_of_run = told_outcome(message)
+            self._run_end.stop("the head ended the run")
+        except LinkLostError as error:
+            self._end_of_run = Outcome(failed_part="the head's node", reason=str(error), exit_code=1)
+            self._run_end.stop(str(error))
 
-        await stage(here.node.staging, lambda done, total: None)
-    await here.link.answer(question, **told)
+    async def _answer(self, preflight: NodePreflight, question: Message) -> None:
+        """Answer one question of the head; "stage" is answered once the copy is there."""
+        told: Message = {}
+        if question["kind"] != "stage":
+            told = await preflight.answer(question)
+        elif self._node.staging is not None:
+            from hpc_serve.job.weights.staging import stage
 
+            await stage(self._node.staging, lambda done, total: None)
+        await self._link.answer(question, **told)
 
-async def _drain(here: _Here, question: Message) -> None:
-    """Finish the requests under way, and answer the head."""
-    if here.server is not None:
-        cause, drain_s = question["cause"], float(question["drain_s"])
-        stop = Outcome(reason=str(question["reason"]), exit_code=0, drain_s=drain_s, drain_cause=cause)
-        await here.server.drain(stop)
-    await here.link.answer(question)
+    async def _drain(self, question: Message) -> None:
+        """Finish the requests under way, and answer the head."""
+        if self._server is not None:
+            await self._server.drain(told_outcome(question))
+        await self._link.answer(question)
 
+    async def _start_part(self, go: Message) -> None:
+        """Start this node's share of Ray, or of the engine where there is no Ray, as the message `go` says."""
+        node, parts = self._node, self._parts
+        node.check_gpus()
+        parts.run_in_background(self._watch_processes())
+        if self._ray is not None:
+            await self._ray.release(worker_argv(node, head=str(go.get("gcs"))), ray_environ(node))
+            return
+        environ = node.child_environ()
+        write_private(node.settings_file, str(go.get("settings", "")))
+        if has_server(node.command, node.allocation.node_rank):
+            await self._serve(environ)
+        else:
+            engine = await parts.start_child("engine", [*headless_argv(node.command), *node.rank_args()], environ)
+            parts.add_child(StopOrder.ENGINE, engine, grace_s=_GRACE_S)
+            parts.end_with(engine)
 
-async def _start_part(here: _Here, go: Message) -> None:
-    """Start this node's share of Ray, or of the engine where there is no Ray, as the message `go` says."""
-    node, parts = here.node, here.parts
-    node.check_gpus()
-    parts.run_in_background(_watch_processes(here))
-    address = _own_address(node)
-    if here.ray is not None:
-        held = await here.ray
-        argv = worker_argv(node, address=address, head=str(go.get("gcs")))
-        await held.release(argv, ray_environ(node, address=address))
-        return
-    environ = node.child_environ(address=address)
-    node.write_settings(str(go.get("settings", "")))
-    if node.has_server:
-        from hpc_serve.job.worker_server import make_server
+    async def _serve(self, environ: Mapping[str, str]) -> None:
+        """Have this node serve, where each node has a server (`--data-parallel-hybrid-lb`).
 
-        here.server = make_server(node, address, parts)
-        await here.server.serve(environ)
-    else:
-        engine = await parts.start_child("engine", [*headless_argv(node.command), *node.rank_args()], environ)
-        parts.add_child(StopOrder.ENGINE, engine, grace_s=_GRACE_S)
-        parts.end_with(engine)
+        It has its own record, so that clients choose among the servers. Its ranks share experts with those of the other
+        nodes. So the head decides when it drains and how it ends, and its own end ends the run.
+        """
+        from hpc_serve.job.engine.endpoint import make_endpoint  # most workers have no server
+        from hpc_serve.job.engine.engine import Engine
+        from hpc_serve.rendezvous.store import ServiceStore, default_home
 
+        endpoint, keeper = make_endpoint(self._node, ServiceStore(default_home(self._node.environ)))
+        self._parts.run_in_background(keeper.renew())
+        self._server = Engine(self._node, keeper, endpoint, self._parts)
+        await self._server.serve(environ)
 
-async def _watch_processes(here: _Here) -> None:
-    """Tell the head of each rank here that has ended, and of each process that is stopped for as long as a silent node
-    may be silent.
+    async def _watch_processes(self) -> None:
+        """Tell the head of each rank here that has ended, and of each process that is stopped for as long as a silent
+        node may be silent.
 
-    The ranks of the other nodes wait for it, and the head's gate sees the processes of its own node alone. Looks are
-    counted, and not seconds: if Slurm suspends the job, this launcher stands still as well.
-    """
-    most_looks = max(_LEAST_LOOKS, round(here.node.silence_s))
-    looks: dict[int, int] = {}
-    ranks: dict[int, str] = {}
-    while True:
-        await asyncio.sleep(here.node.silence_s / most_looks)
-        found = await asyncio.to_thread(run_processes, here.node.run_mark)
-        for pid in ranks.keys() - found.keys():
-            await here.link.send("ended", process=f"{ranks[pid]} ({pid})")
-        ranks = {pid: name for pid, (name, _) in found.items() if name.startswith(_RANKS)}
-        looks = {pid: looks.get(pid, 0) + 1 for pid, (_, is_stopped) in found.items() if is_stopped}
-        for pid in [pid for pid, count in looks.items() if count == most_looks]:
-            await here.link.send("stopped", process=f"{found[pid][0]} ({pid})")
-
-
-def _own_address(node: Node) -> str:
-    return node_address(interface=node.environ.get("HPC_SERVE_INTERFACE"), towards=node.head)
-
-
-async def _report_failure(link: Link, run_end: RunEnd, outcome: Outcome) -> None:
-    """Tell the head, and wait until it stops the run: srun may end the head's launcher when this one ends."""
-    _log.error("%s failed (exit code %d): %s", outcome.failed_part, outcome.exit_code, outcome.reason)
-    await link.send(
-        "failed",
-        part=outcome.failed_part,
-        exit_code=outcome.exit_code,
-        reason=outcome.reason,
-        last_log_lines=outcome.last_log_lines,
-    )
-    await run_end.wait_for_stop(_REPORT_TIMEOUT_S)
+        The ranks of the other nodes wait for it, and the head's gate sees the processes of its own node alone. Looks
+        are counted, and not seconds: if Slurm suspends the job, this launcher stands still as well.
+        """
+        most_looks = max(_LEAST_LOOKS, round(self._node.silence_s))
+        looks: dict[int, int] = {}
+        ranks: dict[int, str] = {}
+        while True:
+            await asyncio.sleep(self._node.silence_s / most_looks)
+            found = await asyncio.to_thread(run_processes, self._node.run_mark)
+            for pid in ranks.keys() - found.keys():
+                await self._link.send("ended", process=f"{ranks[pid]} ({pid})")
+            ranks = {pid: name for pid, (name, _) in found.items() if name.startswith(_RANKS)}
+            looks = {pid: looks.get(pid, 0) + 1 for pid, (_, is_stopped) in found.items() if is_stopped}
+            for pid in [pid for pid, count in looks.items() if count == most_looks]:
+                await self._link.send("stopped", process=f"{found[pid][0]} ({pid})")

@@ -90,12 +90,14 @@ class Run:
         """What the launcher and the engine have said."""
         return "".join(path.read_text() for path in self.store.log_dir("8b").glob("*-node0.log"))
 
+    def processes(self) -> dict[int, list[str]]:
+        """The command lines of its processes, by their numbers."""
+        ours = f"HPC_SERVE_HOME={self.store.home}"
+        return {pid: _words(pid, "cmdline") for pid in processes.pids() if ours in _words(pid, "environ")}
+
     def engines(self) -> list[int]:
         """The stub engine's processes."""
-        ours, argv = f"HPC_SERVE_HOME={self.store.home}", [str(SCRIPT), "serve"]
-        return [
-            pid for pid in processes.pids() if ours in _words(pid, "environ") and _words(pid, "cmdline")[1:3] == argv
-        ]
+        return [pid for pid, words in self.processes().items() if words[1:3] == [str(SCRIPT), "serve"]]
 
     def close(self) -> None:
         """End it, whatever it does."""

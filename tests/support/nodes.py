@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hpc_serve.job.cache.engine_cache import private_cache
+from hpc_serve.job.cleanup.run_dir import write_control_port
+from hpc_serve.job.links.control import ControlServer
+from hpc_serve.job.links.link import Link
 from hpc_serve.job.machine.allocation import Allocation
+from hpc_serve.job.machine.network import listen_on
 from hpc_serve.job.run.node import LaunchOptions, Node
 from hpc_serve.sizes import GIB
 from hpc_serve.vllm.command import read_command
@@ -23,6 +28,24 @@ ALLOCATION = Allocation(
     num_gpus=8,
     memory_bytes=64 * GIB,
 )
+
+
+def write_program(path: Path, text: str) -> Path:
+    """Write a program that anybody may run, with its folder; returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+async def listen_for_workers(run_dir: Path, on_link: Callable[[Link], None]) -> ControlServer:
+    """Listen as the head of a run does, and write down in its folder where."""
+    listener = listen_on()
+    (run_dir / "control_port").touch(mode=0o600)
+    write_control_port(run_dir, listener.getsockname()[1])
+    server = ControlServer("secret", "n1", on_link, silence_s=60)
+    await server.start(listener)
+    return server
 
 
 def make_node(node_dir: Path, *, backend: str = "ray", words: str = "vllm serve m", **changes: Any) -> Node:

@@ -72,12 +72,9 @@ class Drain:
             _log.warning("the engine goes on taking requests while it drains: %s", error)
         began = time.monotonic()
         finishing = asyncio.create_task(self._finish())
-        interrupted = asyncio.create_task(self.run_end.wait_for_interruption())
-        await asyncio.wait({finishing, interrupted}, timeout=stop.drain_s, return_when=asyncio.FIRST_COMPLETED)
-        failure = interrupted.result() if interrupted.done() else None
-        has_finished = finishing.done() and not finishing.cancelled() and finishing.exception() is None
-        for task in (finishing, interrupted):
-            task.cancel()
+        failure = await self.run_end.wait_for_interruption(finishing, within_s=stop.drain_s)
+        has_finished = finishing.done() and finishing.exception() is None
+        finishing.cancel()
         if has_finished or (self.engine.exit_code == 0 and time.monotonic() - began < stop.drain_s - 1):
             self._left = 0
         elif failure is not None and not (self._ends_by_itself or self.run_end.was_signalled):

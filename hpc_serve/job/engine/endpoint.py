@@ -11,9 +11,8 @@ from pathlib import Path
 
 from hpc_serve.job.engine.engine_socket import EngineSocket
 from hpc_serve.job.engine.health import EngineAddress
-from hpc_serve.job.machine.network import LOOPBACK
 from hpc_serve.job.run.node import Node
-from hpc_serve.rendezvous.record import EndpointRecord
+from hpc_serve.job.run.record_keeper import RecordKeeper, first_record
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.trust.authority import RunCertificate, make_run_certificate
 from hpc_serve.trust.connection import Identity
@@ -21,10 +20,9 @@ from hpc_serve.trust.connection import Identity
 
 @dataclass(frozen=True, kw_only=True)
 class EngineEndpoint:
-    """The record to publish, and what belongs to it."""
+    """The socket of an engine, its address, and the certificate that it shows."""
 
     socket: EngineSocket
-    record: EndpointRecord
     address: EngineAddress
     certificate: RunCertificate
 
@@ -34,20 +32,20 @@ class EngineEndpoint:
         return str(self.certificate.key_file), str(self.certificate.certificate_file)
 
 
-def make_endpoint(node: Node, record: EndpointRecord, store: ServiceStore) -> EngineEndpoint:
-    """Complete this node's first record, and listen.
+def make_endpoint(node: Node, store: ServiceStore) -> tuple[EngineEndpoint, RecordKeeper]:
+    """Listen, and publish this node's first record.
 
     Raises StoreError, RecordError, InvalidRequestError (no `cryptography`), PortsInUseError.
     """
-    own = record.nodes[0].address
+    record = first_record(node)
     folder = Path(node.environ["HPC_SERVE_JOB_DIR"]) if node.allocation.is_head else node.node_dir
-    addresses = dict.fromkeys((*record.hosts, own))
+    addresses = dict.fromkeys((*record.hosts, node.address))
     certificate = make_run_certificate(store.home, folder, run=node.allocation.run_name, addresses=addresses)
-    socket = _listen(node)
+    socket = EngineSocket(node)
     record = replace(record, port=socket.port, certificate=certificate.certificate, signs=True)
     identity = Identity.of(record, store.read_api_key(record.service))
-    address = EngineAddress(host=own, port=record.port, identity=identity, token=secrets.token_hex(16))
-    return EngineEndpoint(socket=socket, record=record, address=address, certificate=certificate)
+    address = EngineAddress(host=node.address, port=record.port, identity=identity, token=secrets.token_hex(16))
+    return EngineEndpoint(socket=socket, address=address, certificate=certificate), RecordKeeper(store, record)
 
 
 def move_endpoint(node: Node, endpoint: EngineEndpoint) -> EngineEndpoint:
@@ -55,15 +53,5 @@ def move_endpoint(node: Node, endpoint: EngineEndpoint) -> EngineEndpoint:
 
     The old port went with the old engine. A port that the command names stays. Raises PortsInUseError.
     """
-    socket = _listen(node)
-    record, address = replace(endpoint.record, port=socket.port), replace(endpoint.address, port=socket.port)
-    return replace(endpoint, socket=socket, record=record, address=address)
-
-
-def _listen(node: Node) -> EngineSocket:
-    return EngineSocket(
-        node.node_dir / "engine.socket",
-        host=LOOPBACK if node.allocation.cluster == "local" else "",
-        port=node.command.port or 0,
-        servers=node.command.api_servers,
-    )
+    socket = EngineSocket(node)
+    return replace(endpoint, socket=socket, address=replace(endpoint.address, port=socket.port))

@@ -25,13 +25,13 @@ from hpc_serve.job.engine.engine_process import EngineProcess
 from hpc_serve.job.engine.engine_watch import EngineWatch
 from hpc_serve.job.engine.health import NotReadyError, SmallRequest, check_ready, is_healthy
 from hpc_serve.job.machine.log_setup import print_line
-from hpc_serve.job.machine.network import choose_port
+from hpc_serve.job.machine.network import PortsInUseError, choose_port
 from hpc_serve.job.machine.process import ENGINE_MARK, Child, end_marked, marked_pids
 from hpc_serve.job.progress.checkpoint import weight_sizes
 from hpc_serve.job.progress.reading import ReadSoFar, RunReading
 from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.outcome import Outcome, PartFailedError, failure
-from hpc_serve.job.run.parts import PORT_CLASH_EXIT_CODE, Parts, StopOrder
+from hpc_serve.job.run.parts import Parts, StopOrder
 from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.job.run.restarts import Restarts
 from hpc_serve.trust.connection import NotOurEngineError
@@ -62,8 +62,8 @@ class Engine:
         endpoint: EngineEndpoint,
         parts: Parts,
         *,
-        read_by_workers: Callable[[], ReadSoFar],
-        on_ready: Callable[[], Awaitable[None]],
+        read_by_workers: Callable[[], ReadSoFar] = ReadSoFar,
+        on_ready: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._node, self.keeper, self._endpoint = node, keeper, endpoint
         self._parts, self._run_end = parts, parts.run_end
@@ -119,18 +119,17 @@ class Engine:
                 self._discard_cache(outcome)
             await asyncio.sleep(wait_s)
             self._endpoint = move_endpoint(self._node, self._endpoint)
-            self.keeper.update(port=self._endpoint.record.port)
+            self.keeper.update(port=self._endpoint.address.port)
             environ = {**environ, "VLLM_PORT": str(choose_port())}
 
     async def drain(self, stop: Outcome) -> Outcome:
         """Finish the requests under way, if the engine has begun to serve and answers; returns how the run ended."""
         if self.child is None or self.keeper.record.state != "ready":
             return stop
-        gate_file = Path(self._node.environ["HPC_SERVE_DRAIN_FILE"])
         return await Drain(
             engine=self.child,
             address=self._endpoint.address,
-            gate_file=gate_file,
+            gate_file=Path(self._node.environ["HPC_SERVE_DRAIN_FILE"]),
             keeper=self.keeper,
             run_end=self._run_end,
         ).run(stop)
@@ -168,7 +167,7 @@ class Engine:
         self.watch = EngineWatch(
             address=self._endpoint.address,
             request=request,
-            limit_s=options.canary_limit_s,
+            limit_s=options.canary_s,
             give_up_s=options.hang_s,
             keeper=self.keeper,
         )
@@ -177,7 +176,8 @@ class Engine:
         self.keeper.stage_prefix, self._has_old_cache = "", False
         mapped = await asyncio.to_thread(self._mapped_segments)  # after a kill nothing shows who owned it
         await asyncio.to_thread(node_dir.write_segments, self._node.node_dir, mapped, seen_by="launcher")
-        await self._on_ready()
+        if self._on_ready is not None:
+            await self._on_ready()
         self.keeper.update(state="ready", stage="ready", progress=None, reason=None, last_log_lines=())
         at = self._endpoint.address
         _log.info("%s is ready at https://%s:%d", options.service, at.host, at.port)
@@ -195,7 +195,7 @@ class Engine:
 
     async def _stop(self) -> None:
         if self.child is not None:
-            await self.child.stop(min(_GRACE_S, self._parts.most_grace_s))
+            await self.child.stop(min(_GRACE_S, self._run_end.grace_s))
 
     async def _clear_up(self) -> None:
         """End what is left of the engine on this node, and remove its shared memory: the next one needs the devices."""
@@ -203,8 +203,7 @@ class Engine:
         unlisted = await asyncio.to_thread(self._mapped_segments)
         await self.child.stop(_HUNG_GRACE_S)
         await end_marked(self._node.run_mark, grace_s=_LEFTOVERS_GRACE_S, variable=ENGINE_MARK)
-        listed = node_dir.read_segments(self._node.node_dir)
-        await asyncio.to_thread(lambda: shared_memory.remove(unlisted | listed))
+        await asyncio.to_thread(shared_memory.remove, unlisted | node_dir.read_segments(self._node.node_dir))
 
     def _mapped_segments(self) -> set[Segment]:
         """Return the shared memory of the engine's processes on this node, as far as they live."""
@@ -218,7 +217,7 @@ class Engine:
         """
         if not (self._has_old_cache and self._has_loaded_weights) or ready_s is not None:
             return False
-        if outcome.exit_code in (PORT_CLASH_EXIT_CODE, *_ENDED_BY_OTHERS):
+        if outcome.exit_code in (PortsInUseError.exit_code, *_ENDED_BY_OTHERS):
             return False
         cause = self.child.cause if self.child is not None else None
         is_other = cause is not None and cause.is_known and cause.name != _CACHE_RULE
@@ -256,7 +255,7 @@ class Engine:
                 raise failure(
                     "engine",
                     f"the server is up, but another program answers at {where}: {error}",
-                    exit_code=PORT_CLASH_EXIT_CODE,
+                    exit_code=PortsInUseError.exit_code,
                     last_log_lines=tuple(child.last_log_lines),
                 ) from error
             read = await asyncio.to_thread(self._reading.look) + self._read_by_workers()

@@ -73,7 +73,7 @@ class EngineProcess:
 
     async def _end_held(self) -> None:
         if self._held is not None:
-            await self._held.stop(min(_GRACE_S, self._parts.most_grace_s))
+            await self._held.stop(min(_GRACE_S, self._parts.run_end.grace_s))
 
     def _argv(self, endpoint: EngineEndpoint) -> list[str]:
         node, command = self._node, self._node.command
@@ -85,7 +85,7 @@ class EngineProcess:
         return [*command.argv, *added, *node.rank_args()]
 
     def _environ(self, endpoint: EngineEndpoint, environ: Mapping[str, str]) -> dict[str, str]:
-        least_step = {LEAST_STEP_VARIABLE: str(self._node.options.canary_limit_s)}
+        least_step = {LEAST_STEP_VARIABLE: str(self._node.options.canary_s)}
         mark = mark_environ(self._node.run_mark, variable=ENGINE_MARK)
         adapters: dict[str, str] = {}
         if self._node.command.takes_adapters:

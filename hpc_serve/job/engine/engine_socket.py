@@ -9,28 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from pathlib import Path
 
 from hpc_serve.gate.launchers_socket import VARIABLE
-from hpc_serve.job.machine.network import listen_on
+from hpc_serve.job.machine.network import LOOPBACK, listen_on
+from hpc_serve.job.run.node import Node
 
 
 class EngineSocket:
-    """Listens on `port` of `host`, or with 0 on one of the kernel's choice, until the engine closes it, or `close`.
+    """Listens on the port that the engine's command names, or on one of the kernel's choice, until the engine closes
+    it, or `close`.
 
-    One connection waits until the engine accepts it. The kernel drops others, so that they take no memory.
-    `servers` is how many processes of the engine serve on it. Raises PortsInUseError.
+    One connection waits until the engine accepts it. The kernel drops others, so that they take no memory. Raises
+    PortsInUseError.
     """
 
-    def __init__(self, path: Path, *, host: str, port: int, servers: int) -> None:
-        self._path, self._servers = path, servers
-        self._listener = listen_on(port, host=host, most_waiting=0)
+    def __init__(self, node: Node) -> None:
+        self._path, self._servers = node.node_dir / "engine.socket", node.command.api_servers
+        host = LOOPBACK if node.allocation.cluster == "local" else ""
+        self._listener = listen_on(node.command.port or 0, host=host, most_waiting=0)
         self.port: int = self._listener.getsockname()[1]
         self.is_taken = asyncio.Event()
         """Whether a server of the engine has it, and accepts connections now or in a moment."""
         self._asked = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        path.unlink(missing_ok=True)
-        self._asked.bind(str(path))
+        self._path.unlink(missing_ok=True)
+        self._asked.bind(str(self._path))
         self._asked.listen()
         self._asked.setblocking(False)
 

@@ -13,7 +13,6 @@ import logging
 import re
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass, field
 
 from hpc_serve.job.engine.health import EngineAddress, Look, SmallRequest, ask, look, read_weight_version
@@ -33,7 +32,6 @@ _IDLE_LOOKS = 2
 _CANARY_TIMEOUT_S = 120.0
 _CANARY_REST = 20.0  # so many times as long as a canary took, none follows: an idle engine is busy for 5 % at most
 _ACCESS_LINE = re.compile(r':(\d+) - "(?:GET|POST) /')
-_PORTS_REMEMBERED = 64
 
 
 class HealthAnswers:
@@ -112,7 +110,6 @@ class EngineWatch:
     fault: str = field(default="", init=False)
     """What another node has found of the engine's processes there; the engine is then given up."""
     _next_canary_s: float = field(default=float("-inf"), init=False)
-    _ports: deque[int] = field(default_factory=lambda: deque(maxlen=_PORTS_REMEMBERED), init=False)
 
     async def run(self) -> str:
         """Ask until cancelled, or until the engine is given up; returns why it is.
@@ -127,9 +124,7 @@ class EngineWatch:
                 return f"was given up: {self.fault}"
             if self.limit_s <= 0 or self.keeper.record.state not in ("ready", "unresponsive"):
                 await asyncio.Event().wait()
-            seen = await asyncio.to_thread(
-                look, self.address, timeout_s=self.look_timeout_s, tell_port=self._ports.append
-            )
+            seen = await asyncio.to_thread(look, self.address, timeout_s=self.look_timeout_s)
             answers.note(seen, time.monotonic())
             self._publish(answers.complaint)
             if answers.takes_canary() and not canary.is_alive() and time.monotonic() >= self._next_canary_s:
@@ -144,14 +139,14 @@ class EngineWatch:
         version: str | None = self.keeper.record.weight_version
         while version is not None:
             with contextlib.suppress(OSError, http.client.HTTPException):
-                version = await asyncio.to_thread(read_weight_version, self.address, tell_port=self._ports.append)
+                version = await asyncio.to_thread(read_weight_version, self.address)
             self.keeper.update(weight_version=version or "")
             await asyncio.sleep(self.interval_s)
 
     def is_noise(self, line: str) -> bool:
         """Return whether a line of the engine's log tells of nothing but what this watch has asked."""
         found = _ACCESS_LINE.search(line)
-        if found is not None and int(found[1]) in self._ports:
+        if found is not None and int(found[1]) in self.address.own_ports:
             return True
         return self.limit_s > 0 and (is_idle_report(line) or is_decoder_note(line))
 
@@ -159,7 +154,7 @@ class EngineWatch:
         """Give the engine something to do; its gate sees whether it does it. What takes long is asked seldom."""
         began_s = time.monotonic()
         with contextlib.suppress(Exception):
-            ask(self.address, self.request, timeout_s=_CANARY_TIMEOUT_S, tell_port=self._ports.append)
+            ask(self.address, self.request, timeout_s=_CANARY_TIMEOUT_S)
         self._next_canary_s = time.monotonic() + _CANARY_REST * (time.monotonic() - began_s)
 
     def _publish(self, complaint: str) -> None:

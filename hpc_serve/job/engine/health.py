@@ -13,7 +13,8 @@ import http.client
 import io
 import json
 import wave
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from email.message import Message
 from typing import Any
@@ -31,6 +32,7 @@ from hpc_serve.vllm import metrics
 _TIMEOUT_S = 10.0
 _METRICS_TIMEOUT_S = 5.0
 _LOWEST_PRIORITY = 1_000_000
+_PORTS_REMEMBERED = 64
 _HEALTH = "/health"
 _JSON = "application/json"
 _FIRST_REQUESTS: Mapping[str, Mapping[str, Any]] = {
@@ -55,12 +57,16 @@ class NotReadyError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineAddress:
-    """The address of the engine, and the identity by which it is verified. `token` shows it that its launcher asks."""
+    """The address of the engine, and the identity by which it is verified. `token` shows it that its launcher asks.
+
+    `own_ports` are our ends of the latest connections to it.
+    """
 
     host: str
     port: int
     identity: Identity
     token: str = field(default="", repr=False)
+    own_ports: deque[int] = field(default_factory=lambda: deque(maxlen=_PORTS_REMEMBERED), repr=False, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,19 +142,9 @@ def check_ready(engine: EngineAddress, model: str, *, completion_timeout_s: floa
         raise NotReadyError(str(error) or type(error).__name__) from error
 
 
-def ask(
-    engine: EngineAddress,
-    request: SmallRequest,
-    *,
-    timeout_s: float,
-    tell_port: Callable[[int], None] = lambda port: None,
-) -> int:
-    """Return the status of the answer to a small request. `tell_port` is called with our end's port.
-
-    Raises OSError or HTTPException without an answer.
-    """
-    encoded = request.encoded()
-    return _ask(engine, "POST", request.path, timeout_s=timeout_s, encoded=encoded, tell_port=tell_port).status
+def ask(engine: EngineAddress, request: SmallRequest, *, timeout_s: float) -> int:
+    """Return the status of the answer to a small request. Raises OSError or HTTPException without an answer."""
+    return _ask(engine, "POST", request.path, timeout_s=timeout_s, encoded=request.encoded()).status
 
 
 def told(engine: EngineAddress, path: str, body: Mapping[str, Any], *, timeout_s: float) -> str:
@@ -175,21 +171,21 @@ class Look:
     words: str | None = None
 
 
-def look(engine: EngineAddress, *, timeout_s: float, tell_port: Callable[[int], None]) -> Look:
-    """Ask for /health. `tell_port` is called with our end's port."""
+def look(engine: EngineAddress, *, timeout_s: float) -> Look:
+    """Ask for /health."""
     try:
-        answer = _ask(engine, "GET", _HEALTH, timeout_s=timeout_s, tell_port=tell_port)
+        answer = _ask(engine, "GET", _HEALTH, timeout_s=timeout_s)
     except (OSError, http.client.HTTPException):
         return Look(status=None)
     return Look(status=answer.status, words=answer.headers.get(ENGINE_HEADER.decode()))
 
 
-def read_weight_version(engine: EngineAddress, *, tell_port: Callable[[int], None]) -> str | None:
+def read_weight_version(engine: EngineAddress) -> str | None:
     """Return what the engine calls the weights that it has; "" if its ranks differ, None if it has no such route.
 
     vLLM has the route in its development mode. Raises OSError or HTTPException without an answer.
     """
-    answer = _ask(engine, "GET", "/weight_info", tell_port=tell_port)
+    answer = _ask(engine, "GET", "/weight_info")
     if answer.status == 404:
         return None
     with contextlib.suppress(ValueError, LookupError, TypeError):
@@ -245,7 +241,6 @@ def _ask(
     *,
     timeout_s: float = _TIMEOUT_S,
     encoded: tuple[str, bytes] | None = None,
-    tell_port: Callable[[int], None] = lambda port: None,
 ) -> _Answer:
     """Ask over a new connection, which may take `_TIMEOUT_S` at most. A request with content is a canary."""
     content_type, content = encoded or (_JSON, None)
@@ -258,7 +253,7 @@ def _ask(
         VerifiedConnection(engine.host, engine.port, engine.identity, timeout_s=connecting_s)
     ) as connection:
         connection.connect()
-        tell_port(connection.sock.getsockname()[1])
+        engine.own_ports.append(connection.sock.getsockname()[1])
         connection.sock.settimeout(timeout_s)
         connection.request(method, path, content, headers)
         response = connection.getresponse()

@@ -41,9 +41,13 @@ class Needs:
     ignores_ray_versions: bool = False
     engine_words: tuple[str, ...] = ()
 
-    def asked_bytes(self, total_bytes: int) -> float:
+    def asked_bytes(self, device: CudaDevice) -> float:
         """Return how much of a GPU must be free at the engine's start."""
-        return total_bytes * self.gpu_memory_utilization
+        return device.total_bytes * self.gpu_memory_utilization
+
+    def is_full(self, device: CudaDevice) -> bool:
+        """Return whether a GPU has less free than the engine asks for."""
+        return device.free_bytes < self.asked_bytes(device)
 
     @property
     def ranks_per_node(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 from hpc_serve.job.preflight.checks import between, gpus, node, weights
@@ -44,8 +44,19 @@ After them it gets all facts of the node and, for "node", the needs; else what a
 
 def judge(facts: Mapping[str, NodeFacts | None], needs: Needs) -> tuple[Verdict, ...]:
     """Return one verdict for each check. `facts` are of all nodes, the head's first; None: none came in time."""
-    known = [one for one in facts.values() if one is not None]
-    return tuple(_verdict(name, group, known, seen) for name, group, seen in look(facts, needs))
+    verdicts = []
+    for name, group, seen in look(facts, needs):
+        decisive = worst(seen.values())
+        verdict = Verdict(
+            check=name,
+            level=decisive.level,
+            nodes=tuple(node for node, one in seen.items() if one.level == decisive.level),
+            seen=decisive.text if len(decisive.text) <= _LONGEST else f"{decisive.text[:_LONGEST]} …",
+            cure=decisive.cure,
+            took_s=max((one.took_s.get(group, 0.0) for one in facts.values() if one is not None), default=0.0),
+        )
+        verdicts.append(verdict)
+    return tuple(verdicts)
 
 
 def look(facts: Mapping[str, NodeFacts | None], needs: Needs) -> Iterator[tuple[str, str, dict[str, Seen]]]:
@@ -69,15 +80,3 @@ def _of_node(facts: NodeFacts | None, group: str, scope: Scope, check: Callable[
     if (seen := getattr(facts, group)) is None:
         return not_checked(facts.problems.get(group) or _NOT_GATHERED.get(group, f"no facts of {group}"))
     return check(seen, facts, needs if scope == "node" else nodes)
-
-
-def _verdict(check: str, group: str, facts: Sequence[NodeFacts], seen: Mapping[str, Seen]) -> Verdict:
-    decisive = worst(seen.values())
-    return Verdict(
-        check=check,
-        level=decisive.level,
-        nodes=tuple(name for name, one in seen.items() if one.level == decisive.level),
-        seen=decisive.text if len(decisive.text) <= _LONGEST else f"{decisive.text[:_LONGEST]} …",
-        cure=decisive.cure,
-        took_s=max((one.took_s.get(group, 0.0) for one in facts), default=0.0),
-    )

@@ -16,7 +16,6 @@ from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.links.link import Message
-from hpc_serve.job.machine.network import node_address
 from hpc_serve.job.machine.process import mark_environ
 from hpc_serve.job.preflight.checks.node import CACHES, LOGS, STAGED
 from hpc_serve.job.preflight.facts import Needs, NodeFacts
@@ -103,13 +102,11 @@ class NodePreflight:
 
 async def _gather_facts(node: Node) -> NodeFacts:
     """Return the facts of all groups that come in time."""
-    interface, is_head = node.environ.get("HPC_SERVE_INTERFACE"), node.allocation.is_head
-    address = node.head if is_head else node_address(interface=interface, towards=node.head)
-    gatherers = _gatherers(node, address)
+    gatherers = _gatherers(node)
     answers = dict(zip(gatherers, await asyncio.gather(*map(_answer, gatherers, gatherers.values()))))
     return NodeFacts(
         name=node.allocation.node_name,
-        address=address,
+        address=node.address,
         **{name: value for name, (value, _, _) in answers.items()},
         took_s={name: took_s for name, (_, took_s, _) in answers.items()},
         problems={name: problem for name, (_, _, problem) in answers.items() if problem},
@@ -117,31 +114,27 @@ async def _gather_facts(node: Node) -> NodeFacts:
 
 
 async def _answer(name: str, gather: Callable[[], Any]) -> tuple[Any, float, str]:
-    limit_s = GPUS_S if name == "gpus" else GROUP_S
-    try:
-        return await asyncio.wait_for(asyncio.wrap_future(_begin(name, gather)), limit_s)
-    except asyncio.TimeoutError:
-        return None, 0.0, f"no answer within {limit_s:.0f} s"
-
-
-def _begin(name: str, gather: Callable[[], Any]) -> Future[tuple[Any, float, str]]:
     """Gather in a thread: a value, the seconds that it took, and what went wrong."""
-    future: Future[tuple[Any, float, str]] = Future()
+    limit_s = GPUS_S if name == "gpus" else GROUP_S
+    answer: Future[tuple[Any, float, str]] = Future()
 
     def run() -> None:
-        future.set_running_or_notify_cancel()
+        answer.set_running_or_notify_cancel()
         began_at, value, problem = time.monotonic(), None, ""
         try:
             value = gather()
         except Exception as error:  # whatever it is, the engine may start without that group
             problem = f"{type(error).__name__}: {error}"
-        future.set_result((value, time.monotonic() - began_at, problem))
+        answer.set_result((value, time.monotonic() - began_at, problem))
 
     threading.Thread(target=run, name=f"preflight {name}", daemon=True).start()
-    return future
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(answer), limit_s)
+    except asyncio.TimeoutError:
+        return None, 0.0, f"no answer within {limit_s:.0f} s"
 
 
-def _gatherers(node: Node, address: str) -> dict[str, Callable[[], Any]]:
+def _gatherers(node: Node) -> dict[str, Callable[[], Any]]:
     needs, environ = needs_of(node), {**node.environ, **mark_environ(node.run_mark)}
     command = node.command
     starts_engine = node.allocation.is_head or node.backend != "ray"
@@ -156,7 +149,7 @@ def _gatherers(node: Node, address: str) -> dict[str, Callable[[], Any]]:
         "limits": machine.gather_limits,
         "weights": partial(weights.gather_weights, model, environ, load_format=needs.load_format, ask_hub=ask_hub),
         "software": partial(software.gather_software, environ, commands, sockets),
-        "network": partial(network.gather_network, address, node.environ),
+        "network": partial(network.gather_network, node.address, node.environ),
     }
     if _ELSEWHERE & names_in(_engine_words(node)):
         del gatherers["weights"]

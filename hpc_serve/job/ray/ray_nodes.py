@@ -15,7 +15,6 @@ import os
 import select
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 from hpc_serve.job.ray import ray_private
 
@@ -43,13 +42,11 @@ def missing_nodes(found: RayNodes, expected: Mapping[str, str], device: str, per
     return [*sentences, *(f"{address} joined but is not of this job" for address in unexpected)]
 
 
-def parse_line(line: str) -> int | RayNodes | None:
-    """Return the GCS's port or the nodes that a line tells; None if the line is not of this program."""
+def parse_line(line: str) -> tuple[int, RayNodes] | None:
+    """Return the GCS's port and the nodes that a line tells; None if the line is not of this program."""
     try:
-        fact = json.loads(line)
-        if "hpc_serve_gcs" in fact:
-            return int(fact["hpc_serve_gcs"])
-        return {str(address): int(count) for address, count in fact["hpc_serve_nodes"].items()}
+        port, nodes = json.loads(line)["hpc_serve_ray"]
+        return int(port), {str(address): int(count) for address, count in nodes.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -59,8 +56,8 @@ def watch(folder: str, address: str, device: str, port: str = "") -> None:
     while not (gcs_port := int(port or ray_private.read_gcs_port(folder) or 0)):
         if _is_closed(_STEP_S):
             return
-    _say({"hpc_serve_gcs": gcs_port})
-    before: dict[str, int] | None = None
+    before: RayNodes = {}
+    _say(gcs_port, before)
     errors = 0
     while not _is_closed(_STEP_AFTER_ERROR_S if errors else 0.0):
         try:
@@ -68,7 +65,7 @@ def watch(folder: str, address: str, device: str, port: str = "") -> None:
                 while True:
                     alive = {at: int(resources.get(device, 0)) for at, resources in list_nodes().items()}
                     if alive != before:
-                        _say({"hpc_serve_nodes": alive})
+                        _say(gcs_port, alive)
                         before = alive
                     if _is_closed(_STEP_S):
                         return
@@ -78,9 +75,9 @@ def watch(folder: str, address: str, device: str, port: str = "") -> None:
                 print(f"hpc-serve: Ray does not say which nodes it has: {type(error).__name__}: {error}", flush=True)
 
 
-def _say(fact: dict[str, Any]) -> None:
+def _say(gcs_port: int, nodes: RayNodes) -> None:
     """Write a separate line, whatever Ray's head is just writing."""
-    os.write(1, f"\n{json.dumps(fact)}\n".encode())
+    os.write(1, f"\n{json.dumps({'hpc_serve_ray': [gcs_port, nodes]})}\n".encode())
 
 
 def _is_closed(within_s: float) -> bool:

@@ -18,16 +18,14 @@ from hpc_serve.job.machine.network import LOOPBACK, choose_port, interface_of, n
 from hpc_serve.job.machine.process import mark_environ
 from hpc_serve.job.run.outcome import KILL_WAIT_S
 from hpc_serve.job.run.restarts import DEFAULT_RESTARTS
-from hpc_serve.rendezvous.files import check_folder, read_private, write_private
-from hpc_serve.vllm.command import Device, ServeCommand, has_server, rank_args, ray_data_parallel_environ
+from hpc_serve.rendezvous.files import check_folder, read_private
+from hpc_serve.vllm.command import Device, ServeCommand, rank_args, ray_data_parallel_environ
 
 if TYPE_CHECKING:
     from hpc_serve.job.weights.staging import Staging
 
 PreflightMode = Literal["on", "warn", "off", "only"]
 """warn: what the preflight finds is said and ends nothing. only: the run ends with the preflight."""
-_CANARY_S = 5.0
-_CANARY_ON_CPUS_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +46,10 @@ class LaunchOptions:
     stall_s: float = 1_800.0
     join_s: float = 300.0
     kill_wait_s: float = KILL_WAIT_S
-    canary_s: float | None = None
+    canary_s: float = 5.0
     hang_s: float = 60.0
     engine_restarts: int = DEFAULT_RESTARTS
     preflight: PreflightMode = "on"
-
-    @property
-    def canary_limit_s(self) -> float:
-        """`canary_s`, or its default. On CPUs a step that reads a long prompt takes many seconds."""
-        if self.canary_s is not None:
-            return self.canary_s
-        return _CANARY_S if self.gpus_per_node else _CANARY_ON_CPUS_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +76,20 @@ class Node:
     loading: str = ""
 
     @cached_property
-    def internal_head(self) -> str:
-        """Return the address where Ray and the engine's processes reach the head.
+    def address(self) -> str:
+        """Return the address where other nodes reach this one."""
+        interface = self.environ.get("HPC_SERVE_INTERFACE")
+        return self.head if self.allocation.is_head else node_address(interface=interface, towards=self.head)
+
+    @cached_property
+    def internal_address(self) -> str:
+        """Return the address where Ray and the engine's processes reach this node.
 
         On one node without Ray it is the loopback address. The ports of these processes ask for no key, so they must
         not be open to the network. Ray replaces a loopback address that it is given by another of the node's.
         """
         if self.allocation.num_nodes > 1:
-            return self.head
+            return self.address
         if self.backend == "ray":
             return self.head if self.head != LOOPBACK else node_address(interface=None, towards=None)
         return LOOPBACK
@@ -113,11 +110,6 @@ class Node:
                 f"told {self.options.gpus_per_node}: make --gpus-per-node in the #SBATCH lines and here agree."
             )
 
-    @property
-    def has_server(self) -> bool:
-        """Return whether this node runs a server of its own, with a record of its own."""
-        return has_server(self.command, self.allocation.node_rank)
-
     def rank_args(self) -> list[str]:
         """Return the arguments that tell vLLM on this node where its ranks are."""
         return rank_args(
@@ -136,16 +128,12 @@ class Node:
         else."""
         return self.node_dir / "engine.yaml"  # vLLM asks for this ending
 
-    def write_settings(self, text: str) -> None:
-        """Write the ports of the head where the engine's processes meet. Raises StoreError."""
-        write_private(self.settings_file, text)
-
-    def child_environ(self, *, address: str) -> dict[str, str]:
-        """Return the engine's environment; its processes meet at `address`. A person's variables win over defaults."""
+    def child_environ(self) -> dict[str, str]:
+        """Return the engine's environment. A person's variables win over defaults."""
         ours = {
             **mark_environ(self.run_mark),
             "TMPDIR": str(self.node_dir),
-            "VLLM_HOST_IP": address,  # this node's own; vLLM refuses nodes that share one ("unique IP")
+            "VLLM_HOST_IP": self.internal_address,  # this node's own; vLLM refuses nodes that share one ("unique IP")
             "VLLM_PORT": str(choose_port()),  # the first that vLLM tries for itself; it counts upwards
             "PYTHONUNBUFFERED": "1",
             "VLLM_USE_RUST_FRONTEND": "0",  # it serves without middleware, so nobody would ask for the key
@@ -160,9 +148,9 @@ class Node:
             # vLLM 0.32 saves code for CPUs that it cannot load ("no attribute 'finalize_loading'"), and compiles it
             # anew at each start. Without these files torch's own cache of graphs is used.
             defaults["VLLM_USE_AOT_COMPILE"] = "0"
-        if interface := interface_of(address):
+        if interface := interface_of(self.internal_address):
             names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-            if address == LOOPBACK:
+            if self.internal_address == LOOPBACK:
                 ours |= {**names, "VLLM_LOOPBACK_IP": LOOPBACK}
             else:
                 defaults |= names
@@ -177,12 +165,6 @@ class Node:
     def without_kept_cache(self, reason: str) -> Node:
         """Return the node with caches of the engine that go with the run."""
         return replace(self, cache=private_cache(self.node_dir, reason))
-
-    def make_peer_files(self, *, address: str) -> None:
-        """Make a certificate for this node's Ray, which listens at `address`. Raises what `trust.peers` does."""
-        from hpc_serve.trust.peers import make_peer_files
-
-        make_peer_files(Path(self.environ["HPC_SERVE_JOB_DIR"]), self.node_dir / "tls", addresses=(address,))
 
 
 def ray_dir(node_dir: str) -> str:

@@ -8,8 +8,8 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from hpc_serve.errors import HpcServeError
@@ -45,6 +45,19 @@ class Outcome:
     def is_failure(self) -> bool:
         return self.failed_part is not None
 
+    def log(self) -> None:
+        """Log how the run ends."""
+        if self.is_failure:
+            _log.error("%s failed (exit code %d): %s", self.failed_part, self.exit_code, self.reason)
+        else:
+            _log.info("stopping: %s", self.reason)
+
+
+def told_outcome(message: Mapping[str, Any]) -> Outcome:
+    """Return the outcome that another launcher has sent (`dataclasses.asdict`), or a part of one."""
+    told = {one.name: message[one.name] for one in fields(Outcome) if one.name in message}
+    return Outcome(**{"reason": "", "exit_code": 0, **told})
+
 
 class PartFailedError(Exception):
     """A part of the replica failed. The error carries the outcome to report."""
@@ -52,6 +65,16 @@ class PartFailedError(Exception):
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.reason)
         self.outcome = outcome
+
+
+def outcome_of(error: Exception) -> Outcome:
+    """Return how a run ends that this error of its launcher ends."""
+    if isinstance(error, PartFailedError):
+        return error.outcome
+    if isinstance(error, HpcServeError):
+        return Outcome(failed_part="launcher", reason=str(error), exit_code=error.exit_code)
+    _log.error("unexpected error", exc_info=error)
+    return Outcome(failed_part="launcher", reason=f"{type(error).__name__}: {error}", exit_code=1)
 
 
 def failure(part: str, reason: str, *, exit_code: int = 1, last_log_lines: tuple[str, ...] = ()) -> PartFailedError:
@@ -134,21 +157,22 @@ class RunEnd:
         """Do `work`, and report the error that ends it, if any, as the run's failure."""
         try:
             await work
-        except PartFailedError as error:
-            await self.fail(error.outcome)
-        except HpcServeError as error:
-            await self.fail(Outcome(failed_part="launcher", reason=str(error), exit_code=error.exit_code))
         except Exception as error:
-            _log.exception("unexpected error")
-            await self.fail(Outcome(failed_part="launcher", reason=f"{type(error).__name__}: {error}", exit_code=1))
+            await self.fail(outcome_of(error))
 
     async def wait(self) -> Outcome:
         """Wait until the outcome is decided, and return it."""
         return await asyncio.shield(self._decided)
 
-    async def wait_for_interruption(self) -> Outcome | None:
-        """Wait until a drain is to end: the failure of a part, or None if somebody wants the end at once."""
-        return await asyncio.shield(self._interrupted)
+    async def wait_for_interruption(
+        self, *or_done: asyncio.Future[Any], within_s: float | None = None
+    ) -> Outcome | None:
+        """Wait until a drain is to end, until one of `or_done` is done, or for `within_s` seconds.
+
+        Returns the failure of a part that ends the drain, if any. There is none if somebody wants the end at once.
+        """
+        await asyncio.wait({self._interrupted, *or_done}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        return self._interrupted.result() if self._interrupted.done() else None
 
     async def wait_for_stop(self, timeout_s: float) -> None:
         """Return at a stop, even one that comes after a failure, or after `timeout_s` seconds."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-import math
 import re
 import shutil
 import time
@@ -17,12 +16,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from hpc_serve.job.machine.log_setup import print_line
+from hpc_serve.job.machine.network import PortsInUseError
 from hpc_serve.job.machine.oom_kills import OomWatch
 from hpc_serve.job.machine.process import Child, end_marked, start_child
 from hpc_serve.job.run.outcome import Outcome, RunEnd, failure
 
 _PORT_CLASH = re.compile(r"[Aa]ddress already in use|port .* is already (?:in use|used)|EADDRINUSE")
-PORT_CLASH_EXIT_CODE = 75
 _LEFTOVERS_GRACE_S = 1.0
 _POLL_INTERVAL_S = 0.5
 _SIGKILL_EXIT_CODE = 137
@@ -59,8 +58,6 @@ class Parts:
         self.oom_watch = OomWatch(node_name)
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        self.most_grace_s = math.inf
-        """How many seconds a part may take to end, at most."""
         self._stops: dict[StopOrder, list[Callable[[], Awaitable[None]]]] = {order: [] for order in StopOrder}
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -69,13 +66,18 @@ class Parts:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def run_or_fail(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` in the background. The error that ends it, if any, ends the run."""
+        self.run_in_background(self.run_end.fail_on_error(work))
+
     def add(self, order: StopOrder, stop: Callable[[], Awaitable[None]]) -> None:
         """Have `stop` called when the parts are taken down."""
         self._stops[order].append(stop)
 
     def add_child(self, order: StopOrder, child: Child, *, grace_s: float) -> None:
-        """Have a child stopped when the parts are taken down. It has `grace_s` seconds to end after SIGTERM."""
-        self.add(order, lambda: child.stop(min(grace_s, self.most_grace_s)))
+        """Have a child stopped when the parts are taken down. It has `grace_s` seconds to end after SIGTERM,
+        and fewer where Slurm leaves fewer."""
+        self.add(order, lambda: child.stop(min(grace_s, self.run_end.grace_s)))
 
     def end_with(self, child: Child) -> None:
         """Have the run end with a child's end."""
@@ -130,17 +132,13 @@ class Parts:
         lines = tuple(child.last_log_lines)
         reason = child.failure_reason
         if self._is_starting() and any(_PORT_CLASH.search(line) for line in lines):
-            code, reason = PORT_CLASH_EXIT_CODE, f"{reason}: a port was taken"
+            code, reason = PortsInUseError.exit_code, f"{reason}: a port was taken"
         elif words := self._words_of_kernel(child):
             reason = f"{reason}; {words}"
         return Outcome(failed_part=child.name, reason=reason, exit_code=code or 1, last_log_lines=lines)
 
-    async def take_down(self, *, most_grace_s: float = math.inf) -> None:
-        """Stop all parts in their order, then every process that they left on this node.
-
-        A part that was given more than `most_grace_s` seconds to end has only so many.
-        """
-        self.most_grace_s = most_grace_s
+    async def take_down(self) -> None:
+        """Stop all parts in their order, then every process that they left on this node."""
         for task in self._tasks:
             task.cancel()
         for order in StopOrder:

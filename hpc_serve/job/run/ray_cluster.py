@@ -25,18 +25,15 @@ _PORTS_FROM_THE_KERNEL = (
 )
 
 
-def _start_argv(node: Node, address: str) -> tuple[str, ...]:
+def _start_argv(node: Node) -> tuple[str, ...]:
     """Return the command of every Ray of a run. Ray gets the job's CPUs, memory and devices, not the machine's."""
     allocation, options = node.allocation, node.options
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = allocation.memory_bytes or machine // allocation.share.count
     store = max(_SMALLEST_OBJECT_STORE_BYTES, min(_OBJECT_STORE_BYTES, memory // 8, shared_memory_bytes()[1] // 2))
     return (
-        "ray",
-        "start",
-        "--block",
-        "--disable-usage-stats",
-        f"--node-ip-address={address}",
+        *("ray", "start", "--block", "--disable-usage-stats"),
+        f"--node-ip-address={node.internal_address}",
         f"--temp-dir={node.ray_dir}",
         f"--num-cpus={allocation.num_cpus}",
         *_device_args(options.device, options.gpus_per_node),
@@ -52,7 +49,7 @@ def head_argv(node: Node, *, client_port: int) -> list[str]:
     No option turns Ray Client's server off, or leaves the port to the kernel.
     """
     return [
-        *_start_argv(node, node.internal_head),
+        *_start_argv(node),
         "--head",
         "--port=0",
         f"--ray-client-server-port={client_port}",
@@ -61,9 +58,9 @@ def head_argv(node: Node, *, client_port: int) -> list[str]:
     ]
 
 
-def worker_argv(node: Node, *, address: str, head: str) -> list[str]:
-    """Return the command of another node at `address`. `head` is "address:port" of the head's GCS."""
-    return [*_start_argv(node, address), f"--address={head}"]
+def worker_argv(node: Node, *, head: str) -> list[str]:
+    """Return the command of another node. `head` is "address:port" of the head's GCS."""
+    return [*_start_argv(node), f"--address={head}"]
 
 
 def _device_args(device: Device, num_devices: int) -> list[str]:
@@ -73,16 +70,16 @@ def _device_args(device: Device, num_devices: int) -> list[str]:
     return ["--num-gpus=0", f"--resources={json.dumps({device: num_devices})}"]
 
 
-def ray_environ(node: Node, *, address: str) -> dict[str, str]:
-    """Return the environment of Ray on a node at `address`, and of an engine over it.
+def ray_environ(node: Node) -> dict[str, str]:
+    """Return the environment of Ray on a node, and of an engine over it.
 
-    It names the token's file, and what `Node.make_peer_files` makes.
+    It names the token's file, and what `HeldRay.hold` makes.
     """
     from hpc_serve.trust.peers import PeerFiles
 
     peer = PeerFiles.in_folder(node.node_dir / "tls")
     return {
-        **_with_hip_devices(node.child_environ(address=address)),
+        **_with_hip_devices(node.child_environ()),
         "RAY_AUTH_MODE": "token",  # `ray start --address` does not turn it on by itself
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "1",  # its default, 30 s, is Slurm's KillWait
         "RAY_memory_monitor_refresh_ms": "0",  # it would end our workers for memory that other users of the node use

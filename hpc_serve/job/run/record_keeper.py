@@ -16,10 +16,10 @@ from typing import Any
 
 from hpc_serve.errors import HpcServeError
 from hpc_serve.job.machine.allocation import Allocation
-from hpc_serve.job.machine.network import PortsInUseError, reachable_addresses
+from hpc_serve.job.machine.network import LOOPBACK, PortsInUseError, reachable_addresses
 from hpc_serve.job.progress.start_stages import StartStages
 from hpc_serve.job.run.node import Node
-from hpc_serve.job.run.outcome import Outcome
+from hpc_serve.job.run.outcome import Outcome, outcome_of
 from hpc_serve.rendezvous.entries import read_entry
 from hpc_serve.rendezvous.names import array_of
 from hpc_serve.rendezvous.ownership import user_name
@@ -41,7 +41,7 @@ def publish_failure(
 
     A run that its script starts again gets its record then: until a command is read, the service has no model.
     """
-    end = end_of(Outcome(failed_part="launcher", reason=str(error), exit_code=error.exit_code), environ)
+    end = end_of(outcome_of(error), environ)
     if allocation is None or end["state"] != "failed":
         return
     record = replace(_run_record(service, allocation, environ), **end)
@@ -63,12 +63,13 @@ def end_of(outcome: Outcome, environ: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def first_record(node: Node, address: str) -> EndpointRecord:
-    """Return the record with which the server of this node begins; `address` is the node's own.
+def first_record(node: Node) -> EndpointRecord:
+    """Return the record with which the server of this node begins.
 
     The servers of a job with one on each node are counted as its replicas.
     """
     allocation, command = node.allocation, node.command
+    hosts = [LOOPBACK] if allocation.cluster == "local" else [node.address, *reachable_addresses()]
     counted: dict[str, Any] = {"replica": allocation.node_rank, "replicas_per_job": allocation.num_nodes}
     return replace(
         _run_record(node.options.service, allocation, node.environ),
@@ -76,8 +77,8 @@ def first_record(node: Node, address: str) -> EndpointRecord:
         stand_in=command.stand_in,
         served_model_names=command.served_model_names,
         stage="starting",
-        hosts=_hosts(allocation, address),
-        nodes=(NodeRecord(name=allocation.node_name, address=address),),
+        hosts=tuple(dict.fromkeys(hosts)),
+        nodes=(NodeRecord(name=allocation.node_name, address=node.address),),
         tensor_parallel_size=command.tensor_parallel_size,
         pipeline_parallel_size=command.pipeline_parallel_size,
         data_parallel_size=command.data_parallel_size,
@@ -111,12 +112,6 @@ def _run_record(service: str, allocation: Allocation, environ: Mapping[str, str]
     )
 
 
-def _hosts(allocation: Allocation, address: str) -> tuple[str, ...]:
-    if allocation.cluster == "local":
-        return ("127.0.0.1",)
-    return tuple(dict.fromkeys((address, *reachable_addresses())))
-
-
 def _planned_bytes(store: ServiceStore, record: EndpointRecord) -> int | None:
     """Return the weights of all ranks by the plan, as far as `submit` wrote it down: about the size of their files."""
     with contextlib.suppress(HpcServeError):
@@ -140,7 +135,6 @@ class RecordKeeper:
         self._counter = record.counter
         self._changed = asyncio.Event()
         self._writing = threading.Lock()
-        self._is_written = False
         self.stage_prefix = ""
         """Words before each stage, while an engine is started again."""
         self._problem = ""
@@ -193,10 +187,8 @@ class RecordKeeper:
         """Write the record after a change, and every third of the lease without one; while it starts more often."""
         while True:
             interval_s = _START_INTERVAL_S if self.record.state == "starting" else LEASE_S / 3
-            try:
+            with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), interval_s)
-            except asyncio.TimeoutError:
-                pass
             self._changed.clear()
             self._note_start()
             await asyncio.to_thread(self._write)
@@ -245,7 +237,7 @@ class RecordKeeper:
         if self._changed.is_set():
             await asyncio.to_thread(self._write)
         deadline = time.monotonic() + within_s
-        while not self._is_written and time.monotonic() < deadline:
+        while self._problem and time.monotonic() < deadline:
             await asyncio.sleep(_WRITE_INTERVAL_S)
             await asyncio.to_thread(self._write)
 
@@ -263,4 +255,4 @@ class RecordKeeper:
                 _log.warning("cannot write the record: %s The replica goes on serving.", problem)
             elif self._problem and not problem:
                 _log.info("the record is written again")
-            self._problem, self._is_written = problem, not problem
+            self._problem = problem

@@ -6,6 +6,11 @@ import logging
 
 import pytest
 
+from hpc_serve.job.engine.health import EngineAddress
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.trust.connection import Identity
+from tests.support.local_run import Run
+
 KEY = "k-0123456789abcdef"
 
 
@@ -17,6 +22,27 @@ def in_a_loop(test):
         return asyncio.run(test(*args, **options))
 
     return run
+
+
+def address_of(store: ServiceStore, service: str) -> EngineAddress:
+    """Where the engine of the service's only replica is asked, by its record."""
+    (record,) = store.read(service).records
+    identity = Identity.of(record, store.read_api_key(service))
+    return EngineAddress(host="127.0.0.1", port=record.port, identity=identity)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a whole run in a folder; it is ended with the test."""
+    runs: list[Run] = []
+
+    def start(*flags: str, folder=tmp_path, **options) -> Run:
+        runs.append(Run(folder, *flags, **options))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,6 +29,7 @@ from hpc_serve.trust.authority import make_run_certificate
 from hpc_serve.trust.connection import Identity, VerifiedConnection
 from tests.cluster import wait_for
 from tests.support.stubs import SCRIPT, make_record
+from tests.unit.job.conftest import in_a_loop
 
 
 @pytest.fixture(autouse=True)
@@ -80,39 +82,36 @@ async def until(is_so) -> None:
     await asyncio.to_thread(wait_for, is_so, 60)
 
 
-def in_scene(tmp_path: Path, test, *flags: str, kill_wait_s: float = 30.0) -> Any:
+@in_a_loop
+async def in_scene(tmp_path: Path, test, *flags: str) -> Any:
     """Run `test(scene)` with an engine that is up."""
+    store = ServiceStore(tmp_path / "home")
+    key_file = store.ensure_api_key("405b")
+    made = make_run_certificate(store.home, tmp_path, run="123-r0", addresses=["127.0.0.1"])
+    record = make_record(state="ready", certificate=made.certificate)
+    gate_file = tmp_path / "drain"
+    environ = {**os.environ, "HPC_SERVE_API_KEY_FILE": str(key_file), "HPC_SERVE_DRAIN_FILE": str(gate_file)}
+    port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    async def run():
-        store = ServiceStore(tmp_path / "home")
-        key_file = store.ensure_api_key("405b")
-        made = make_run_certificate(store.home, tmp_path, run="123-r0", addresses=["127.0.0.1"])
-        record = make_record(state="ready", certificate=made.certificate)
-        gate_file = tmp_path / "drain"
-        environ = {**os.environ, "HPC_SERVE_API_KEY_FILE": str(key_file), "HPC_SERVE_DRAIN_FILE": str(gate_file)}
-        port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    def on_line(line: str) -> None:
+        if (found := re.search(r"server on https://\S+:(\d+)", line)) and not port.done():
+            port.set_result(int(found[1]))
 
-        def on_line(line: str) -> None:
-            if (found := re.search(r"server on https://\S+:(\d+)", line)) and not port.done():
-                port.set_result(int(found[1]))
-
-        hang_file = tmp_path / "hang"
-        hang_file.touch()
-        flags_of_all = ("--host", "127.0.0.1", "--port", "0", "--stub-hang-file", str(hang_file))
-        tls = ("--ssl-keyfile", str(made.key_file), "--ssl-certfile", str(made.certificate_file))
-        argv = [sys.executable, str(SCRIPT), "serve", "m", *flags_of_all, *tls, *flags]
-        engine = await start_child("engine", argv, environ, on_line)
-        try:
-            identity = Identity.of(record, store.read_api_key("405b"))
-            address = EngineAddress(host="127.0.0.1", port=await asyncio.wait_for(port, 60), identity=identity)
-            run_end = RunEnd(kill_wait_s)
-            keeper = RecordKeeper(store, record)
-            drain = Drain(engine=engine, address=address, gate_file=gate_file, keeper=keeper, run_end=run_end)
-            return await asyncio.wait_for(test(Scene(drain, store, hang_file)), 120)
-        finally:
-            await engine.stop(0)
-
-    return asyncio.run(run())
+    hang_file = tmp_path / "hang"
+    hang_file.touch()
+    flags_of_all = ("--host", "127.0.0.1", "--port", "0", "--stub-hang-file", str(hang_file))
+    tls = ("--ssl-keyfile", str(made.key_file), "--ssl-certfile", str(made.certificate_file))
+    argv = [sys.executable, str(SCRIPT), "serve", "m", *flags_of_all, *tls, *flags]
+    engine = await start_child("engine", argv, environ, on_line)
+    try:
+        identity = Identity.of(record, store.read_api_key("405b"))
+        address = EngineAddress(host="127.0.0.1", port=await asyncio.wait_for(port, 60), identity=identity)
+        run_end = RunEnd()
+        keeper = RecordKeeper(store, record)
+        drain = Drain(engine=engine, address=address, gate_file=gate_file, keeper=keeper, run_end=run_end)
+        return await asyncio.wait_for(test(Scene(drain, store, hang_file)), 120)
+    finally:
+        await engine.stop(0)
 
 
 def stop(drain_s: float = 60.0) -> Outcome:
@@ -154,11 +153,6 @@ def test_a_node_without_room_for_a_file_drains_all_the_same(tmp_path, caplog):
     outcome = in_scene(tmp_path, test, *STREAM)
     assert outcome.reason == "hpc-serve stop; 2 requests under way finished"
     assert "the engine goes on taking requests while it drains" in caplog.text
-
-
-def test_an_idle_engine_is_drained_at_once(tmp_path):
-    outcome = in_scene(tmp_path, lambda scene: scene.drain.run(stop()))
-    assert outcome.reason == "hpc-serve stop; no request was under way"
 
 
 def test_what_does_not_finish_in_time_is_counted(tmp_path):
@@ -230,37 +224,37 @@ def test_an_engine_without_figures_finishes_by_itself(tmp_path, monkeypatch):
     assert outcome.reason == "hpc-serve stop; the engine did not say how many requests were under way"
 
 
-def test_not_known_is_not_idle(tmp_path, monkeypatch):
-    def silent(address):
-        raise OSError("no route")
-
-    monkeypatch.setattr(drain_module, "requests_under_way", silent)
-    outcome = in_scene(tmp_path, lambda scene: scene.drain.run(stop(drain_s=0.5)))
-    assert outcome.reason == "hpc-serve stop; the engine did not say how many requests were under way"
+@pytest.mark.parametrize(
+    ("error", "drain_s", "said"),
+    [
+        (None, 60, "no request was under way"),  # at once
+        (OSError("no route"), 0.5, "the engine did not say how many requests were under way"),
+    ],
+)
+def test_an_engine_is_idle_if_it_says_so(tmp_path, monkeypatch, error, drain_s, said):
+    if error is not None:
+        monkeypatch.setattr(drain_module, "requests_under_way", Mock(side_effect=error))
+    outcome = in_scene(tmp_path, lambda scene: scene.drain.run(stop(drain_s=drain_s)))
+    assert outcome.reason == f"hpc-serve stop; {said}"
 
 
 class TestSignals:
-    def test_the_same_signal_again_changes_nothing_and_a_later_one_ends_the_drain(self, monkeypatch):
+    @in_a_loop
+    async def test_the_same_signal_again_changes_nothing_and_a_later_one_ends_the_drain(self, monkeypatch):
         monkeypatch.setattr(outcome_module, "_SAME_SIGNAL_S", 3600)
-
-        async def run():
-            run_end = RunEnd(kill_wait_s=30)
-            run_end.stop_on_signals()
-            for _ in range(2):
-                os.kill(os.getpid(), signal.SIGTERM)
-                await asyncio.sleep(0)
-            outcome = await run_end.wait()
-            interrupted = asyncio.create_task(run_end.wait_for_interruption())
-            await asyncio.sleep(0.01)
-            assert not interrupted.done()
-            monkeypatch.setattr(outcome_module, "_SAME_SIGNAL_S", 0)
+        run_end = RunEnd(kill_wait_s=30)
+        run_end.stop_on_signals()
+        for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
-            assert await asyncio.wait_for(interrupted, 60) is None
-            return outcome, run_end.grace_s
-
-        outcome, grace_s = asyncio.run(run())
-        assert outcome.drain_s == drain_s_after_signal(30) == 22
-        assert 3 <= grace_s <= 26
+            await asyncio.sleep(0)
+        assert (await run_end.wait()).drain_s == drain_s_after_signal(30) == 22
+        interrupted = asyncio.create_task(run_end.wait_for_interruption())
+        await asyncio.sleep(0.01)
+        assert not interrupted.done()
+        monkeypatch.setattr(outcome_module, "_SAME_SIGNAL_S", 0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(interrupted, 60) is None
+        assert 3 <= run_end.grace_s <= 26
 
     def test_a_kill_wait_too_short_for_a_drain_gives_none(self):
         assert drain_s_after_signal(5) == 0
@@ -273,20 +267,17 @@ class TestRequests:
         store.ensure_service("405b")
         return drain_file(store, "405b", job_id="7", restart=0, replica=0)
 
-    def followed(self, path: Path, ask) -> tuple[Outcome, bool]:
+    @in_a_loop
+    async def followed(self, path: Path, ask) -> tuple[Outcome, bool]:
         """What comes of `ask(run_end)`: the outcome, and whether a drain is interrupted."""
-
-        async def run():
-            run_end = RunEnd()
-            following = asyncio.create_task(follow_drain_requests(path, run_end))
-            await ask(run_end)
-            outcome = await asyncio.wait_for(run_end.wait(), 60)
-            interrupted = asyncio.create_task(run_end.wait_for_interruption())
-            await asyncio.wait({interrupted}, timeout=0.2)
-            following.cancel()
-            return outcome, interrupted.done()
-
-        return asyncio.run(run())
+        run_end = RunEnd()
+        following = asyncio.create_task(follow_drain_requests(path, run_end))
+        await ask(run_end)
+        outcome = await asyncio.wait_for(run_end.wait(), 60)
+        interrupted = asyncio.create_task(run_end.wait_for_interruption())
+        await asyncio.wait({interrupted}, timeout=0.2)
+        following.cancel()
+        return outcome, interrupted.done()
 
     def test_it_is_followed_once(self, path):
         async def ask(run_end):

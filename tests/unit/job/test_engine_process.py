@@ -20,8 +20,9 @@ from hpc_serve.job.engine.engine_process import EngineProcess
 from hpc_serve.job.engine.engine_start import VLLM_MODULE
 from hpc_serve.job.machine.own_script import is_own_script
 from hpc_serve.job.machine.process import marked_pids
+from hpc_serve.job.run.outcome import RunEnd
 from hpc_serve.job.run.parts import Parts
-from tests.support.nodes import make_node
+from tests.support.nodes import make_node, write_program
 from tests.unit.job.conftest import in_a_loop
 
 WITHIN_S = 120
@@ -61,11 +62,7 @@ def vllm(tmp_path: Path) -> Path:
         (folder / "__init__.py").write_text("")
     (package / "main.py").write_text(MAIN)
     (package / "serve.py").write_text("")
-    script = tmp_path / "bin" / "vllm"
-    script.parent.mkdir()
-    script.write_text(OF_VLLM)
-    script.chmod(0o755)
-    return script
+    return write_program(tmp_path / "bin" / "vllm", OF_VLLM)
 
 
 def environ_of(vllm: Path, **variables: str) -> dict[str, str]:
@@ -78,7 +75,7 @@ def _path(vllm: Path) -> str:
 
 
 def engine(folder: Path, on_line: Callable[[str], None], **changes: Any) -> tuple[EngineProcess, Parts]:
-    parts = Parts(MARK, cast(Any, None))
+    parts = Parts(MARK, RunEnd())
     node = make_node(folder, run_mark=MARK, **changes)
     return EngineProcess(node, parts, on_line=on_line, is_noise=lambda line: False), parts
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import socket
 import subprocess
 import sys
 import urllib.request
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
 from hpc_serve.job.engine.engine_socket import EngineSocket
 from hpc_serve.job.machine.network import PortsInUseError
+from hpc_serve.job.run.node import Node
+from tests.support.nodes import ALLOCATION, make_node
 
 WITHIN_S = 60
 SERVER = """
@@ -32,9 +35,15 @@ asyncio.run(uvicorn.Server(uvicorn.Config(app, log_level="error")).serve(sockets
 
 
 @pytest.fixture
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One of a short name: the kernel allows a Unix socket 107 characters."""
-    return tmp_path_factory.mktemp("s")
+def node(tmp_path_factory: pytest.TempPathFactory):
+    """A node of a local run; `options` are of its engine."""
+    folder = tmp_path_factory.mktemp("s")  # a short name: the kernel allows a Unix socket 107 characters
+
+    def node(*options: str) -> Node:
+        allocation = replace(ALLOCATION, cluster="local", num_nodes=1)
+        return make_node(folder, words=" ".join(["vllm serve m", *options]), allocation=allocation)
+
+    return node
 
 
 def start_server(engine_socket: EngineSocket) -> subprocess.Popen[bytes]:
@@ -49,11 +58,11 @@ def ask(port: int) -> int:
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-def test_each_server_of_an_engine_serves_on_the_launchers_port_until_it_ends(folder, servers):
+def test_each_server_of_an_engine_serves_on_the_launchers_port_until_it_ends(node, servers):
     pytest.importorskip("uvicorn")
 
     async def run() -> int:
-        engine_socket = EngineSocket(folder / "s", host="127.0.0.1", port=0, servers=servers)
+        engine_socket = EngineSocket(node(f"--api-server-count {servers}"))
         assert not engine_socket.is_taken.is_set()
         processes = [start_server(engine_socket) for _ in range(servers)]
         try:
@@ -72,16 +81,16 @@ def test_each_server_of_an_engine_serves_on_the_launchers_port_until_it_ends(fol
         socket.create_connection(("127.0.0.1", port))
 
 
-def test_before_the_engine_is_up_one_connection_waits_and_strangers_fill_no_memory(folder):
+def test_before_the_engine_is_up_one_connection_waits_and_strangers_fill_no_memory(node):
     async def run() -> int:
-        engine_socket = EngineSocket(folder / "s", host="127.0.0.1", port=0, servers=1)
+        engine_socket = EngineSocket(node())
         connections = [socket.socket() for _ in range(20)]
         try:
             for connection in connections:
                 connection.setblocking(False)
                 connection.connect_ex(("127.0.0.1", engine_socket.port))
             await asyncio.sleep(0.1)
-            return sum(1 for connection in connections if is_connected(connection))
+            return len(select.select([], connections, [], 0)[1])  # those that are connected
         finally:
             engine_socket.close()
             for connection in connections:
@@ -90,14 +99,6 @@ def test_before_the_engine_is_up_one_connection_waits_and_strangers_fill_no_memo
     assert asyncio.run(run()) <= 2
 
 
-def is_connected(connection: socket.socket) -> bool:
-    try:
-        connection.getpeername()
-    except OSError:
-        return False
-    return True
-
-
-def test_a_port_of_a_persons_own_that_is_taken_is_said_at_once(folder):
+def test_a_port_of_a_persons_own_that_is_taken_is_said_at_once(node):
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(PortsInUseError, match="leave --port out"):
-        EngineSocket(folder / "s", host="127.0.0.1", port=other.getsockname()[1], servers=1)
+        EngineSocket(node(f"--port {other.getsockname()[1]}"))

@@ -7,18 +7,19 @@ import contextlib
 import os
 import re
 import signal
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
 
 from hpc_serve.job.engine.engine_watch import EngineWatch, HealthAnswers
-from hpc_serve.job.engine.health import EngineAddress, Look, SmallRequest, ask, look, told
+from hpc_serve.job.engine.health import Look, SmallRequest, ask, look, read_load, told
 from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.trust.connection import Identity
 from tests.cluster import wait_for
 from tests.support.stubs import StubService
+from tests.unit.job.conftest import address_of
 
 REQUEST = SmallRequest(path="/v1/completions", body={"model": "405b", "prompt": "1", "max_tokens": 1})
 
@@ -31,28 +32,13 @@ def service(tmp_path):
 
 
 class Scene:
-    def __init__(
-        self,
-        service: StubService,
-        *flags: str,
-        limit_s: float = 1.0,
-        give_up_s: float = 60.0,
-        look_timeout_s: float = 0.5,
-    ) -> None:
+    def __init__(self, service: StubService, *flags: str, **limits: float) -> None:
         self.service, self.engine = service, service.start(*flags)
         (record,) = service.store.read("405b").records
         self.keeper = RecordKeeper(service.store, record)
-        identity = Identity.of(record, service.store.read_api_key("405b"))
-        self.address = EngineAddress(host="127.0.0.1", port=record.port, identity=identity)
-        self.watch = EngineWatch(
-            address=self.address,
-            request=REQUEST,
-            limit_s=limit_s,
-            give_up_s=give_up_s,
-            keeper=self.keeper,
-            interval_s=0.1,
-            look_timeout_s=look_timeout_s,
-        )
+        self.address = address_of(service.store, "405b")
+        limits = {"limit_s": 1.0, "give_up_s": 60.0, "interval_s": 0.1, "look_timeout_s": 0.5, **limits}
+        self.watch = EngineWatch(address=self.address, request=REQUEST, keeper=self.keeper, **limits)
 
     @property
     def record(self) -> EndpointRecord:
@@ -102,7 +88,7 @@ def test_an_engine_that_hangs_while_its_api_answers_is_unresponsive_until_it_goe
     async def test(scene: Scene) -> None:
         hang.touch()
         found = await scene.until("unresponsive")
-        assert look(scene.address, timeout_s=60, tell_port=lambda port: None).status == 200
+        assert look(scene.address, timeout_s=60).status == 200
         assert "its engine has made no step" in found.reason
         hang.unlink()
         await scene.until("ready")
@@ -146,12 +132,10 @@ def test_where_nobody_asks_no_line_is_noise(service, limit_s):
 
 def test_lines_that_tell_of_its_own_questions_are_no_news(service):
     scene = Scene(service)
-    ports: list[int] = []
-    look(scene.address, timeout_s=60, tell_port=ports.append)
-    assert ask(scene.address, REQUEST, timeout_s=60, tell_port=ports.append) == 200
-    scene.watch._ports.extend(ports)
+    look(scene.address, timeout_s=60)
+    assert ask(scene.address, REQUEST, timeout_s=60) == 200
     line = '(APIServer pid=7) INFO:     127.0.0.1:{} - "POST /v1/completions HTTP/1.1" 200 OK'
-    assert all(scene.watch.is_noise(line.format(port)) for port in ports)
+    assert [scene.watch.is_noise(line.format(port)) for port in scene.address.own_ports] == [True, True]
     assert not scene.watch.is_noise(line.format(1))
 
 
@@ -181,6 +165,28 @@ def test_an_engine_that_names_no_weights_is_asked_once(service):
     scene = Scene(service)
     asyncio.run(asyncio.wait_for(scene.watch.follow_weights(), 60))
     assert scene.keeper.record.weight_version == ""
+
+
+def test_the_load_of_an_engine_is_what_it_works_on_and_the_launchers_own_requests_do_not_count(service):
+    service.start("--stub-slots", "1", "--stub-first-s", "600")
+    address = address_of(service.store, "405b")
+    load = read_load(address, timeout_s=60)
+    assert (load.running, load.waiting, load.requests.count) == (0, 0, 0)
+
+    def canary() -> None:
+        with contextlib.suppress(OSError):
+            ask(address, REQUEST, timeout_s=600)
+
+    def both_are_there():
+        load = read_load(address, timeout_s=60)
+        return load if load and (load.running, load.waiting) == (1, 1) else None
+
+    for _ in range(2):
+        threading.Thread(target=canary, daemon=True).start()
+    load = wait_for(both_are_there, 60, what="two requests")
+    assert (load.requests.count, load.requests.under_way) == (0, 0)
+    service.engines[0].kill()
+    assert read_load(address, timeout_s=1.0) is None
 
 
 def test_a_canary_goes_after_all_others_where_the_engine_has_priorities():

@@ -2,12 +2,12 @@
 
 import ast
 import asyncio
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +22,8 @@ from hpc_serve.rendezvous.gate_headers import (
     ENGINE_HEADER,
     LAUNCHER_HEADER,
     LAUNCHER_VARIABLE,
+    REQUESTS_HEADER,
+    RequestCount,
     read_request_count,
 )
 from hpc_serve.trust.authority import make_run_certificate
@@ -48,6 +50,10 @@ async def _engine(scope, receive, send):
 
 def ask(app, /, path="/v1/models", headers=(), **scope):
     """Call the app as a server would; returns what it sent."""
+    return asyncio.run(call(app, path, headers, **scope))
+
+
+async def call(app, path, headers, /, **scope):
     sent = []
 
     async def send(message):
@@ -57,8 +63,13 @@ def ask(app, /, path="/v1/models", headers=(), **scope):
         return {"type": "http.request", "body": b"", "more_body": False}
 
     scope = {"type": "http", "method": "GET", "path": path, "headers": list(headers), "root_path": "", **scope}
-    asyncio.run(app(scope, receive, send))
+    await app(scope, receive, send)
     return sent
+
+
+def count_in(sent) -> RequestCount:
+    """The count of requests in the head of an answer."""
+    return read_request_count({name.decode(): value.decode() for name, value in sent[0]["headers"]})
 
 
 @pytest.mark.parametrize("header", [BEARER, (b"Authorization", f"bearer  {KEY}".encode())])
@@ -178,6 +189,20 @@ def test_draining_turns_new_requests_away_and_leaves_health_and_figures(key_file
     assert {(b"x-engine", b"1"), DRAINING_HEADER} <= set(health["headers"])
 
 
+def test_requests_under_way_outlive_the_drain(key_file, drain_file):
+    refused = []
+
+    async def engine(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        drain_file.touch()
+        refused.append((await call(app, "/", [BEARER]))[0]["status"])
+        await send({"type": "http.response.body", "body": b"last"})
+
+    app = Gate(engine)
+    assert ask(app, headers=[BEARER])[-1]["body"] == b"last"
+    assert refused == [503]
+
+
 def test_the_drain_file_is_looked_up_a_few_times_a_second(key_file, drain_file, monkeypatch):
     monkeypatch.setattr(gate, "_DRAIN_CHECK_INTERVAL_S", 3600.0)
     looks = []
@@ -202,6 +227,42 @@ def test_a_websocket_is_refused_in_its_handshake(key_file, drain_file):
     assert extended[0]["status"] == 401
     drain_file.touch()
     assert ask(app, "/v1/realtime", headers=[BEARER], type="websocket")[0]["code"] == 1013
+
+
+def test_requests_with_the_key_are_counted_and_canaries_and_reading_are_not(key_file):
+    app = Gate(_engine)
+    for path in ("/v1/completions", "/v1/embeddings"):
+        ask(app, path, headers=[BEARER], method="POST")
+    ask(app, "/v1/completions", headers=[BEARER, CANARY_HEADER], method="POST")
+    ask(app, "/v1/completions", method="POST")
+    for path, method in (("/v1/models", "GET"), ("/v1/models", "HEAD"), ("/health", "GET")):
+        ask(app, path, headers=[BEARER], method=method)
+    found, of_another = (count_in(ask(gate, "/metrics", headers=[BEARER])) for gate in (app, Gate(_engine)))
+    assert (found.count, found.under_way) == (2, 0)
+    assert found.gate != of_another.gate
+
+
+@pytest.mark.parametrize("path", ["/answers", "/breaks"])
+def test_a_request_is_under_way_until_it_is_answered_or_breaks(key_file, path):
+    meanwhile = []
+
+    async def engine(scope, receive, send):
+        if scope["method"] == "POST":
+            meanwhile.append(count_in(await call(app, "/metrics", [BEARER])))
+        if scope["path"] == "/breaks":
+            raise RuntimeError("the engine broke")
+        await _engine(scope, receive, send)
+
+    app = Gate(engine)
+    with contextlib.suppress(RuntimeError):
+        ask(app, path, headers=[BEARER], method="POST")
+    counts = [*meanwhile, count_in(ask(app, "/metrics", headers=[BEARER]))]
+    assert [(found.count, found.under_way) for found in counts] == [(1, 1), (1, 0)]
+
+
+@pytest.mark.parametrize("text", ["", "5f3a 17", "5f3a -1 0", "a b 1 2", "5f3a 1 2 3", "5f3a 9999999999999999 1"])
+def test_what_is_no_count(text):
+    assert read_request_count({REQUESTS_HEADER.decode(): text}) is None
 
 
 def test_the_servers_own_start_passes(key_file):
@@ -345,36 +406,6 @@ def test_a_websocket_needs_the_key_under_a_real_server(key_file):
         entered = exchange(port, request[:-2] + f"Authorization: Bearer {KEY}\r\n\r\n".encode(), until=b"secret")
         assert b" 101 " in entered
         assert b"secret" in entered
-
-
-def test_requests_under_way_outlive_the_drain(key_file, drain_file):
-    """Its answer starts before the drain and ends after it."""
-    go_on = threading.Event()
-
-    async def slow(scope, receive, send):
-        if scope["type"] == "lifespan":
-            for kind in ("startup", "shutdown"):
-                await receive()
-                await send({"type": f"lifespan.{kind}.complete"})
-            return
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"first ", "more_body": True})
-        await asyncio.to_thread(go_on.wait, 60)
-        await send({"type": "http.response.body", "body": b"last"})
-
-    with served(Gate(slow)) as port, socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-        connection.sendall(
-            f"GET / HTTP/1.1\r\nHost: e\r\nConnection: close\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
-        )
-        received = b""
-        while b"first" not in received:
-            received += connection.recv(65536)
-        drain_file.touch()
-        assert b" 503 " in get(port, "/", f"Authorization: Bearer {KEY}")
-        go_on.set()
-        while chunk := connection.recv(65536):
-            received += chunk
-        assert b"last" in received
 
 
 @pytest.mark.engine

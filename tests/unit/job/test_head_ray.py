@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any, cast
 
 from hpc_serve.job.ray.head_ray import HeadRay
 from tests.support.nodes import make_node
+from tests.unit.job.conftest import in_a_loop
 
-LINES = ('{"hpc_serve_gcs": 4321}', '{"hpc_serve_nodes": {}}', '{"hpc_serve_nodes": {"127.0.0.1": 1}}')
+LINES = ('{"hpc_serve_ray": [4321, {}]}', '{"hpc_serve_ray": [4321, {"127.0.0.1": 1}]}')
 
 
 class Parts:
@@ -39,12 +39,13 @@ class Keeper:
         pass
 
 
-def test_others_join_once_the_head_is_a_node_of_its_ray(tmp_path: Path):
+@in_a_loop
+async def test_others_join_once_the_head_is_a_node_of_its_ray(tmp_path: Path):
     """Ray has a node that comes before the head look again only after two seconds."""
     parts = Parts()
     parts.ray = ray = HeadRay(make_node(tmp_path), cast(Any, parts), cast(Any, Keeper()))
-    environ = asyncio.run(ray.engine_environ())
+    environ = await ray.engine_environ()
     not_joined = "n1 (127.0.0.1) has not joined the Ray that it started"
-    assert parts.said == ["Ray's GCS does not listen", not_joined, not_joined, None]
+    assert parts.said == ["Ray's GCS does not listen", not_joined, None]
     assert environ["RAY_ADDRESS"] == "127.0.0.1:4321"
     assert parts.changes == len(LINES)

@@ -38,8 +38,8 @@ def test_how_long_a_step_may_take(seen, given, expected):
 class Scene:
     """An engine of a core and a rank, looked at every half second."""
 
-    def __init__(self, **limits: float) -> None:
-        self.judge = Judge(Limits(**limits))
+    def __init__(self) -> None:
+        self.judge = Judge(Limits())
         self.now_s, self.steps = 1_000.0, 0
         self.due, self.unread, self.here = 1, 10, True
         self.rates: dict[str, float] = {}
@@ -95,45 +95,12 @@ def test_a_core_that_is_stopped_for_a_moment_as_by_a_debugger_works():
     assert scene.go(2) == ""
 
 
-def test_a_slow_step_that_its_prompt_justifies_is_no_hang():
-    scene = Scene()
-    scene.unread = 256 * 25
-    assert scene.go(20) == ""
-    assert "justify 25 s" in scene.go(10)
-
-
-def test_without_a_long_prompt_a_step_of_a_working_engine_may_take_the_least_time():
-    scene = Scene(least_s=8.0)
-    assert scene.go(8) == ""
-    assert "for 8 s" in scene.go(1)
-
-
 def test_an_engine_that_was_slow_once_is_given_more_time():
     scene = Scene()
     assert scene.go(7)
     scene.go(1, steps=True)
     assert scene.go(15) == ""
     assert "justify 1" in scene.go(10) or "justify 2" in scene.judge.fault
-
-
-def test_the_slowest_prompt_that_was_seen_counts_in_place_of_the_cautious_rate():
-    scene = Scene()
-    scene.unread, scene.rates = 256 * 25, {"a": 2_000.0, "b": 1_000.0}
-    assert "justify 6 s" in scene.go(8)
-    scene = Scene()
-    scene.unread, scene.rates = 256 * 25, {"slow": 100.0}
-    assert scene.go(60) == ""
-
-
-def test_an_engine_without_use_of_cpu_hangs_unless_its_ranks_are_elsewhere():
-    scene = Scene()
-    scene.go(2, steps=True)
-    scene.burns = False
-    assert "use no CPU" in scene.go(3)
-    scene = Scene()
-    scene.burns, scene.here = False, False
-    assert scene.go(4.5) == ""
-    assert "justify 5 s" in scene.go(2)
 
 
 def test_an_engine_whose_steps_sleep_is_not_judged_by_its_use_of_cpu_again():
@@ -144,12 +111,34 @@ def test_an_engine_whose_steps_sleep_is_not_judged_by_its_use_of_cpu_again():
     assert scene.go(4.5) == ""
 
 
-@pytest.mark.parametrize("state", ["R", "D"])
-def test_a_process_that_waits_for_a_core_or_a_disk_is_not_without_use_of_cpu(state):
+LONG = {"unread": 256 * 25}
+SLEEPS = {"burns": False}
+IDLE_COMPILER = {7: [CORE, "S", 0.0], 8: [RANK, "S", 0.0], 50: ["python3", "S", 9.0]}
+CASES: dict[str, tuple[dict[str, Any], float, str]] = {
+    "the least time": ({}, 5, ""),
+    "more than the least time": ({}, 6, "for 5 s"),
+    "a greater least time": ({"judge": Judge(Limits(least_s=8.0))}, 8, ""),
+    "a long prompt": (LONG, 20, ""),
+    "more than the prompt justifies": (LONG, 30, "justify 25 s"),
+    "the slowest prompt that was seen": ({**LONG, "rates": {"a": 2_000.0, "b": 1_000.0}}, 8, "justify 6 s"),
+    "a slower one than usual": ({**LONG, "rates": {"slow": 100.0}}, 60, ""),
+    "no use of CPU": (SLEEPS, 3, "use no CPU"),
+    "ranks elsewhere": ({**SLEEPS, "here": False}, 4.5, ""),
+    "ranks elsewhere for long": ({**SLEEPS, "here": False}, 6.5, "justify 5 s"),
+    "a process that waits for a core": ({**SLEEPS, "processes": {7: [CORE, "S", 0.0], 8: [RANK, "R", 0.0]}}, 4.5, ""),
+    "a process that waits for a disk": ({**SLEEPS, "processes": {7: [CORE, "S", 0.0], 8: [RANK, "D", 0.0]}}, 4.5, ""),
+    "a compiler's idle worker": ({"processes": IDLE_COMPILER}, 7, "justify 5 s"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_how_long_an_engine_makes_no_step_until_it_counts_as_hung(case):
+    changes, seconds, words = CASES[case]
     scene = Scene()
-    scene.burns = False
-    scene.processes[8][1] = state
-    assert scene.go(4.5) == ""
+    vars(scene).update(changes)
+    fault = scene.go(seconds)
+    assert words in fault
+    assert bool(fault) == bool(words)
 
 
 def test_a_compiler_that_begins_or_works_gives_the_step_all_the_time_that_there_is():
@@ -159,9 +148,6 @@ def test_a_compiler_that_begins_or_works_gives_the_step_all_the_time_that_there_
     scene.go(1)
     del scene.processes[99]
     assert scene.go(100) == ""
-    scene = Scene()
-    scene.processes[50] = ["python3", "S", 9.0]  # a worker of the compiler that is always there, idle
-    assert scene.go(7)
 
 
 @pytest.mark.parametrize("how", ["gone", "Z"])

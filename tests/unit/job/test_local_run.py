@@ -5,24 +5,23 @@ Real bash, launcher and files; the engine is the stub.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 import hpc_serve.client
-from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file
+from hpc_serve.job.engine.health import requests_under_way
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.trust.authority import make_run_certificate
 from tests.cluster import wait_for
 from tests.support.local_run import Run
 from tests.support.stubs import SCRIPT
+from tests.unit.job.conftest import address_of
 
 WORDS = 10
 
@@ -34,32 +33,20 @@ def hang_file(tmp_path):
 
 
 @pytest.fixture
-def run(tmp_path, hang_file):
+def run(start, hang_file):
     flags = ("--stub-words", str(WORDS), "--stub-hang-file", str(hang_file))
-    run = Run(tmp_path, *flags, variables={"HPC_SERVE_CANARY_S": "0"})
-    yield run
-    run.close()
-
-
-def command_lines(run: Run) -> list[list[str]]:
-    """What every user of the node can read of the run's processes."""
-    ours, found = f"HPC_SERVE_HOME={run.store.home}".encode(), []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and ours in (entry / "environ").read_bytes().split(b"\0"):
-                found.append((entry / "cmdline").read_bytes().decode().split("\0"))
-    return found
+    return start(*flags, variables={"HPC_SERVE_CANARY_S": "0"})
 
 
 def test_a_stranger_who_lists_processes_does_not_learn_the_engines_port_before_it_listens(run):
     seen: list[list[str]] = []
 
     def is_ready() -> bool:
-        seen.extend(command_lines(run))
+        seen.extend(run.processes().values())
         return run.record is not None and run.record.state == "ready"
 
     wait_for(is_ready, 60, what="ready")
-    seen.extend(command_lines(run))  # the engine may have begun, and become ready, since the last look
+    seen.extend(run.processes().values())  # the engine may have begun, and become ready, since the last look
     assert run.record is not None
     port = re.compile(rf"(?<![0-9a-f]){run.record.port}(?![0-9a-f])")  # a name by chance may hold its digits
     assert not [words for words in seen for word in words if port.search(word)]
@@ -85,44 +72,40 @@ def test_a_home_that_is_moved_away_is_not_made_anew_and_is_written_again_when_it
     assert after.counter > before.counter
 
 
-def test_the_engines_port_is_taken_from_the_first_record_on_and_given_back_with_the_engine(tmp_path):
+def test_the_engines_port_is_taken_from_the_first_record_on_and_given_back_with_the_engine(start, tmp_path):
     """Whoever binds beside the engine, or first at its next start, has the port of nobody."""
     hold_file = tmp_path / "hold"
     hold_file.touch()
-    run = Run(tmp_path, "--stub-hold-file", str(hold_file))
-    try:
-        wait_for(lambda: run.record and run.record.stage == "loading weights", 60, what="loading")
-        port = run.record.port
-        assert listener_beside("127.0.0.1", port) is None
-        hold_file.unlink()
-        assert run.wait_for_state("ready").port == port
-        (engine,) = run.engines()
-        os.kill(engine, signal.SIGKILL)
-        wait_for(lambda: run.record.state == "ready" and run.record.engine_restarts, 60, what="its next start")
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port)).close()
-        assert run.record.port != port
-    finally:
-        run.close()
+    run = start("--stub-hold-file", str(hold_file))
+    wait_for(lambda: run.record and run.record.stage == "loading weights", 60, what="loading")
+    port = run.record.port
+    assert listener_beside("127.0.0.1", port) is None
+    hold_file.unlink()
+    assert run.wait_for_state("ready").port == port
+    (engine,) = run.engines()
+    os.kill(engine, signal.SIGKILL)
+    wait_for(lambda: run.record.state == "ready" and run.record.engine_restarts, 60, what="its next start")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port)).close()
+    assert run.record.port != port
 
 
-def test_another_program_that_answers_in_the_engines_place_is_a_port_clash_that_is_told_and_tried_again(tmp_path):
+def test_another_program_that_answers_in_the_engines_place_is_a_port_clash_that_is_told_and_tried_again(
+    start, tmp_path
+):
     """It is the stub that shows the certificate of another run."""
     other = make_run_certificate(tmp_path / "other", tmp_path, run="1-r0", addresses=[])
     shown = f"--ssl-certfile {other.certificate_file} --ssl-keyfile {other.key_file}"
     stages = set()
-    run = Run(tmp_path, variables={"STUB_ENGINE_ARGS": shown})
-    try:
+    run = start(variables={"STUB_ENGINE_ARGS": shown})
 
-        def is_over() -> bool:
-            if run.record is not None:
-                stages.add((run.record.state, run.record.stage))
-            return run.process.poll() is not None
+    def is_over() -> bool:
+        if run.record is not None:
+            stages.add((run.record.state, run.record.stage))
+        return run.process.poll() is not None
 
-        wait_for(is_over, 180, what="the end")
-        record = run.record
-    finally:
-        run.close()
+    wait_for(is_over, 180, what="the end")
+    record = run.record
     assert run.process.returncode == 75
     assert "attempt 3 met a port" in run.log.read_text()
     assert ("starting", "starting again with other ports") in stages
@@ -155,26 +138,15 @@ def kill(run: Run) -> None:
 
 def signal_all(run: Run) -> None:
     """As scancel does it: the launcher and the engine get SIGTERM, and the script does not."""
-    ours = f"HPC_SERVE_HOME={run.store.home}".encode()
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and ours in (entry / "environ").read_bytes().split(b"\0"):
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                if b"hpc_serve.job" in words or str(SCRIPT).encode() in words:
-                    os.kill(int(entry.name), signal.SIGTERM)
-
-
-def ask(run: Run) -> None:
-    record = run.record
-    assert record is not None
-    path = drain_file(run.store, "8b", job_id=record.job_id, restart=0, replica=0)
-    ask_to_drain(path, DrainRequest(by="a test", deadline_s=60))
+    for pid, words in run.processes().items():
+        if {"hpc_serve.job", str(SCRIPT)} & set(words):
+            os.kill(pid, signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
     ("end", "who"),
-    [(ctrl_c, "SIG"), (kill, "SIGTERM"), (signal_all, "SIGTERM"), (ask, "a test")],
-    ids=["ctrl-c", "kill", "all processes", "request"],
+    [(ctrl_c, "SIG"), (kill, "SIGTERM"), (signal_all, "SIGTERM")],
+    ids=["ctrl-c", "kill", "all processes"],
 )
 def test_streams_under_way_finish_and_the_script_ends_well(run, hang_file, end: Callable[[Run], None], who):
     run.wait_for_state("ready")
@@ -182,7 +154,7 @@ def test_streams_under_way_finish_and_the_script_ends_well(run, hang_file, end: 
     with ThreadPoolExecutor(3) as pool:
         streams: list[Future[int]] = [pool.submit(run.stream) for _ in range(3)]
         try:
-            wait_for(lambda: run.record and _under_way(run) == 3, 60, what="three streams")
+            wait_for(lambda: requests_under_way(address_of(run.store, "8b")) == 3, 60, what="three streams")
             end(run)
             wait_for(lambda: run.record and run.record.stage == "finishing 3 requests", 60, what="the drain")
         finally:
@@ -194,13 +166,3 @@ def test_streams_under_way_finish_and_the_script_ends_well(run, hang_file, end: 
     assert record.reason.startswith(who)
     assert record.reason.endswith("; 3 requests under way finished")
     assert not list(run.store.service_dir("8b").glob("*.drain"))
-
-
-def _under_way(run: Run) -> int | None:
-    from hpc_serve.job.engine.health import EngineAddress, requests_under_way
-    from hpc_serve.trust.connection import Identity
-
-    record = run.record
-    assert record is not None
-    identity = Identity.of(record, run.store.read_api_key("8b"))
-    return requests_under_way(EngineAddress(host="127.0.0.1", port=record.port, identity=identity))

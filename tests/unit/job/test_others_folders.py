@@ -96,7 +96,7 @@ def test_compiled_code_is_not_loaded_from_where_others_can_put_it(environ, open_
             launch(options, ["vllm", "serve", "8b"], read_allocation(environ), with_cache)
     own = tmp_path / "cache"
     with open_cache("0" * 16, tmp_path / "node", {"HPC_SERVE_CACHE_DIR": str(own)}) as cache:
-        child = make_node(tmp_path, cache=cache).child_environ(address="127.0.0.1")
+        child = make_node(tmp_path, cache=cache).child_environ()
     assert child["VLLM_CACHE_ROOT"] == str(own / f"{'0' * 16}-0" / "vllm")
 
 

@@ -32,18 +32,16 @@ def _no_settling(monkeypatch):
     monkeypatch.setattr("hpc_serve.job.run.outcome._SETTLE_S", 0.01)
 
 
-def outcome_of(code: str, *, is_starting: bool):
-    async def run():
-        run_end = RunEnd()
-        parts = Parts(MARK, run_end, is_starting=lambda: is_starting)
-        child = await parts.start_child("engine", python(code), ENVIRON)
-        parts.add_child(StopOrder.ENGINE, child, grace_s=1)
-        parts.end_with(child)
-        outcome = await asyncio.wait_for(run_end.wait(), 60)
-        await parts.take_down()
-        return outcome
-
-    return asyncio.run(run())
+@in_a_loop
+async def outcome_of(code: str, *, is_starting: bool):
+    run_end = RunEnd()
+    parts = Parts(MARK, run_end, is_starting=lambda: is_starting)
+    child = await parts.start_child("engine", python(code), ENVIRON)
+    parts.add_child(StopOrder.ENGINE, child, grace_s=1)
+    parts.end_with(child)
+    outcome = await asyncio.wait_for(run_end.wait(), 60)
+    await parts.take_down()
+    return outcome
 
 
 def test_the_end_of_a_child_is_the_end_of_the_run():
@@ -59,13 +57,11 @@ def test_a_port_that_was_taken_is_tried_again_until_the_service_was_ready(is_sta
     assert outcome_of(code, is_starting=is_starting).exit_code == exit_code
 
 
-def test_a_command_that_is_not_there_is_named_with_advice():
-    async def run():
-        parts = Parts(MARK, RunEnd())
-        await parts.start_child("ray head", ["no-such-ray"], ENVIRON)
-
+@in_a_loop
+async def test_a_command_that_is_not_there_is_named_with_advice():
+    parts = Parts(MARK, RunEnd())
     with pytest.raises(PartFailedError, match=r"no command no-such-ray .*HPC_SERVE_ENV") as caught:
-        asyncio.run(run())
+        await parts.start_child("ray head", ["no-such-ray"], ENVIRON)
     assert caught.value.outcome.exit_code == 127
 
 
@@ -106,16 +102,14 @@ async def test_a_taken_down_run_leaves_no_process():
     ("error", "exit_code", "reason"),
     [(InvalidRequestError("bad words"), 2, "bad words"), (KeyError("x"), 1, "KeyError: 'x'")],
 )
-def test_an_error_of_the_launcher_is_the_end_of_the_run(error, exit_code, reason):
+@in_a_loop
+async def test_an_error_of_the_launcher_is_the_end_of_the_run(error, exit_code, reason):
     async def fail():
         raise error
 
-    async def run():
-        run_end = RunEnd()
-        await run_end.fail_on_error(fail())
-        return await run_end.wait()
-
-    outcome = asyncio.run(run())
+    run_end = RunEnd()
+    await run_end.fail_on_error(fail())
+    outcome = await run_end.wait()
     assert (outcome.failed_part, outcome.exit_code, outcome.reason) == ("launcher", exit_code, reason)
 
 

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from hpc_serve.exit_codes import PREFLIGHT_EXIT_CODE
-from tests.support.local_run import Run
 from tests.unit.diagnose.cases_of_logs import cause_in
 
 
@@ -23,16 +22,13 @@ def model(tmp_path):
     return folder
 
 
-def test_weights_that_are_cut_short_end_the_start_before_the_engine(tmp_path, model):
+def test_weights_that_are_cut_short_end_the_start_before_the_engine(start, model):
     weights = model / "model.safetensors"
     size = weights.stat().st_size
     with weights.open("r+b") as file:
         file.truncate(size - 50)
-    run = Run(tmp_path, variables={"HPC_SERVE_MODEL": str(model)})
-    try:
-        assert run.process.wait(180) == PREFLIGHT_EXIT_CODE, run.log.read_text()
-    finally:
-        run.close()
+    run = start(variables={"HPC_SERVE_MODEL": str(model)})
+    assert run.process.wait(180) == PREFLIGHT_EXIT_CODE, run.log.read_text()
     record = run.record
     assert record is not None
     assert (record.state, record.failed_part, record.exit_code) == ("failed", "preflight", PREFLIGHT_EXIT_CODE)
@@ -44,12 +40,9 @@ def test_weights_that_are_cut_short_end_the_start_before_the_engine(tmp_path, mo
     assert len(list(run.store.service_dir("8b").glob("*.preflight"))) == 1
 
 
-def test_a_run_that_only_looks_at_its_nodes_ends_well_and_starts_nothing(tmp_path, model):
-    run = Run(tmp_path, variables={"HPC_SERVE_MODEL": str(model)}, preflight_only=True)
-    try:
-        assert run.process.wait(180) == 0, run.log.read_text()
-    finally:
-        run.close()
+def test_a_run_that_only_looks_at_its_nodes_ends_well_and_starts_nothing(start, model):
+    run = start(variables={"HPC_SERVE_MODEL": str(model)}, preflight_only=True)
+    assert run.process.wait(180) == 0, run.log.read_text()
     record = run.record
     assert record is not None
     assert (record.state, record.exit_code) == ("stopped", 0)

@@ -45,7 +45,7 @@ def test_ray_gets_the_jobs_share_and_not_the_machines():
 
 
 def test_chips_of_a_tpu_are_a_resource_like_any_other():
-    said = options(worker_argv(of_node(device="TPU", gpus_per_node=4), address="10.0.0.2", head="10.0.0.9:1"))
+    said = options(worker_argv(of_node(device="TPU", gpus_per_node=4), head="10.0.0.9:1"))
     assert (said["num-gpus"], json.loads(said["resources"])) == ("0", {"TPU": 4})
     assert (said["address"], "head" in said) == ("10.0.0.9:1", False)
 
@@ -62,7 +62,7 @@ def test_chips_of_a_tpu_are_a_resource_like_any_other():
     ],
 )
 def test_amd_gpus_are_named_as_ray_takes_them(monkeypatch, given, seen):
-    environ = ray_environ(replace(NODE, environ=given), address="127.0.0.1")
+    environ = ray_environ(replace(NODE, environ=given))
     assert {name: value for name, value in environ.items() if name.endswith("VISIBLE_DEVICES")} == seen
     manager = pytest.importorskip("ray._private.accelerators.amd_gpu").AMDGPUAcceleratorManager
     for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
@@ -82,7 +82,7 @@ def test_ray_still_refuses_rocms_own_name(monkeypatch):
 
 
 def test_every_port_is_given_and_zero_for_all_but_ray_clients():
-    for argv in (head_argv(NODE, client_port=20_002), worker_argv(NODE, address="10.0.0.2", head="10.0.0.9:1")):
+    for argv in (head_argv(NODE, client_port=20_002), worker_argv(NODE, head="10.0.0.9:1")):
         ports = {name: int(value) for name, value in options(argv).items() if name.endswith("port")}
         chosen = {name: port for name, port in ports.items() if port}
         assert chosen in ({}, {"ray-client-server-port": 20_002})
@@ -104,12 +104,12 @@ def test_the_port_of_the_gcs_is_known_once_ray_has_written_it(tmp_path):
 def test_ray_knows_every_port_option():
     scripts = pytest.importorskip("ray.scripts.scripts")
     known = {name for option in scripts.start.params for name in option.opts}
-    for argv in (head_argv(NODE, client_port=20_002), worker_argv(NODE, address="10.0.0.2", head="10.0.0.9:1")):
+    for argv in (head_argv(NODE, client_port=20_002), worker_argv(NODE, head="10.0.0.9:1")):
         assert {word.partition("=")[0] for word in argv if word.startswith("--")} <= known
 
 
 def test_rays_connections_show_token_and_certificates_and_its_metrics_do_not_listen():
-    environ = ray_environ(replace(NODE, environ={"X": "1"}), address="127.0.0.1")
+    environ = ray_environ(replace(NODE, environ={"X": "1"}))
     assert (environ["X"], environ["RAY_AUTH_MODE"], environ["RAY_USE_TLS"]) == ("1", "token", "1")
     peer = PeerFiles.in_folder(NODE.node_dir / "tls")
     assert environ["RAY_TLS_CA_CERT"] == str(peer.authority)
@@ -132,7 +132,6 @@ def test_who_is_missing_is_named():
 
 
 def test_rays_log_lines_are_not_taken_for_nodes():
-    assert parse_line('{"hpc_serve_nodes": {"10.0.0.1": 8}}') == {"10.0.0.1": 8}
-    assert parse_line('{"hpc_serve_gcs": 4321}') == 4321
+    assert parse_line('{"hpc_serve_ray": [4321, {"10.0.0.1": 8}]}') == (4321, {"10.0.0.1": 8})
     for line in ("INFO worker.py: Connecting", "[1, 2]", "7", "{}"):
         assert parse_line(line) is None

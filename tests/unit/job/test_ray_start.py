@@ -12,6 +12,7 @@ import pytest
 
 from hpc_serve.job.ray.ray_nodes import parse_line
 from hpc_serve.job.ray.ray_private import COMMAND_LINE, missing_names
+from tests.support.nodes import write_program
 
 WITHIN_S = 120
 OF_RAY = f"#!{sys.executable}\nfrom ray.scripts.scripts import main\nmain()\n"
@@ -62,11 +63,7 @@ def fake_ray(folder: Path, text: str = OF_RAY, **modules: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         (path.parent / "__init__.py").touch()
         path.write_text(code)
-    script = folder / "bin" / "ray"
-    script.parent.mkdir()
-    script.write_text(text)
-    script.chmod(0o755)
-    return script
+    return write_program(folder / "bin" / "ray", text)
 
 
 @pytest.mark.parametrize(
@@ -134,23 +131,18 @@ def shutdown():
 def test_a_ray_that_lacks_a_private_name_is_started_by_its_command(tmp_path, module, code, missing):
     """The log names it. `ray` is a program of its own here, which prints its arguments and waits for its nodes."""
     ray = fake_ray(tmp_path, **{module: code, "ray/__init__.py": PUBLIC})
-    command = tmp_path / "plain" / "ray"
-    command.parent.mkdir()
-    command.write_text(f"#!{sys.executable}\n{SAYS}; sys.stdout.flush(); sys.stdin.read()\n")
-    command.chmod(0o755)
+    says = f"#!{sys.executable}\n{SAYS}; sys.stdout.flush(); sys.stdin.read()\n"
+    command = write_program(tmp_path / "plain" / "ray", says)
     child = start("ray_start", PATH=str(ray.parent), PYTHONPATH=str(tmp_path))
     environ = {"PATH": str(command.parent), "PYTHONPATH": str(tmp_path)}
-    order = {
-        "argv": ["ray", "start", "--head", "--port=0"],
-        "environ": environ,
-        "watch": [str(tmp_path), "10.0.0.1", "GPU"],
-    }
+    watch = [str(tmp_path), "10.0.0.1", "GPU"]
+    order = {"argv": ["ray", "start", "--head", "--port=0"], "environ": environ, "watch": watch}
     assert child.stdin is not None
     assert child.stdout is not None
     child.stdin.write(json.dumps(order) + "\n")
     child.stdin.flush()
     said: list[str] = []
-    while not all(any(words in line for line in said) for words in ('"argv"', '"hpc_serve_nodes"')):
+    while not ('"argv"' in "".join(said) and any((parse_line(line) or (0, {}))[1] for line in said)):
         said.append(child.stdout.readline())
         assert said[-1], said
     child.stdin.close()
@@ -158,10 +150,9 @@ def test_a_ray_that_lacks_a_private_name_is_started_by_its_command(tmp_path, mod
     assert missing in said[0]
     assert "the command `ray start` runs" in said[0]
     argv = next(json.loads(line)["argv"] for line in said if '"argv"' in line)
-    port = next(found for line in said if isinstance(found := parse_line(line), int))
+    (port, before), (_, nodes) = (found for line in said if (found := parse_line(line)))
     assert argv[1:] == ["start", "--head", f"--port={port}"]
-    nodes = [found for line in said if isinstance(found := parse_line(line), dict)]
-    assert nodes == [{f"10.0.0.1:{port}": 4}]
+    assert (before, nodes) == ({}, {f"10.0.0.1:{port}": 4})
 
 
 def test_the_installed_ray_has_every_private_name_and_still_calls_what_is_patched():
@@ -202,6 +193,6 @@ def test_the_port_and_every_change_of_the_nodes_are_printed_until_standard_input
     assert child.stdout is not None
     said = [line for line in (child.stdout.readline().strip() for _ in range(6)) if line]
     both = {"10.0.0.1": 8, "10.0.0.1:4321": 0}
-    assert [parse_line(line) for line in said] == [4321, {"10.0.0.1": 8}, both]
+    assert [parse_line(line) for line in said] == [(4321, nodes) for nodes in ({}, {"10.0.0.1": 8}, both)]
     assert child.communicate(timeout=WITHIN_S)[0] == ""
     assert child.returncode == 0

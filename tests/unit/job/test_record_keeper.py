@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+from typing import Any
 
 import pytest
 
@@ -33,6 +35,18 @@ class SlowStore(ServiceStore):
         return super().write(record, **options)
 
 
+class FullStore(ServiceStore):
+    """A filesystem that is full for the next `times` writes of a record."""
+
+    times = math.inf
+
+    def write(self, record, **options):
+        if self.times > 0:
+            self.times -= 1
+            raise OSError(28, "No space left on device")
+        return super().write(record, **options)
+
+
 @in_a_loop
 async def test_a_renewal_that_is_slow_to_be_written_does_not_undo_the_end(tmp_path):
     store = SlowStore(tmp_path)
@@ -51,10 +65,6 @@ async def test_a_renewal_that_is_slow_to_be_written_does_not_undo_the_end(tmp_pa
 
 
 def test_a_disk_that_is_full_ends_nothing(tmp_path, caplog):
-    class FullStore(ServiceStore):
-        def write(self, record, **options):
-            raise OSError(28, "No space left on device")
-
     with caplog.at_level("WARNING", logger="hpc_serve"):
         RecordKeeper(FullStore(tmp_path), make_record()).update(state="draining")
     assert caplog.text.count("No space left on device") == 1
@@ -74,15 +84,10 @@ def test_a_record_says_since_when_it_is_in_its_state(tmp_path):
 @in_a_loop
 async def test_the_last_record_is_tried_again_when_the_disk_was_full(tmp_path, monkeypatch):
     monkeypatch.setattr(record_keeper, "_WRITE_INTERVAL_S", 0.01)
-    full = [True, True, True]
-
-    class FullForAWhile(ServiceStore):
-        def write(self, record, **options):
-            if record.state == "stopped" and full and full.pop():
-                raise OSError(28, "No space left on device")
-            return super().write(record, **options)
-
-    keeper = RecordKeeper(FullForAWhile(tmp_path), make_record())
+    store = FullStore(tmp_path)
+    store.times = 0
+    keeper = RecordKeeper(store, make_record())
+    store.times = 3
     keeper.update(state="stopped", reason="the time limit")
     assert ServiceStore(tmp_path).read("405b").records[0].state == "ready"
     await keeper.finish()
@@ -96,17 +101,16 @@ async def test_the_last_record_is_tried_again_when_the_disk_was_full(tmp_path, m
 @in_a_loop
 async def test_a_disk_that_stays_full_does_not_keep_the_job(tmp_path, monkeypatch):
     monkeypatch.setattr(record_keeper, "_WRITE_INTERVAL_S", 0.01)
-
-    class FullStore(ServiceStore):
-        def write(self, record, **options):
-            raise OSError(28, "No space left on device")
-
     keeper = RecordKeeper(FullStore(tmp_path), make_record())
     await asyncio.wait_for(keeper.finish(within_s=0.1), 60)
 
 
 def begin(store: ServiceStore, **fields) -> RecordKeeper:
     return RecordKeeper(store, make_record(state="starting", stage="starting", **fields))
+
+
+def start_of(keeper: RecordKeeper) -> Any:
+    return keeper.record.start
 
 
 @in_a_loop
@@ -136,16 +140,14 @@ def test_what_a_start_took_is_known_to_the_next_one(tmp_path):
 
     first = begin(store)
     first.set_stage("loading weights", 4, 4)
-    assert first.record.start is not None
-    assert first.record.start.time_left_s is None
+    assert start_of(first).time_left_s is None
     first.update(state="ready", stage="ready")
-    assert first.record.start.stage == ""
+    assert start_of(first).stage == ""
     second = begin(store, job_id="124")
-    assert second.record.start is not None
-    assert second.record.start.time_left_s is not None
+    assert start_of(second).time_left_s is not None
     second.update(state="failed", reason="out of memory")
-    assert second.record.start.time_left_s is None
-    assert second.record.start.stage == "nodes"
+    assert start_of(second).time_left_s is None
+    assert start_of(second).stage == "nodes"
 
 
 def test_only_the_first_start_of_a_run_is_remembered_and_an_engine_that_is_started_again_has_stages_anew(tmp_path):
@@ -157,8 +159,7 @@ def test_only_the_first_start_of_a_run_is_remembered_and_an_engine_that_is_start
     past = last_start(tmp_path, keeper.record)
     assert past is not None
     keeper.start_again(state="starting", stage="starting the engine again (1 of 3)", engine_restarts=1)
-    assert keeper.record.start is not None
-    assert keeper.record.start.stage == "engine"
+    assert start_of(keeper).stage == "engine"
     keeper.stage_prefix = "starting the engine again (1 of 3): "
     keeper.set_stage("loading weights", 1, 4)
     assert keeper.record.stage == "starting the engine again (1 of 3): loading weights"
@@ -201,11 +202,10 @@ def test_the_plans_weights_stand_in_for_files_that_nobody_has_measured(tmp_path)
     store.write_submitted(make_submitted(job_id="123", predicted={"weight_bytes": 10**9}))
 
     keeper = begin(store, job_id="123_1", tensor_parallel_size=4)
-    assert keeper.record.start is not None
-    assert keeper.record.start.checkpoint_bytes == 4 * 10**9
+    assert start_of(keeper).checkpoint_bytes == 4 * 10**9
     keeper.add_figures({"checkpoint_bytes": 3 * 10**9})
     keeper.update(state="ready", stage="ready")
-    assert keeper.record.start.checkpoint_bytes == 3 * 10**9
+    assert start_of(keeper).checkpoint_bytes == 3 * 10**9
 
 
 @pytest.mark.parametrize(("attempts_left", "is_told"), [("2", False), ("0", True), (None, True)])

@@ -41,19 +41,6 @@ def test_ten_minutes_of_readiness_begin_the_count_anew():
     assert restarts.total == 3
 
 
-@pytest.fixture
-def start(tmp_path, monkeypatch):
-    runs: list[Run] = []
-
-    def start(*flags: str, **options) -> Run:
-        runs.append(Run(tmp_path, *flags, **options))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.close()
-
-
 def kill_engine(run: Run, number: signal.Signals = signal.SIGKILL) -> None:
     (pid,) = run.engines()
     os.kill(pid, number)
@@ -127,15 +114,6 @@ def test_after_the_last_start_the_run_ends_with_the_last_reason(start):
     assert (record.failed_part, record.exit_code, record.engine_restarts) == ("engine", 9, 1)
     assert run.process.wait(60) == 9
     assert not run.engines()
-
-
-def test_without_restarts_the_run_ends_at_once(start):
-    run = start(engine_restarts=0)
-    run.wait_for_state("ready")
-    kill_engine(run)
-    record = run.wait_for_state("failed")
-    assert KILLED.fullmatch(str(record.reason)), record.reason
-    assert record.exit_code == 137
 
 
 @pytest.mark.parametrize("when", ["waiting", "loading"])

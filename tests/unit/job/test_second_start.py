@@ -5,62 +5,54 @@ Real bash, launcher and files; the engine is the stub, which keeps one file for 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file_of
-from hpc_serve.rendezvous.record import EndpointRecord
 from tests.support.local_run import Run
 
 
 @pytest.fixture
-def caches(tmp_path):
-    return tmp_path / "caches"
+def begin(start, tmp_path):
+    """Begins a start of the service, in a folder of its own; all have one folder of caches."""
+
+    def begin(number: int, *flags: str) -> Run:
+        (folder := tmp_path / str(number)).mkdir()
+        kept = {"HPC_SERVE_CACHE_SIZE": "1GiB", "HPC_SERVE_CACHE_DIR": str(tmp_path / "caches")}
+        return start(*flags, folder=folder, variables={**kept, "HPC_SERVE_CANARY_S": "0"})
+
+    return begin
 
 
-@contextlib.contextmanager
-def started(folder: Path, caches: Path, *flags: str) -> Iterator[Run]:
-    folder.mkdir()
-    variables = {"HPC_SERVE_CACHE_SIZE": "1GiB", "HPC_SERVE_CACHE_DIR": str(caches), "HPC_SERVE_CANARY_S": "0"}
-    run = Run(folder, *flags, variables=variables)
-    try:
-        yield run
-    finally:
-        run.close()
-
-
-def end(run: Run, record: EndpointRecord) -> None:
-    """End it as `stop` does, so that its launcher has given back the lock."""
-    ask_to_drain(drain_file_of(run.store, record), DrainRequest(by="a test", deadline_s=0.0))
-    assert run.process.wait(180) == 0, run.node_log()
-
-
-def ready(folder: Path, caches: Path, *flags: str) -> tuple[str, str]:
+@pytest.fixture
+def ready(begin):
     """One start, until it is ready, and its end: what its record says of the caches, and its log."""
-    with started(folder, caches, *flags) as run:
+
+    def ready(number: int, *flags: str) -> tuple[str, str]:
+        run = begin(number, *flags)
         record = run.wait_for_state("ready")
-        end(run, record)
+        # As `stop` ends it, so that its launcher has given back the lock.
+        ask_to_drain(drain_file_of(run.store, record), DrainRequest(by="a test", deadline_s=0.0))
+        assert run.process.wait(180) == 0, run.node_log()
         return record.cache, run.node_log()
 
+    return ready
 
-def test_the_second_start_finds_what_the_first_has_compiled(tmp_path, caches):
-    first, log = ready(tmp_path / "1", caches)
-    assert first.startswith(f"cold, kept in {caches}/")
+
+def test_the_second_start_finds_what_the_first_has_compiled(ready, tmp_path):
+    first, log = ready(1)
+    assert first.startswith(f"cold, kept in {tmp_path}/caches/")
     assert "Directly load" not in log
-    second, log = ready(tmp_path / "2", caches)
-    assert second.startswith(f"warm, from {caches}/")
+    second, log = ready(2)
+    assert second.startswith(f"warm, from {tmp_path}/caches/")
     assert "Directly load" in log
 
 
-def test_an_engine_that_damaged_caches_end_starts_without_them(tmp_path, caches):
-    ready(tmp_path / "1", caches)
-    words, log = ready(tmp_path / "2", caches, "--stub-fail-warm", "RuntimeError: unexpected end of graph")
+def test_an_engine_that_damaged_caches_end_starts_without_them(ready):
+    ready(1)
+    words, log = ready(2, "--stub-fail-warm", "RuntimeError: unexpected end of graph")
     assert words.endswith("(the engine did not start with what had been there)")
     assert "starting the engine again, without the caches of earlier starts" in log
-    assert ready(tmp_path / "3", caches)[0].startswith("warm")
+    assert ready(3)[0].startswith("warm")
 
 
 NOT_BY_CACHES = {
@@ -71,11 +63,11 @@ NOT_BY_CACHES = {
 
 
 @pytest.mark.parametrize("why", NOT_BY_CACHES)
-def test_an_engine_that_fails_for_another_cause_is_not_started_twice(tmp_path, caches, why):
-    ready(tmp_path / "1", caches)
-    with started(tmp_path / "2", caches, *NOT_BY_CACHES[why]) as run:
-        record = run.wait_for_state("failed")
-        assert run.process.wait(180) == record.exit_code
+def test_an_engine_that_fails_for_another_cause_is_not_started_twice(begin, ready, why):
+    ready(1)
+    run = begin(2, *NOT_BY_CACHES[why])
+    record = run.wait_for_state("failed")
+    assert run.process.wait(180) == record.exit_code
     assert record.cache.startswith("warm")
     assert run.node_log().count("this is a stub engine") == 1
-    assert ready(tmp_path / "3", caches)[0].startswith("warm"), "what is not to blame stays"
+    assert ready(3)[0].startswith("warm"), "what is not to blame stays"

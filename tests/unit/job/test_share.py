@@ -108,7 +108,7 @@ def test_engines_on_one_node_do_not_fill_one_cache(tmp_path: Path):
         allocation = replace(ALLOCATION, num_nodes=1, share=Share(index=index, count=2))
         with run_cache(options, allocation, command, environ) as cache:
             node = make_node(tmp_path, allocation=allocation, cache=cache)
-            roots.append(node.child_environ(address="127.0.0.1")["VLLM_CACHE_ROOT"])
+            roots.append(node.child_environ()["VLLM_CACHE_ROOT"])
     (key,) = {Path(root).parent.name.rpartition("-")[0] for root in roots}
     assert roots == [str(tmp_path / "cache" / f"{key}-{index}" / "vllm") for index in (0, 1)]
 

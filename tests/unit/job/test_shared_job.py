@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,16 +18,9 @@ DEVICES = ("GPU-5ac1", "GPU-07b2", "MIG-11aa", "MIG-22bb")
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    run = Run(
-        tmp_path,
-        replicas_per_job=2,
-        gpus_per_node=4,
-        engine_restarts=0,
-        variables={"CUDA_VISIBLE_DEVICES": ",".join(DEVICES)},
-    )
-    yield run
-    run.close()
+def run(start) -> Run:
+    variables = {"CUDA_VISIBLE_DEVICES": ",".join(DEVICES)}
+    return start(replicas_per_job=2, gpus_per_node=4, engine_restarts=0, variables=variables)
 
 
 def engine_of(run: Run, replica: int) -> int:
@@ -74,11 +66,8 @@ def test_a_signal_ends_all_of_them_well(run):
     run.wait_for_states("stopped", "stopped")
 
 
-def test_without_a_list_of_devices_none_is_invented(tmp_path):
-    run = Run(tmp_path, replicas_per_job=2, gpus_per_node=4, variables={"CUDA_VISIBLE_DEVICES": ""})
-    try:
-        assert run.process.wait(60) == 2, run.log.read_text()
-        for record in run.wait_for_states("failed", "failed"):
-            assert "divide the GPUs that CUDA_VISIBLE_DEVICES lists" in str(record.reason)
-    finally:
-        run.close()
+def test_without_a_list_of_devices_none_is_invented(start):
+    run = start(replicas_per_job=2, gpus_per_node=4, variables={"CUDA_VISIBLE_DEVICES": ""})
+    assert run.process.wait(60) == 2, run.log.read_text()
+    for record in run.wait_for_states("failed", "failed"):
+        assert "divide the GPUs that CUDA_VISIBLE_DEVICES lists" in str(record.reason)

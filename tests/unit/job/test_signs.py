@@ -20,7 +20,7 @@ from hpc_serve.gate.signs import Asked, Signs
 from hpc_serve.rendezvous.gate_headers import COMMENT_CHUNK, PROCESSING
 from hpc_serve.trust.authority import make_run_certificate
 from tests.support import asgi_server
-from tests.unit.job.conftest import KEY
+from tests.unit.job.conftest import KEY, in_a_loop
 
 pytest.importorskip("httptools")
 pytest.importorskip("uvicorn")
@@ -298,24 +298,22 @@ def test_many_that_ask_and_leave_disturb_nobody(vllm, port):
     staying.until(OK)
 
 
-def test_a_timer_runs_while_a_request_asks_and_only_then():
-    async def test() -> None:
-        async def send(message):
-            pass
+@in_a_loop
+async def test_a_timer_runs_while_a_request_asks_and_only_then():
+    async def send(message):
+        pass
 
-        signs, written = Signs(lambda: False), asyncio.Event()
-        assert not signs.is_running
-        asked = [Asked(lambda is_at_comment: written.set(), send, asyncio.get_running_loop()) for _ in range(3_000)]
-        for one in asked:
-            signs.add(one)
-        await written.wait()
-        assert signs.is_running
-        for one in asked:
-            signs.remove(one)
-        while signs.is_running:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(test(), 60))
+    signs, written = Signs(lambda: False), asyncio.Event()
+    assert not signs.is_running
+    asked = [Asked(lambda is_at_comment: written.set(), send, asyncio.get_running_loop()) for _ in range(3_000)]
+    for one in asked:
+        signs.add(one)
+    await asyncio.wait_for(written.wait(), 60)
+    assert signs.is_running
+    for one in asked:
+        signs.remove(one)
+    while signs.is_running:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
 
 
 # -- signs follow the judgement

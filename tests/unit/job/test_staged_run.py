@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import wait_for
-from tests.support.local_run import Run
 from tests.unit.job.test_staging import safetensors
 
 
@@ -20,16 +19,14 @@ def root(tmp_path) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path, root):
+def run(start, tmp_path, root):
     model = tmp_path / "weights"
     model.mkdir()
     (model / "config.json").write_text("{}")
     (model / "tokenizer.json").write_text("{}")
     (model / "a.safetensors").write_bytes(safetensors(os.urandom(100_000)))
     variables = {"HPC_SERVE_MODEL": str(model), "HPC_SERVE_STAGE": str(root), "HPC_SERVE_CANARY_S": "0"}
-    run = Run(tmp_path, variables=variables)
-    yield run
-    run.close()
+    return start(variables=variables)
 
 
 def copies(root: Path) -> list[Path]:

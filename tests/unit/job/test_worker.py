@@ -11,16 +11,11 @@ from dataclasses import replace
 import pytest
 
 from hpc_serve.job.cache.engine_cache import open_cache
-from hpc_serve.job.cleanup.run_dir import write_control_port
-from hpc_serve.job.links.control import ControlServer
 from hpc_serve.job.links.link import Link, LinkLostError
-from hpc_serve.job.machine.network import listen_on
 from hpc_serve.job.machine.process import marked_pids
 from hpc_serve.job.run import outcome as outcome_module
 from hpc_serve.job.worker import run_worker
-from hpc_serve.rendezvous.store import ServiceStore
-from tests.support.nodes import ALLOCATION, make_node
-from tests.support.stubs import SCRIPT
+from tests.support.nodes import ALLOCATION, listen_for_workers, make_node, write_program
 
 RUNS = "print('running', flush=True); time.sleep(600)"
 
@@ -30,32 +25,24 @@ def over_a_connection(tmp_path, monkeypatch):
     """Runs a worker beside `scenario(head's link)`; `command` is the code of `ray` or `vllm` on its PATH."""
     monkeypatch.setattr(outcome_module, "_SETTLE_S", 0.01)
 
-    def run(scenario, code: str | None, *, backend: str = "ray", words: str = "-pp 2", environ=(), **changes):
+    def run(scenario, code: str | None, *, backend: str = "ray", **changes):
         if code is not None:
-            script = tmp_path / ("ray" if backend == "ray" else "vllm")
-            arguments = tmp_path / "arguments"
-            script.write_text(
-                f"#!{sys.executable}\nimport os, sys, time\n"
-                f"open({str(arguments)!r}, 'w').write(' '.join(sys.argv[1:]))\n{code}\n"
-            )
-            script.chmod(0o755)
+            says = f"open({str(tmp_path / 'arguments')!r}, 'w').write(' '.join(sys.argv[1:]))"
+            text = f"#!{sys.executable}\nimport os, sys, time\n{says}\n{code}\n"
+            write_program(tmp_path / ("ray" if backend == "ray" else "vllm"), text)
 
         async def meet():
-            listener = listen_on()
-            (tmp_path / "control_port").touch(mode=0o600)
-            write_control_port(tmp_path, listener.getsockname()[1])
             node = make_node(
                 tmp_path,
                 backend=backend,
-                words=f"vllm serve m {words}",
+                words="vllm serve m -pp 2",
                 allocation=replace(ALLOCATION, node_rank=1, node_name="n2"),
                 run_mark=f"test-{os.getpid()}-worker",
-                environ={"PATH": str(tmp_path), "HPC_SERVE_JOB_DIR": str(tmp_path), **dict(environ)},
+                environ={"PATH": str(tmp_path), "HPC_SERVE_JOB_DIR": str(tmp_path)},
                 **changes,
             )
             links: asyncio.Queue[Link] = asyncio.Queue()
-            server = ControlServer("secret", "n1", links.put_nowait, silence_s=60)
-            await server.start(listener)
+            server = await listen_for_workers(tmp_path, links.put_nowait)
             worker = asyncio.create_task(run_worker(node))
             try:
                 link = await asyncio.wait_for(links.get(), 60)
@@ -102,9 +89,11 @@ def test_it_starts_ray_when_told_and_ends_when_told(over_a_connection, tmp_path)
     assert "--address=127.0.0.1:4321" in arguments
 
 
-def test_without_ray_it_starts_the_engine_without_a_server(over_a_connection, tmp_path):
+def test_without_ray_it_starts_the_engine_without_a_server_and_tells_it_the_ports_in_a_private_file(
+    over_a_connection, tmp_path
+):
     async def scenario(link):
-        await link.send("go")
+        await link.send("go", settings="master-port: 20002\n")
         arguments = await wait_for_arguments(tmp_path)
         await link.send("stop")
         return arguments
@@ -115,68 +104,27 @@ def test_without_ray_it_starts_the_engine_without_a_server(over_a_connection, tm
         "serve m -pp 2 --distributed-executor-backend mp --nnodes 2 --node-rank 1 --master-addr 127.0.0.1" in arguments
     )
     assert arguments.endswith("--headless")
+    settings = tmp_path / "engine.yaml"
+    assert (settings.read_text(), settings.stat().st_mode & 0o777) == ("master-port: 20002\n", 0o600)
+    assert "20002" not in arguments
 
 
-IS_STUB = f"os.execv({sys.executable!r}, [{sys.executable!r}, {str(SCRIPT)!r}, *sys.argv[1:]])"
+STOPS = "import signal; os.kill(os.getpid(), signal.SIGSTOP)"
+ENDS = f"import subprocess; subprocess.run(['VLLM::Worker_TP1', '2'], executable='/bin/sleep')\n{RUNS}"
 
 
-@pytest.mark.parametrize("failed_part", [None, "engine"])
-def test_its_own_server_has_a_record_drains_as_the_head_says_and_ends_as_the_run_does(
-    over_a_connection, tmp_path, failed_part
-):
-    tmp_path.chmod(0o700)
-    store = ServiceStore(tmp_path / "home")
-    store.ensure_service("8b")
-    environ = {
-        "HPC_SERVE_HOME": str(store.home),
-        "HPC_SERVE_API_KEY_FILE": str(store.ensure_api_key("8b")),
-        "HPC_SERVE_DRAIN_FILE": str(tmp_path / "drain"),
-    }
-
-    def record():
-        return next(iter(store.read("8b").records), None)
-
-    async def scenario(link):
-        assert record() is None
-        await link.send("go")
-        while record() is None or record().state != "ready":  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        ready = record()
-        answered = asyncio.create_task(link.ask("drain", reason="stop", drain_s=60.0, cause="stop"))
-        receiving = asyncio.create_task(link.receive())
-        await answered
-        told = record().state, (tmp_path / "drain").exists()
-        await link.send("stop", reason="it broke", failed_part=failed_part, exit_code=3 if failed_part else 0)
-        with pytest.raises(LinkLostError):
-            await receiving
-        return ready, told
-
-    (ready, told), code = over_a_connection(
-        scenario, IS_STUB, backend="mp", words="-dp 4 --data-parallel-hybrid-lb", environ=environ
-    )
-    assert (ready.replica, ready.replicas_per_job, [one.name for one in ready.nodes]) == (1, 2, ["n2"])
-    assert told == ("draining", True)
-    assert code == 0
-    ended = record()
-    assert (ended.state, ended.failed_part) == ("failed" if failed_part else "stopped", failed_part)
-    assert "--headless" not in (tmp_path / "arguments").read_text()
-
-
-@pytest.mark.parametrize("backend", ["ray", "mp"])
-def test_the_head_is_told_of_a_process_that_is_stopped(over_a_connection, backend):
-    stops = "import signal; os.kill(os.getpid(), signal.SIGSTOP)"
-    message, code = over_a_connection(first_message, stops, backend=backend, silence_s=0.5)
-    assert code == 0
-    assert message["kind"] == "stopped"
-    assert re.fullmatch(r"\S+ \(\d+\)", message["process"])
-
-
-def test_the_head_is_told_of_a_rank_that_has_ended(over_a_connection):
-    ends = "import subprocess; subprocess.run(['VLLM::Worker_TP1', '2'], executable='/bin/sleep')"
-    message, code = over_a_connection(first_message, f"{ends}\n{RUNS}", backend="mp", silence_s=5)
-    assert code == 0
-    assert message["kind"] == "ended"
-    assert re.fullmatch(r"VLLM::Worker_TP1 \(\d+\)", message["process"])
+@pytest.mark.parametrize(
+    ("code", "backend", "silence_s", "told"),
+    [
+        (STOPS, "ray", 0.5, r"stopped: \S+ \(\d+\)"),
+        (STOPS, "mp", 0.5, r"stopped: \S+ \(\d+\)"),
+        (ENDS, "mp", 5, r"ended: VLLM::Worker_TP1 \(\d+\)"),
+    ],
+)
+def test_the_head_is_told_of_stopped_processes_and_of_ranks_that_end(over_a_connection, code, backend, silence_s, told):
+    message, exit_code = over_a_connection(first_message, code, backend=backend, silence_s=silence_s)
+    assert exit_code == 0
+    assert re.fullmatch(told, f"{message['kind']}: {message['process']}")
 
 
 SAYS_WHERE = "print(os.environ['VLLM_CACHE_ROOT'], file=open(os.environ['VLLM_HOST_IP'] + '.said', 'w'), flush=True)"
@@ -214,13 +162,9 @@ def test_caches_outlive_the_run_if_the_head_says_so_and_count_once_the_engine_is
 def test_the_end_of_its_part_is_told_and_it_stays_until_the_head_stops(over_a_connection):
     message, code = over_a_connection(first_message, "print('ValueError: no such network'); sys.exit(3)")
     assert code == 3
-    assert message == {
-        "kind": "failed",
-        "part": "ray worker",
-        "exit_code": 3,
-        "reason": "ray worker exited with 3: ValueError: no such network",
-        "last_log_lines": ["ValueError: no such network"],
-    }
+    assert (message["kind"], message["part"], message["exit_code"]) == ("failed", "ray worker", 3)
+    assert message["reason"] == "ray worker exited with 3: ValueError: no such network"
+    assert message["last_log_lines"] == ["ValueError: no such network"]
 
 
 def test_a_node_without_the_command_says_so(over_a_connection):

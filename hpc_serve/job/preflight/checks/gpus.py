@@ -59,7 +59,7 @@ def gpus_working(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> Seen:
         return _broken(f"CUDA says {gpus.cuda.error}", gpus.cuda.error, facts)
     devices = gpus.cuda.devices[: needs.gpus]
     for place, device in enumerate(devices):
-        if device.error and not _is_full(device, needs):
+        if device.error and not needs.is_full(device):
             return _broken(f"GPU {place} ({device.name}): CUDA says {device.error}", device.error, facts)
     if errors := sum(gpu.uncorrected_errors for gpu in gpus.gpus or ()):
         return found("memory errors", errors=errors)
@@ -78,9 +78,9 @@ def gpus_free(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> Seen:
     if not (devices := _devices(gpus, needs)):
         return not_checked("no process tried CUDA here")
     for place, one in enumerate(devices):
-        if _is_full(one, needs):
+        if needs.is_full(one):
             level: Level | None = "warning" if needs.sets_cache_bytes else None
-            numbers = {"free": one.free_bytes, "total": one.total_bytes, "asked": needs.asked_bytes(one.total_bytes)}
+            numbers = {"free": one.free_bytes, "total": one.total_bytes, "asked": needs.asked_bytes(one)}
             return found("GPU in use", level=level, place=place, part=needs.gpu_memory_utilization, **numbers)
     return ok(f"at least {min(device.free_bytes for device in devices) / GIB:.1f} GiB free on each")
 
@@ -88,10 +88,6 @@ def gpus_free(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> Seen:
 def _devices(gpus: GpusFacts, needs: Needs) -> tuple[CudaDevice, ...]:
     """Return the GPUs that the engine will use, as CUDA shows them."""
     return gpus.cuda.devices[: needs.gpus] if gpus.cuda is not None else ()
-
-
-def _is_full(device: CudaDevice, needs: Needs) -> bool:
-    return device.total_bytes > 0 and device.free_bytes < needs.asked_bytes(device.total_bytes)
 
 
 def driver(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> Seen:

@@ -76,13 +76,9 @@ def _write_and_read(cuda: Any) -> None:
 
 def _call(cuda: Any, function: str, *arguments: Any) -> None:
     if code := getattr(cuda, function)(*arguments):
-        raise _CudaError(_name(cuda, code))
-
-
-def _name(cuda: Any, code: int) -> str:
-    name = ctypes.c_char_p()
-    cuda.cuGetErrorName(code, ctypes.byref(name))
-    return (name.value or b"").decode(errors="replace") or f"error {code}"
+        name = ctypes.c_char_p()
+        cuda.cuGetErrorName(code, ctypes.byref(name))
+        raise _CudaError((name.value or b"").decode(errors="replace") or f"error {code}")
 
 
 def main() -> int:

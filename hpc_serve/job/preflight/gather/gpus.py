@@ -97,10 +97,7 @@ def _probe_until_free(needs: Needs, environ: Mapping[str, str]) -> CudaFacts | N
 
 def is_in_use(facts: CudaFacts, needs: Needs) -> bool:
     """Return whether a GPU of the engine's is in use by another program, so that it may be free later."""
-    return any(
-        device.error.startswith(_BUSY) or device.free_bytes < needs.asked_bytes(device.total_bytes)
-        for device in facts.devices[: needs.gpus]
-    )
+    return any(device.error.startswith(_BUSY) or needs.is_full(device) for device in facts.devices[: needs.gpus])
 
 
 def _probe(environ: Mapping[str, str]) -> CudaFacts | None:

@@ -75,6 +75,13 @@ def changed(value: Any, changes: Mapping[str, Any]) -> Any:
     return value
 
 
+def changed_run(facts: NodeFacts, changes: Mapping[str, Any]) -> tuple[NodeFacts, Needs]:
+    """Return a node and the needs of its run, with other values at these paths. Those of the needs begin with needs."""
+    of_run = {path.removeprefix("needs."): new for path, new in changes.items() if path.startswith("needs.")}
+    of_node = {path: new for path, new in changes.items() if not path.startswith("needs")}
+    return changed(facts, of_node), changed(changes.get("needs", NEEDS), of_run)
+
+
 def report(name: str = "n1", **changes: Any) -> NodeFacts:
     """A healthy node of a run; `changes` are of its facts."""
     number = int(name[1:])

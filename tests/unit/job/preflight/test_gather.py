@@ -15,6 +15,7 @@ from hpc_serve.hub.hub_settings import HubSettings
 from hpc_serve.job.machine import node_memory
 from hpc_serve.job.preflight.facts import CudaDevice, CudaFacts
 from hpc_serve.job.preflight.gather import cuda_probe, gpus, machine, network, software, weights
+from tests.support.nodes import write_program
 from tests.unit.job.preflight.nodes import CUDA, DEVICE, NEEDS
 
 # As drivers 535 and 570 print it.
@@ -171,8 +172,7 @@ def test_what_torch_was_built_for_is_read_from_its_file():
 
 
 def test_commands_that_are_missing_are_named(tmp_path):
-    (tmp_path / "ray").write_text("#!/bin/sh\n")
-    (tmp_path / "ray").chmod(0o755)
+    write_program(tmp_path / "ray", "#!/bin/sh\n")
     facts = software.gather_software({"PATH": str(tmp_path)}, ["vllm", "ray"], "/tmp/hs")
     assert facts.missing_commands == ("vllm",)
     assert {"python", "hpc-serve"} <= set(facts.versions)

@@ -14,7 +14,7 @@ from hpc_serve.job.preflight.facts import CudaFacts, GpusFacts, LimitFacts
 from hpc_serve.job.preflight.judge import CHECKS, judge
 from hpc_serve.job.preflight.verdict import findings
 from hpc_serve.sizes import GIB, MIB
-from tests.unit.job.preflight.nodes import CUDA, DEVICE, FACTS, FOLDER, GPU, NEEDS, VERSIONS, WEIGHTS, changed
+from tests.unit.job.preflight.nodes import CUDA, DEVICE, FACTS, FOLDER, GPU, NEEDS, VERSIONS, WEIGHTS, changed_run
 
 FULL = replace(DEVICE, free_bytes=40 * GIB)
 VOLTA = replace(DEVICE, name="Tesla V100", capability="7.0")
@@ -32,9 +32,7 @@ NODE_CHECKS = [(name, group) for name, group, scope, _ in CHECKS if scope == "no
 
 def judged(check, changes):
     """Return the verdict of one check on a healthy node with these changes, of its facts or of the run's needs."""
-    of_run = {path.removeprefix("needs."): new for path, new in changes.items() if path.startswith("needs.")}
-    needs = changed(changes.get("needs", NEEDS), of_run)
-    facts = changed(FACTS, {path: new for path, new in changes.items() if not path.startswith("needs")})
+    facts, needs = changed_run(FACTS, changes)
     (verdict,) = (one for one in judge({"n1": facts}, needs) if one.check == check)
     return verdict
 
@@ -50,10 +48,6 @@ def test_what_was_not_gathered_is_not_checked(name, group):
     assert judged(name, {group: None}).level == "not checked"
     problems = {group: "no answer within 20 s"}
     assert judged(name, {group: None, "problems": problems}).seen == "no answer within 20 s"
-
-
-def limit(soft, hard, used=None):
-    return LimitFacts(soft=soft, hard=hard, used=used)
 
 
 CASES = [
@@ -192,26 +186,26 @@ CASES = [
     ),
     ("disk", "warning", "1.0 GiB free", {"folders": (replace(FOLDER, free_bytes=GIB),)}),
     # limits
-    ("limits", "warning", "memlock is 65,536", {"limits.memlock": limit(65536, 65536)}),
-    ("limits", "ok", "no limit", {"limits.memlock": limit(65536, 65536), "needs.num_nodes": 1}),
-    ("limits", "warning", "nofile is 1,024", {"limits.nofile": limit(1024, 1024)}),
-    ("limits", "warning", "nproc is 512 (hard 1,024)", {"limits.nproc": limit(512, 1024)}),
+    ("limits", "warning", "memlock is 65,536", {"limits.memlock": LimitFacts(soft=65536, hard=65536)}),
+    ("limits", "ok", "no limit", {"limits.memlock": LimitFacts(soft=65536, hard=65536), "needs.num_nodes": 1}),
+    ("limits", "warning", "nofile is 1,024", {"limits.nofile": LimitFacts(soft=1024, hard=1024)}),
+    ("limits", "warning", "nproc is 512 (hard 1,024)", {"limits.nproc": LimitFacts(soft=512, hard=1024)}),
     (
         "limits",
         "failed",
         "nproc is 150 (ulimit -u), and you have 20 processes and threads there before the engine",
-        {"limits.nproc": limit(150, 150, 20)},
+        {"limits.nproc": LimitFacts(soft=150, hard=150, used=20)},
     ),
-    ("limits", "warning", "nproc is 150", {"limits.nproc": limit(150, 150, 20), "needs": ON_CPUS}),
+    ("limits", "warning", "nproc is 150", {"limits.nproc": LimitFacts(soft=150, hard=150, used=20), "needs": ON_CPUS}),
     (
         "limits",
         "failed",
         "(hard 8,192) (ulimit -u), and you have 4,050",
-        {"limits.nproc": limit(4096, 8192, 4050), "needs": ON_CPUS},
+        {"limits.nproc": LimitFacts(soft=4096, hard=8192, used=4050), "needs": ON_CPUS},
     ),
-    ("limits", "warning", "address space", {"limits.as": limit(64 * GIB, -1)}),
-    ("limits", "warning", "room for 900 of 1000 tasks", {"limits.tasks": limit(1000, 1000, 100)}),
-    ("limits", "failed", "room for 10 of 100 tasks", {"limits.tasks": limit(100, 100, 90)}),
+    ("limits", "warning", "address space", {"limits.as": LimitFacts(soft=64 * GIB, hard=-1)}),
+    ("limits", "warning", "room for 900 of 1000 tasks", {"limits.tasks": LimitFacts(soft=1000, hard=1000, used=100)}),
+    ("limits", "failed", "room for 10 of 100 tasks", {"limits.tasks": LimitFacts(soft=100, hard=100, used=90)}),
     # software
     ("commands", "ok", ", ".join(f"{name} {version}" for name, version in VERSIONS.items()), {}),
     ("commands", "failed", "no command vllm and ray", {"software.missing_commands": ("vllm", "ray")}),

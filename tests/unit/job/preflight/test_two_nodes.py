@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
 from dataclasses import replace
 
 import pytest
 
-from hpc_serve.job.cleanup.run_dir import write_control_port
-from hpc_serve.job.links.control import ControlServer
 from hpc_serve.job.links.worker_links import WorkerLinks
-from hpc_serve.job.machine.network import listen_on
 from hpc_serve.job.preflight import node_side
 from hpc_serve.job.preflight.head_side import HeadPreflight, write_report
 from hpc_serve.job.preflight.peers import Peer, PeerListener, find_unreached
@@ -21,28 +17,22 @@ from hpc_serve.job.run import outcome as outcome_module
 from hpc_serve.job.run.outcome import RunEnd
 from hpc_serve.job.run.parts import Parts
 from hpc_serve.job.worker import run_worker
+from hpc_serve.rendezvous.fields import to_json_text
 from hpc_serve.rendezvous.preflight import read_preflight
 from hpc_serve.rendezvous.store import ServiceStore
-from tests.support.nodes import ALLOCATION, make_node
+from tests.support.nodes import ALLOCATION, listen_for_workers, make_node, write_program
 
 HEAD, WORKER = "127.0.0.2", "127.0.0.1"  # Linux connects to the first from the second
 
 
 @pytest.fixture
 def two_nodes(tmp_path, monkeypatch):
-    """Runs the preflight of a head and a worker; returns the report and how the worker's run ended.
-
-    Fields of the worker's answers can be replaced by others.
-    """
+    """Runs the preflight of a head and a worker; returns the report and how the worker's run ended."""
     monkeypatch.setattr(outcome_module, "_SETTLE_S", 0.01)
     for name in ("vllm", "ray"):
-        (tmp_path / name).write_text("#!/bin/sh\nsleep 600\n")
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, "#!/bin/sh\nsleep 600\n")
 
-    async def meet(instead):
-        listener = listen_on()
-        (tmp_path / "control_port").touch(mode=0o600)
-        write_control_port(tmp_path, listener.getsockname()[1])
+    async def meet():
         environ = {
             **{"PATH": str(tmp_path), "HPC_SERVE_JOB_DIR": str(tmp_path), "HPC_SERVE_LOG_DIR": str(tmp_path)},
             "VLLM_RPC_BASE_PATH": "/tmp",  # pytest's own folders have long names
@@ -55,19 +45,12 @@ def two_nodes(tmp_path, monkeypatch):
         preflight = HeadPreflight(head)
 
         def on_join(link):
-            asked = link.ask
-
-            async def ask(kind, **fields):
-                return {**await asked(kind, **fields), **instead}
-
-            link.ask = ask
             preflight.ask(link)
             joined.set()
 
         workers = WorkerLinks(2, parts, on_join)
         ServiceStore(tmp_path / "home").ensure_service("8b")
-        server = ControlServer(head.token, "n1", workers.add_worker, silence_s=60)
-        await server.start(listener)
+        server = await listen_for_workers(tmp_path, workers.add_worker)
         running = asyncio.create_task(run_worker(worker))
         try:
             await asyncio.wait_for(joined.wait(), 60)
@@ -79,7 +62,7 @@ def two_nodes(tmp_path, monkeypatch):
         write_report(head, ServiceStore(tmp_path / "home"), report)
         return report, code
 
-    return lambda instead={}: asyncio.run(meet(instead))
+    return lambda: asyncio.run(meet())
 
 
 def by_name(report):
@@ -137,8 +120,11 @@ def test_a_head_that_cannot_listen_at_its_address_is_looked_at_all_the_same(two_
     assert by_name(report)["reach"].level == "not checked"
 
 
-def test_facts_that_cannot_be_read_count_as_not_sent(two_nodes):
-    report, _ = two_nodes({"facts": json.dumps({"name": 3})})
+def test_facts_that_cannot_be_read_count_as_not_sent(two_nodes, monkeypatch):
+    facts_of = {"n2": '{"name": 3}'}
+    written = "hpc_serve.job.preflight.node_side.to_json_text"
+    monkeypatch.setattr(written, lambda facts: facts_of.get(facts.name) or to_json_text(facts))
+    report, _ = two_nodes()
     paths = by_name(report)["paths"]
     assert (paths.level, paths.nodes) == ("not checked", ("n2",))
 
