@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.engine import EngineConfig
+from hpc_serve.plan.model.gptq import FUSED
 from hpc_serve.plan.model.scheme import BF16
 from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
 from hpc_serve.plan.model.weights import Block, Linear, Part, Vector, Weight
@@ -25,7 +26,6 @@ _ADAPTS_VOCABULARY = (
     *("Nemotron", "Cohere", "Exaone", "FalconH1", "Jamba", "Lfm2", "MiniCPM", "Solar", "Ernie4_5For", "DeciLM"),
 )
 """Architectures that take adapters of embedding and head begin so: `embedding_modules` in vLLM's model files."""
-_FUSED_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 def loaded_model(model: ModelSpec, engine: EngineConfig, draft: ModelSpec | None = None) -> ModelSpec:
@@ -195,7 +195,9 @@ def _lora_slots(weight: Weight, engine: EngineConfig) -> Iterator[Linear]:
     has a whole B. Fully sharded LoRAs divide both. Sources: `create_lora_weights` in vLLM's lora/layers/base_linear.py,
     column_parallel_linear.py and fused_moe.py.
     """
-    if not isinstance(weight, Linear) or not _is_target(weight.name, engine.lora_target_modules):
+    if not isinstance(weight, Linear):
+        return
+    if not _is_target(weight.name, engine.lora_target_modules, is_fused=len(weight.outputs) > 1):
         return
     rank, sharded = engine.lora_rank * engine.lora_slots, engine.fully_sharded_loras and weight.split != "none"
     a_split = "row" if weight.split == "row" else "column" if sharded else "none"
@@ -206,10 +208,11 @@ def _lora_slots(weight: Weight, engine: EngineConfig) -> Iterator[Linear]:
     yield replace(plain, name=f"{weight.name}.lora_b", inputs=Part(rank), split=b_split)  # type: ignore[arg-type]
 
 
-def _is_target(name: str, targets: tuple[str, ...] | None) -> bool:
+def _is_target(name: str, targets: tuple[str, ...] | None, *, is_fused: bool = False) -> bool:
     """Return whether --lora-target-modules names a matrix or a part of it: `is_in_target_modules` in vLLM's
     lora/utils.py."""
     if targets is None:
         return True
     suffix = name.rsplit(".", 1)[-1]
-    return any(target in (suffix, name, *_FUSED_PARTS.get(suffix, ())) for target in targets)
+    fused, parts = FUSED[suffix] if is_fused and suffix in FUSED else (suffix, ())
+    return any(target in (suffix, name, fused, *parts) for target in targets)

@@ -16,7 +16,7 @@ from hpc_serve.plan.model.scheme import Scheme, int_groups
 from hpc_serve.plan.model.skipped_modules import MOST_EXPRESSIONS, checked_expression
 
 _BITS = (4, 8)
-_FUSED = {
+FUSED = {
     "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
     "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
     "experts": ("experts", ("experts.0.gate_proj", "experts.0.up_proj", "experts.0.down_proj")),
@@ -69,7 +69,7 @@ def dynamic_scheme(rules: DynamicRules, base: Scheme, plain: Scheme, module: str
     """
     last = module.rpartition(".")[2]
     before = module.removesuffix(last)
-    fused, names = _FUSED.get(last, (last, (last,))) if is_fused else (last, (last,))
+    fused, names = FUSED.get(last, (last, (last,))) if is_fused else (last, (last,))
     found = _first_match(rules, base, before + fused)
     own = {_first_match(rules, base, before + name) for name in names}
     if own in ({base}, {found}):

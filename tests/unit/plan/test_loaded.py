@@ -40,6 +40,8 @@ def test_lora_slots_are_those_of_vllms_layers() -> None:
     assert slots_bytes(1, max_loras=4, max_lora_rank=64) == pytest.approx(16 * slots_bytes(1), rel=0.02)
     assert slots_bytes(1, lora_target_modules=("q_proj", "o_proj")) < slots_bytes(1)
     assert slots_bytes(1, lora_target_modules=("down_proj",)) == 32 * (inner + hidden) * 16 * 2
+    fused = 32 * ((hidden + hidden) + 2 * (hidden + kv)) * 16 * 2
+    assert [slots_bytes(1, lora_target_modules=(part,)) for part in ("q_proj", "k_proj", "qkv_proj")] == [fused] * 3
 
 
 def test_tensor_parallelism_divides_one_half_of_an_adapter_or_both() -> None:
