@@ -204,9 +204,10 @@ def _is_survived(log: LogEvidence, error: Match | Raised) -> bool:
 
 
 def _of_match(log: LogEvidence, match: Match, rank: int) -> _Candidate:
-    line = SeenLine(source=log.source, number=match.line, text=_quote(match.text))
-    finding = Finding(name=match.rule.name, cause=match.cause, cure=match.cure, lines=(line,))
-    return _Candidate(rank=rank, at=_time(match.at), key=match.rule.name, finding=finding, repeats=match.repeats)
+    rule, found = match.rule, match.found
+    line = SeenLine(source=log.source, number=match.line, text=_quote(found.string))
+    finding = Finding(name=rule.name, cause=rule.cause_of(found), cure=rule.cure_of(found), lines=(line,))
+    return _Candidate(rank=rank, at=_time(match.at), key=rule.name, finding=finding, repeats=match.repeats)
 
 
 def _of_exception(log: LogEvidence, raised: Raised, rank: int) -> _Candidate:
