@@ -34,9 +34,8 @@ from hpc_serve.submit.diagnosis import diagnosis
 from hpc_serve.submit.logs.log_files import files_of
 from hpc_serve.submit.plans.planned_speed import planned_tokens_per_s
 from hpc_serve.submit.request.environment import Environment
-from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
-from hpc_serve.submit.services import hand_over, services, wait
+from hpc_serve.submit.services import hand_over, wait
 from hpc_serve.submit.services import stop as stopping
 from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.scheduler import SchedulerView
@@ -45,26 +44,7 @@ from hpc_serve.submit.slurm.slurm_messages import ended_sentence
 from hpc_serve.submit.status.status_reader import find, read_status
 from tests.cluster import wait_for
 from tests.support.stubs import StubService, make_record, make_submitted
-
-MODEL = "meta-llama/Llama-3.1-8B-Instruct"
-
-
-@pytest.fixture
-def environ(store, slurm, tmp_path):
-    """What `submit` is told: a home, and an environment for the job."""
-    return {"HPC_SERVE_HOME": str(store.home), "HPC_SERVE_ENV": str(tmp_path / "env")}
-
-
-@pytest.fixture
-def stubs(store):
-    """Engines of the service 8b."""
-    service = StubService(store.home, "8b")
-    yield service
-    service.close()
-
-
-def request(**fields) -> ServeRequest:
-    return ServeRequest(**{"model": "8b", "service": "8b", **fields})
+from tests.unit.submit.service_8b import MODEL, submit
 
 
 def submitted_job(store: ServiceStore, job_id: str = "7", **fields) -> SubmittedJob:
@@ -90,8 +70,8 @@ def files(folder: Path) -> set[str]:
 
 
 class TestSubmit:
-    def test_a_job_is_submitted_and_written_down(self, store, slurm, environ):
-        done = services.submit(request(slurm=SlurmOptions(partition="gpu")), environ=environ)
+    def test_a_job_is_submitted_and_written_down(self, store, slurm):
+        done = submit(slurm=SlurmOptions(partition="gpu"))
         assert (done.job.job_id, done.job.model, done.job.gpus_per_node) == ("101", MODEL, 1)
         assert store.read_submitted("8b") == (done.job,)
         (script,) = slurm.scripts
@@ -104,30 +84,30 @@ class TestSubmit:
         assert done.job.predicted["weight_bytes"] > 16e9
         assert planned_tokens_per_s(done.job.predicted, 1) > 0
 
-    def test_the_log_folder_asked_for_is_made(self, store, slurm, environ, tmp_path):
-        done = services.submit(request(log_dir=str(tmp_path / "a" / "logs")), environ=environ)
+    def test_the_log_folder_asked_for_is_made(self, store, slurm, tmp_path):
+        done = submit(log_dir=str(tmp_path / "a" / "logs"))
         assert done.job.log_path == str(tmp_path / "a" / "logs" / "101.log")
         assert (tmp_path / "a" / "logs").is_dir()
 
-    def test_what_the_service_has_already_is_told(self, store, slurm, environ):
-        first = services.submit(request(), environ=environ)
+    def test_what_the_service_has_already_is_told(self, store, slurm):
+        first = submit()
         assert first.others == ()
         slurm.name_in_queue("55", "hpc-serve-8b")  # submitted by hand
-        second = services.submit(request(), environ=environ)
+        second = submit()
         assert sorted((one.job_id, one.state) for one in second.others) == [("101", "pending"), ("55", "pending")]
         slurm.queue()
         slurm.job("101", "CANCELLED")
         slurm.job("102", "FAILED", exit_code="1:0")
-        third = services.submit(request(), environ=environ)
+        third = submit()
         assert third.others == ()
 
-    def test_a_refused_job_leaves_no_claim_and_no_note(self, store, slurm, environ):
+    def test_a_refused_job_leaves_no_claim_and_no_note(self, store, slurm):
         slurm.refuse("sbatch: error: Batch job submission failed: Invalid qos specification")
         with pytest.raises(SubmissionRefusedError, match="Invalid qos specification"):
-            services.submit(request(), environ=environ)
+            submit()
         assert files(store.service_dir("8b")) == {"api_key"}
         (slurm.bin.parent / "refusal").unlink()
-        services.submit(request(model="70b"), environ=environ)  # the name is free for another model
+        submit(model="70b")  # the name is free for another model
 
     @pytest.mark.parametrize(
         ("reason", "words"),
@@ -138,16 +118,16 @@ class TestSubmit:
             ("QOSMaxWallDurationPerJobLimit", ["QOS does not allow one job so much", "--time"]),
         ],
     )
-    def test_a_job_that_slurm_says_will_never_start_is_refused(self, store, slurm, environ, reason, words):
+    def test_a_job_that_slurm_says_will_never_start_is_refused(self, store, slurm, reason, words):
         slurm.job("101", "PENDING", reason=reason)
         with pytest.raises(SubmissionRefusedError, match="never start the job, so it was cancelled") as refused:
-            services.submit(request(), environ=environ)
+            submit()
         assert all(word in str(refused.value) for word in words)
         assert slurm.cancelled == ["101"]
         assert files(store.service_dir("8b")) == {"api_key", "101.forgotten"}
         slurm.job("101", "CANCELLED", name="hpc-serve-8b", nodes="", log=str(store.log_dir("8b") / "101.log"))
         assert read_status(store).everywhere == ()
-        services.submit(request(model="70b"), environ=environ)  # the name is free for another model
+        submit(model="70b")  # the name is free for another model
         slurm.job("103", "PENDING", reason=reason)
         with pytest.raises(SubmissionRefusedError):
             hand_over.add_jobs(store, "8b", 1)
@@ -161,22 +141,22 @@ class TestSubmit:
             ("PartitionConfig", "small,gpu"),
         ],
     )
-    def test_one_that_may_start_after_all_is_left_in_the_queue(self, store, slurm, environ, reason, partition):
+    def test_one_that_may_start_after_all_is_left_in_the_queue(self, store, slurm, reason, partition):
         slurm.job("101", "PENDING", reason=reason, partition=partition)
-        assert services.submit(request(), environ=environ).job_id == "101"
+        assert submit().job_id == "101"
         assert slurm.cancelled == []
 
-    def test_a_controller_that_falls_silent_after_sbatch_refuses_nothing(self, store, slurm, environ):
+    def test_a_controller_that_falls_silent_after_sbatch_refuses_nothing(self, store, slurm):
         (slurm.bin / "scontrol").write_text("#!/bin/bash\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
-        assert services.submit(request(), environ=environ).job_id == "101"
+        assert submit().job_id == "101"
 
-    def test_what_cannot_be_written_down_is_not_left_running(self, store, slurm, environ, monkeypatch):
+    def test_what_cannot_be_written_down_is_not_left_running(self, store, slurm, monkeypatch):
         def full(*_):
             raise StoreError("the filesystem is full")
 
         monkeypatch.setattr(ServiceStore, "write_submitted", full)
         with pytest.raises(StoreError, match="full"):
-            services.submit(request(), environ=environ)
+            submit()
         assert slurm.cancelled == ["101"]
         assert "service.json" not in files(store.service_dir("8b"))
 
@@ -194,9 +174,9 @@ class TestSubmit:
             ({"engine_args": ("--max-num-seqs", "many")}, InvalidRequestError, "--max-num-seqs is 'many'"),
         ],
     )
-    def test_what_cannot_work_is_refused_before_anything_happens(self, store, slurm, environ, fields, error, words):
+    def test_what_cannot_work_is_refused_before_anything_happens(self, store, slurm, fields, error, words):
         with pytest.raises(error, match=words):
-            services.submit(request(**fields), environ=environ)
+            submit(**fields)
         assert slurm.scripts == []
         assert not files(store.home)
 
@@ -218,43 +198,44 @@ class TestSubmit:
         ],
     )
     def test_the_folder_of_a_stand_in_is_looked_at_before_the_queue(
-        self, store, slurm, environ, tmp_path, files, engine_args, words
+        self, store, slurm, monkeypatch, tmp_path, files, engine_args, words
     ):
         """Random weights need no files: as an option, or in the folder's file of options."""
         if files is not None:
             (tmp_path / "model").mkdir()
         for name, text in (files or {}).items():
             (tmp_path / "model" / name).write_text(text)
-        asked, environ = request(engine_args=engine_args), environ | {"HPC_SERVE_MODEL": str(tmp_path / "model")}
+        monkeypatch.setenv("HPC_SERVE_MODEL", str(tmp_path / "model"))
         with pytest.raises(InvalidRequestError, match=words) if words else contextlib.nullcontext():
-            services.submit(asked, environ=environ)
+            submit(engine_args=engine_args)
         assert len(slurm.scripts) == (not words)
 
-    def test_without_an_environment_nothing_is_queued(self, store, slurm, environ, monkeypatch, tmp_path):
+    def test_without_an_environment_nothing_is_queued(self, store, slurm, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("HPC_SERVE_ENV")
         with pytest.raises(InvalidRequestError, match="set HPC_SERVE_ENV"):
-            services.submit(request(), environ={"HPC_SERVE_HOME": str(store.home)})
+            submit()
         assert slurm.scripts == []
 
-    def test_a_name_is_one_model_s_as_long_as_its_job_may_live(self, store, slurm, environ):
-        services.submit(request(), environ=environ)
+    def test_a_name_is_one_model_s_as_long_as_its_job_may_live(self, store, slurm):
+        submit()
         with pytest.raises(ServiceConflictError, match="job 101"):
-            services.submit(request(model="70b"), environ=environ)
+            submit(model="70b")
         assert len(slurm.scripts) == 1
-        services.submit(request(), environ=environ)  # the same model: another replica
+        submit()  # the same model: another replica
         slurm.queue()
         for job_id in ("101", "102"):
             slurm.job(job_id, "CANCELLED")
-        services.submit(request(model="70b"), environ=environ)
+        submit(model="70b")
         assert len(slurm.scripts) == 3
 
-    def test_a_silent_controller_frees_no_name(self, store, slurm, environ):
-        services.submit(request(), environ=environ)
+    def test_a_silent_controller_frees_no_name(self, store, slurm):
+        submit()
         slurm.be_silent()
         with pytest.raises(ServiceConflictError):
-            services.submit(request(model="70b"), environ=environ)
+            submit(model="70b")
         with pytest.raises(SchedulerUnavailableError):
-            services.submit(request(), environ=environ)
+            submit()
 
 
 class TestStatus:
@@ -472,9 +453,9 @@ class TestStatus:
         assert read_status(store).everywhere == ()
         assert read_status(store).problems == ()
 
-    def test_an_engine_is_asked_before_it_is_called_ready(self, store, slurm, stubs):
+    def test_an_engine_is_asked_before_it_is_called_ready(self, store, slurm, engines):
         slurm.queue(("7", "RUNNING", "None"))
-        engine = stubs.start(service="8b", model=MODEL, job_id="7")
+        engine = engines.start(service="8b", model=MODEL, job_id="7")
         assert the_one(store).state == "ready"
         assert the_one(store).address == f"127.0.0.1:{engine.port}"
         engine.kill()
@@ -532,9 +513,9 @@ class TestStatus:
             assert read_status(store, slurm=view).replicas[0].state == "unresponsive"
         assert len(asked) == 2
 
-    def test_an_engine_that_answers_is_ready_though_the_controller_is_silent(self, store, slurm, stubs):
+    def test_an_engine_that_answers_is_ready_though_the_controller_is_silent(self, store, slurm, engines):
         slurm.be_silent()
-        stubs.start(service="8b", model=MODEL, job_id="7")
+        engines.start(service="8b", model=MODEL, job_id="7")
         assert the_one(store).state == "ready"
 
 
@@ -602,10 +583,17 @@ class TestWait:
         with pytest.raises(ServiceFailedError, match="the real reason"):
             wait.wait(store, "8b", on_change=write_it)
 
-    def test_not_ready_in_time_is_no_failure(self, store, slurm):
+    @pytest.mark.parametrize(
+        ("reason", "partition", "words"),
+        [
+            ("Priority", "gpu", "its job goes on: pending: waiting behind"),
+            ("PartitionNodeLimit", "gpu,small", r"one of its partitions \(gpu,small\) cannot run it"),
+        ],
+    )
+    def test_not_ready_in_time_is_no_failure(self, store, slurm, reason, partition, words):
         submitted_job(store)
-        slurm.queue(("7", "PENDING", "Priority"))
-        with pytest.raises(WaitTimeoutError, match="its job goes on: pending: waiting behind"):
+        slurm.queue(("7", "PENDING", reason), partition=partition)
+        with pytest.raises(WaitTimeoutError, match=words):
             wait.wait(store, "8b", timeout_s=0)
 
     @pytest.mark.parametrize("reason", ["PartitionNodeLimit", "QOSMaxNodePerJobLimit", "DependencyNeverSatisfied"])
@@ -625,12 +613,6 @@ class TestWait:
         (slurm.bin / "sinfo").write_text("#!/bin/bash\nexit 1\n")
         with pytest.raises(ServiceFailedError, match="more time than its partition allows"):
             wait.wait(store, "8b", timeout_s=60)
-
-    def test_a_limit_of_one_of_several_partitions_does_not_end_the_wait(self, store, slurm):
-        submitted_job(store)
-        slurm.queue(("7", "PENDING", "PartitionNodeLimit"), partition="gpu,small")
-        with pytest.raises(WaitTimeoutError, match=r"one of its partitions \(gpu,small\) cannot run it"):
-            wait.wait(store, "8b", timeout_s=0)
 
     def test_another_job_of_the_service_is_waited_for(self, store, slurm):
         submitted_job(store, "7")
@@ -681,11 +663,11 @@ class Replica:
 
 
 @pytest.fixture
-def replica(store, slurm, stubs):
+def replica(store, slurm, engines):
     submitted_job(store)
     slurm.queue(("7", "RUNNING", "None"))
     slurm.job("7", "RUNNING")
-    return Replica(store, stubs)
+    return Replica(store, engines)
 
 
 class TestStop:
@@ -798,7 +780,7 @@ class TestStop:
 class TestLogs:
     """Whose logs a person means who names a service with several jobs."""
 
-    def test_a_ready_one_then_one_that_runs_then_the_last_that_ended(self, store, slurm, stubs):
+    def test_a_ready_one_then_one_that_runs_then_the_last_that_ended(self, store, slurm, engines):
         record(store, "7", state="failed", reason="x")
         submitted_job(store, "8")
         slurm.queue(("8", "PENDING", "Priority"))
@@ -807,7 +789,7 @@ class TestLogs:
         slurm.queue(("8", "RUNNING", "None"))
         assert diagnosis.find_job(store, "8b")[0].job_id == "8"
         slurm.queue(("8", "RUNNING", "None"), ("9", "RUNNING", "None"))
-        stubs.start(service="8b", model=MODEL, job_id="9")
+        engines.start(service="8b", model=MODEL, job_id="9")
         status, others = diagnosis.find_job(store, "8b")
         assert (status.job_id, {one.job_id for one in others}) == ("9", {"7", "8"})
         assert diagnosis.find_job(store, "7")[0].job_id == "7"

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,28 +20,20 @@ from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.plans.planning import plan_service
 from hpc_serve.submit.request.environment import Environment
-from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
-from hpc_serve.submit.script.render import render_script
-from hpc_serve.submit.services import services
 from hpc_serve.submit.services import stop as stopping
 from hpc_serve.submit.services.want import scale
-from hpc_serve.submit.status.status_reader import find, read_status
+from hpc_serve.submit.status.status_reader import find
 from tests.cluster import wait_for
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService, make_record
+from tests.unit.submit import service_8b
+from tests.unit.submit.service_8b import MODEL, states
 from tests.unit.submit.test_render import bash_accepts
 
-MODEL = "meta-llama/Llama-3.1-8B-Instruct"
-
-
-def request(**fields) -> ServeRequest:
-    return ServeRequest(**{"model": "8b", "service": "8b", "replicas_per_job": 4, **fields})
-
-
-def script(**fields) -> str:
-    asked = request(**fields)
-    return render_script(asked, plan_service(asked))
+request = partial(service_8b.request, replicas_per_job=4)
+script = partial(service_8b.script, replicas_per_job=4)
+submit = partial(service_8b.submit, replicas_per_job=4)
 
 
 def directives(text: str) -> list[str]:
@@ -215,23 +207,11 @@ def test_machines_that_cannot_be_divided(cluster: ClusterSpec, engines: int, why
 
 
 @pytest.fixture
-def live(store: ServiceStore, slurm: FakeSlurm) -> Iterator[StubService]:
+def live(engines: StubService, slurm: FakeSlurm) -> None:
     slurm.queue(("7", "RUNNING", "None"))
     slurm.job("7", "RUNNING")
-    stubs = StubService(store.home, "8b")
     for replica in range(4):
-        stubs.start(job_id="7", replica=replica, replicas_per_job=4, model=MODEL)
-    yield stubs
-    stubs.close()
-
-
-def submitted(store: ServiceStore, slurm: FakeSlurm, **fields) -> str:
-    """A job of four that waits in the queue."""
-    return services.submit(request(**fields)).job.job_id
-
-
-def states(store: ServiceStore) -> dict[str, str]:
-    return {status.name: status.state for status in read_status(store, "8b").replicas}
+        engines.start(job_id="7", replica=replica, replicas_per_job=4, model=MODEL)
 
 
 def write(store: ServiceStore, replica: int, state: str = "stopped", **fields) -> None:
@@ -241,21 +221,19 @@ def write(store: ServiceStore, replica: int, state: str = "stopped", **fields) -
 
 
 class TestStatus:
-    def test_a_job_that_waits_is_all_of_them(self, store, slurm, capsys):
-        job = submitted(store, slurm, replicas=8)
+    def test_a_job_that_waits_is_all_of_them(self, store, slurm, ran):
+        job = submit(replicas=8).job.job_id
         assert states(store) == {f"101_{task}-{replica}": "pending" for task in range(2) for replica in range(4)}
         assert job == "101_0"
-        assert run(["status"]) == 0
-        assert "8b: 0/8 replicas ready\n" in capsys.readouterr().out
+        assert "8b: 0/8 replicas ready\n" in ran(["status"]).out
 
-    def test_each_is_shown_once_and_counted(self, store, slurm, live, capsys):
-        assert run(["status"]) == 0
-        out = capsys.readouterr().out
+    def test_each_is_shown_once_and_counted(self, store, slurm, live, ran):
+        out = ran(["status"]).out
         assert out.endswith("8b: 4/4 replicas ready\n")
         assert [line.split()[1] for line in out.splitlines() if line.startswith("8b ")] == [f"7-{n}" for n in range(4)]
 
     def test_those_that_have_not_begun_are_counted_beside_those_that_have(self, store, slurm):
-        submitted(store, slurm)
+        submit()
         slurm.queue(("101", "RUNNING", "None"))
         slurm.job("101", "RUNNING")
         write(store, 2, "starting", job_id="101")
@@ -272,29 +250,24 @@ class TestStatus:
         slurm.job("7", "NODE_FAIL")
         assert states(store) == {"7-0": "failed", "7-1": "failed"}
 
-    def test_the_logs_of_each_are_its_own(self, store, slurm, live, capsys):
+    def test_the_logs_of_each_are_its_own(self, store, slurm, live, ran):
         store.log_dir("8b").mkdir(exist_ok=True)
         for name in ("7.log", "7-1-node0.log", "7-2-node0.log"):
             (store.log_dir("8b") / name).write_text(name)
-        capsys.readouterr()
-        assert run(["logs", "7-2", "--files"]) == 0
-        files = capsys.readouterr().out.split()
+        files = ran(["logs", "7-2", "--files"]).out.split()
         assert [path.rpartition("/")[2] for path in files] == ["7.log", "7-2-node0.log"]
 
-    def test_they_are_found_by_job_and_by_name(self, store, slurm, live, capsys):
+    def test_they_are_found_by_job_and_by_name(self, store, slurm, live, ran):
         assert [status.name for status in find(store, "7")] == [f"7-{replica}" for replica in range(4)]
-        assert run(["status", "7-3", "--json"]) == 0
-        (one,) = json.loads(capsys.readouterr().out)["services"]
+        (one,) = json.loads(ran(["status", "7-3", "--json"]).out)["services"]
         assert (one["name"], one["job_id"], one["replica"], one["replicas_per_job"]) == ("7-3", "7", 3, 4)
 
 
-def test_a_submission_names_them(store, slurm, capsys):
-    assert run(["submit", "8b", "--replicas-per-job", "2", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+def test_a_submission_names_them(store, slurm, ran):
+    told = json.loads(ran(["submit", "8b", "--replicas-per-job", "2", "--json"]).out)
     log = str(store.log_dir("8b") / "101.log")
     assert told["replicas"] == [{"name": f"101-{replica}", "job_id": "101", "log": log} for replica in range(2)]
-    assert run(["submit", "8b", "--replicas-per-job", "2"]) == 0
-    out = capsys.readouterr().out
+    out = ran(["submit", "8b", "--replicas-per-job", "2"]).out
     assert "(2 replicas, 2 on one node, each 1 node x 4 GPUs, TP=4 PP=1)" in out
     assert "8b has 4 replicas now; it had 2 before" in out
 
@@ -376,7 +349,7 @@ class TestStop:
         assert slurm.cancelled == []
 
     def test_one_of_a_job_that_waits_cannot_end_alone(self, store, slurm):
-        submitted(store, slurm)
+        submit()
         with pytest.raises(InvalidRequestError, match=r"101-1 has not begun, .* hpc-serve stop 101"):
             stopping.stop(store, find(store, "101-1"))
         assert slurm.cancelled == []
@@ -384,7 +357,7 @@ class TestStop:
 
 class TestScale:
     def test_more_are_whole_jobs(self, store, slurm):
-        submitted(store, slurm)
+        submit()
         assert [job.job_id for job in scale(store, "8b", 12).added] == ["102_0", "102_1"]
         assert len(states(store)) == 12
         with pytest.raises(
@@ -394,7 +367,7 @@ class TestScale:
         assert len(slurm.scripts) == 2
 
     def test_fewer_are_whole_jobs(self, store, slurm):
-        submitted(store, slurm, replicas=8)
+        submit(replicas=8)
         with pytest.raises(InvalidRequestError, match="cannot lose 2 of its 8 replicas in whole jobs"):
             scale(store, "8b", 6)
         assert slurm.cancelled == []
