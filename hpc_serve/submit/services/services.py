@@ -211,8 +211,8 @@ def _hand_over(
     script.undo.callback(take_back, store, service, wanted, before)
     count = -(-wanted.submitting // request.replicas_per_job)
     if request.chain > 1:
-        chain = {"length": request.chain, "after_min": request.next_begins_after_min}
-        jobs = submit_chains(store, script, **chain, count=count)
+        after_min = request.next_begins_after_min
+        jobs = submit_chains(store, script, length=request.chain, after_min=after_min, count=count)
     else:
         jobs = submit_to_slurm(store, script, count=count)
     wanted = end_submission(store, service, wanted, jobs) or wanted

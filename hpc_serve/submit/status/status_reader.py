@@ -54,18 +54,17 @@ def read_status(store: ServiceStore, service: str | None = None, *, slurm: Sched
     found = [store.read(name) for name in ([validate_service_name(service)] if service else store.services())]
     slurm.note_old_ends({job_id: at for records in found for job_id, at in old_jobs(records).items()})
     replicas = [status for records in found for status in _of_service(store, records, slurm)]
-    known = {status.job_id for status in replicas}
-    secrets = functools.cache(lambda service: known_secrets(service, store, os.environ))
-    elsewhere = [_with_logs(store, status, secrets) for status in _by_hand(store, slurm, service, known=known)]
-    submitted = [job for records in found for job in records.submitted]
-    replicas = [_with_logs(store, status, secrets) for status in _with_successors(replicas, submitted)]
+    elsewhere = list(_by_hand(store, slurm, service, known={status.job_id for status in replicas}))
+    replicas = list(_with_successors(replicas, [job for records in found for job in records.submitted]))
     problems = [problem for records in found for problem in records.problems]
     if slurm.problem and any(status.job.cluster == "slurm" and not status.is_over for status in replicas):
         problems.append(slurm.problem)
     wanted = {records.service: read_wanted_or_none(store, records.service) for records in found}
+    secrets = functools.cache(lambda service: known_secrets(service, store, os.environ))
+    with_logs = functools.partial(_with_logs, store, secrets)
     return StatusReport(
-        replicas=tuple(sorted(replicas, key=lambda status: status.began_or_ended_at)),
-        elsewhere=tuple(elsewhere),
+        replicas=tuple(sorted(map(with_logs, replicas), key=lambda status: status.began_or_ended_at)),
+        elsewhere=tuple(map(with_logs, elsewhere)),
         problems=tuple(problems),
         wanted={name: one for name, one in wanted.items() if one is not None},
     )
@@ -280,7 +279,7 @@ def _other_home(store: ServiceStore, job: JobState, service: str) -> Path | None
     return None if home.resolve() == store.home.resolve() else home
 
 
-def _with_logs(store: ServiceStore, status: ReplicaStatus, secrets_of: Callable[[str], Sequence[str]]) -> ReplicaStatus:
+def _with_logs(store: ServiceStore, secrets_of: Callable[[str], Sequence[str]], status: ReplicaStatus) -> ReplicaStatus:
     """Return the same with its log folder and, where no record tells how it ended, with the last lines of its logs.
 
     `secrets_of` gives what must not be shown of a service, and is taken out of its words.
