@@ -23,7 +23,6 @@ def evidence(lines, source="n1.log"):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_cause_of_a_case_is_named_first(case):
     found = first_cause([evidence(case.lines)])
-    assert found is not None
     assert found.name == case.rule, found.sentence
     assert "{" not in found.cause.replace(found.lines[0].text, "")
     assert not found.cause.endswith(".")

@@ -22,15 +22,13 @@ from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.rendezvous.adapters import Adapter
 from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
-from hpc_serve.submit.request.request import ServeRequest
-from hpc_serve.submit.services import services
 from hpc_serve.trust.connection import Identity
 from tests.support.adapters import make_adapter
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.patience import connect_to_all, wait_until
 from tests.support.stubs import StubService, make_submitted
+from tests.unit.submit.service_8b import MODEL, submit
 
-MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 ROOM = ("--enable-lora", "--max-lora-rank", "8")
 
 
@@ -49,9 +47,8 @@ class Launchers:
     def start(self, *words: str, has_room: bool = True) -> None:
         job_id = str(100 + len(self.keepers))
         self._slurm.job(job_id, "RUNNING")
-        self.stubs.store.write_submitted(
-            make_submitted(service="8b", model=MODEL, job_id=job_id, engine_args=words or ROOM)
-        )
+        job = make_submitted(service="8b", model=MODEL, job_id=job_id, engine_args=words or ROOM)
+        self.stubs.store.write_submitted(job)
         engine = self.stubs.start(*(words or ROOM), job_id=job_id, model=MODEL, state="starting")
         (record,) = (one for one in self.stubs.store.read("8b").records if one.job_id == job_id)
         identity = Identity.of(record, self.stubs.store.read_api_key("8b"))
@@ -189,11 +186,16 @@ def test_changed_files_in_the_same_folder_are_no_other_adapter(launchers, good, 
     assert launchers.keepers[0].record.adapters["sql"].added_at == added
 
 
-def test_an_adapter_of_another_model_is_told(launchers, capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("base", "shown"),
+    [("m/Llama-3.1-8B", "m/Llama-3.1-8B"), ("x/\x1b]0;title\x07", "x/\\x1b]0;title\\x07")],
+    ids=["another", "moves no cursor"],
+)
+def test_an_adapter_of_another_model_is_told(launchers, ran, tmp_path, base, shown):
     launchers.start()
-    of_base = make_adapter(tmp_path / "of", hidden=4096, layers=1, rank=1, base_model_name_or_path="m/Llama-3.1-8B")
-    assert run(["adapter", "add", "8b", "sql", str(of_base)]) == 0
-    assert f"note: It was trained on m/Llama-3.1-8B, and the service has {MODEL}." in capsys.readouterr().out
+    of_base = make_adapter(tmp_path / "of", hidden=4096, layers=1, rank=1, base_model_name_or_path=base)
+    out = ran(["adapter", "add", "8b", "sql", str(of_base)]).out
+    assert f"note: It was trained on {shown}, and the service has {MODEL}." in out
 
 
 def test_what_vllm_s_cpu_backend_does_to_other_requests_is_told(launchers, good, capsys):
@@ -207,13 +209,11 @@ def test_what_vllm_s_cpu_backend_does_to_other_requests_is_told(launchers, good,
 
 
 def test_a_service_that_sleeps_has_it_when_it_wakes_and_one_that_is_over_has_none(store, slurm, good, ran):
-    services.submit(ServeRequest(model="8b", service="8b", engine_args=ROOM))
-    change_wanted(
-        store, "8b", lambda found: replace(found or Wanted(least=0, most=1, count=0), state="asleep", count=0)
-    )
+    submit(engine_args=ROOM)
+    change_wanted(store, "8b", lambda found: replace(found, state="asleep", count=0))
     slurm.job("101", "COMPLETED", nodes="")
     assert "0 replicas have loaded sql." in ran(["adapter", "add", "8b", "sql", str(good)]).out
-    services.submit(ServeRequest(model="8b", service="8b", engine_args=ROOM))
+    submit(engine_args=ROOM)
     assert set(read_wanted(store, "8b").adapters) == {"sql"}
 
 
@@ -259,14 +259,6 @@ def test_only_a_service_that_is_there_has_adapters(launchers, good, capsys):
     assert "100 is no service: adapters are of all replicas of 8b." in capsys.readouterr().err
 
 
-def test_words_of_an_adapter_move_no_cursor(launchers, ran, tmp_path):
-    launchers.start()
-    odd = make_adapter(tmp_path / "odd", hidden=4096, layers=1, rank=1, base_model_name_or_path="x/\x1b]0;title\x07")
-    out = ran(["adapter", "add", "8b", "sql", str(odd)]).out
-    assert "\\x1b]0;title" in out
-    assert "\x1b" not in out
-
-
 def test_what_an_engine_says_at_length_is_cut(launchers, store):
     gone = Adapter(path="/gone" + "/and gone" * 1000, added_at=1.0)
     change_wanted(store, "8b", lambda found: Wanted(least=1, most=1, count=1, adapters={"sql": gone}))
@@ -289,10 +281,8 @@ class TestSubmit:
         assert run(["submit", "8b", "--lora", f"sql={good}", "--lora", f"poem={good}"]) == 0
         (script,) = slurm.scripts
         assert "--enable-lora --max-loras 2 --max-lora-rank 1 --max-cpu-loras 64" in script
-        assert {name: one.path for name, one in read_wanted(store, "8b").adapters.items()} == {
-            "sql": str(good),
-            "poem": str(good),
-        }
+        wanted = read_wanted(store, "8b").adapters
+        assert {name: one.path for name, one in wanted.items()} == dict.fromkeys(("sql", "poem"), str(good))
 
     def test_a_submission_of_a_service_that_is_over_begins_without_adapters(self, store, slurm, good):
         assert run(["submit", "8b", "--lora", f"sql={good}"]) == 0

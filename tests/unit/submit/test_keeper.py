@@ -495,21 +495,10 @@ class TestRequest:
         with pytest.raises(InvalidRequestError, match=rf"image /images/vllm\.sif.*{cure}"):
             request(environment=image, **fields)
 
-    @pytest.mark.parametrize(
-        ("words", "said"),
-        [
-            (["--replicas", "many"], "'many' is no number of replicas: write 4, or 1:4 for one to four."),
-            (["--idle-stop", "5"], "'5' has no unit: write 5m for minutes, or 5h, 5s."),
-        ],
-    )
-    def test_misspelt(self, words, said, ran):
-        assert said in ran(["render", "8b", *words], 2).err
-
-    def test_the_script_starts_the_program_once_for_all_options(self, ran):
-        text = ran(["render", "8b", "--replicas", "2:4", "--idle-stop", "30m", "--keep-up"]).out
-        words = "--service 8b --keep-up --notice-s 120 --replicas 2:4 --idle-stop-s 1800 &\n"
-        assert f"python -m hpc_serve.submit.services.service_keeper {words}" in text
-        assert "hpc-serve render --model 8b --replicas 2:4 --idle-stop 1800s --gpu h100-80gb --keep-up " in text
+    def test_misspelt(self, ran):
+        said = ran(["render", "8b", "--replicas", "many"], 2).err
+        assert "'many' is no number of replicas: write 4, or 1:4 for one to four." in said
+        assert "'5' has no unit: write 5m for minutes, or 5h, 5s." in ran(["render", "8b", "--idle-stop", "5"], 2).err
 
     def test_a_number_is_so_many_more_and_bounds_are_of_the_service(self, store, slurm, capsys):
         assert run_command(["submit", "8b", "--replicas", "2", "--idle-stop", "30m"]) == 0
@@ -528,9 +517,12 @@ class TestRequest:
 
 
 class TestProgram:
-    def test_it_is_started_once_and_ended_with_the_script(self):
-        text = script(keep_up=True, slurm=SlurmOptions(signal="B:USR1@300"))
-        assert "python -m hpc_serve.submit.services.service_keeper --service 8b --keep-up --notice-s 300 &\n" in text
+    def test_it_is_started_once_for_all_options(self, ran):
+        options = ["--replicas", "2:4", "--idle-stop", "30m", "--keep-up", "--signal", "B:USR1@300"]
+        text = ran(["render", "8b", *options]).out
+        words = "--service 8b --keep-up --notice-s 300 --replicas 2:4 --idle-stop-s 1800 &\n"
+        assert f"python -m hpc_serve.submit.services.service_keeper {words}" in text
+        assert "hpc-serve render --model 8b --replicas 2:4 --idle-stop 1800s --gpu h100-80gb --keep-up " in text
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
         assert "keeper" not in script(slurm=SlurmOptions(signal="B:USR1@300"))
 

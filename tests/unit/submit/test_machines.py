@@ -311,11 +311,6 @@ class TestScale:
         scale(store, "s", {"l40s": 0})
         ran(["forget", "102"])
 
-    def test_two_kinds_at_once(self, store, submit):
-        submit("--replicas", "a100:1,l40s:1")
-        done = scale(store, "s", {"a100": 2, "l40s": 2})
-        assert [(job.job_id, job.machine) for job in done.added] == [("103_0", "a100"), ("104_0", "l40s")]
-
     def test_none_of_one_kind(self, store, slurm, submit):
         submit("--replicas", "a100:1,l40s:1")
         slurm.queue(("101", "PENDING", "Priority"), ("102", "PENDING", "Priority"))

@@ -63,11 +63,8 @@ class TestWait:
             waiting.wait(store, "8b", replicas=3)
 
     def test_one_that_failed_is_missing(self, store, slurm, live):
-        store.write(
-            make_record(
-                service="8b", job_id="7_2", state="failed", failed_part="engine", reason="no memory", exit_code=1
-            )
-        )
+        end = {"failed_part": "engine", "reason": "no memory", "exit_code": 1}
+        store.write(make_record(service="8b", job_id="7_2", state="failed", **end))
         slurm.queue(("7_0", "RUNNING", "None"), ("7_1", "RUNNING", "None"))
         assert waiting.wait(store, "8b", replicas=2).state == "ready"
         with pytest.raises(ServiceFailedError, match=r"job 7_2.*no memory"):
@@ -98,7 +95,7 @@ class TestScale:
         assert slurm.scripts[1] == slurm.scripts[0]
         assert len(states(store)) == 5
         assert done.added[0].predicted == first.job.predicted
-        assert Path(done.added[0].script or "").read_text() == slurm.scripts[0]
+        assert Path(done.added[0].script).read_text() == slurm.scripts[0]
 
     def test_those_that_serve_nobody_go_first_and_of_them_the_newest(self, store, slurm, live):
         store.write_submitted(submit(replicas=2).job)

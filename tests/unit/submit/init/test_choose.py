@@ -54,17 +54,8 @@ def test_a_plain_cluster():
     assert "Slurm's default. Also here: lowprio (3 nodes" in settings_of(facts)["partition"].why
 
 
-HOSTILE = [
-    "my project",
-    "a;b",
-    "$(id)",
-    "a\x85partition: evil",
-    "a\u2028qos: evil",
-    "\x9b31m",
-    "\u202eevil",
-    'a"b',
-    "{{x}}",
-]
+LINE_ENDS = ("a\x85partition: evil", "a\u2028qos: evil")
+HOSTILE = (*LINE_ENDS, "my project", "a;b", "$(id)", "\x9b31m", "\u202eevil", 'a"b', "{{x}}")
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -114,7 +105,6 @@ def test_who_may_use_a_partition_decides():
     boost = next(one for one in facts.partitions if one.name == "boost")
     barred = replace(boost, allow_accounts=("physics",))
     assert choose_partition(replace(facts, partitions=(barred,))) is None
-    assert choose_partition(replace(facts, partitions=(replace(boost, deny_accounts=("genom",)),))) is not None
     denied = replace(facts, partitions=(replace(boost, deny_accounts=("genom",)),))
     assert decided(denied)["account"] == "astro"
 
