@@ -29,6 +29,7 @@ from hpc_serve.rendezvous.wanted_file import read_wanted
 from hpc_serve.submit.plans.planned_speed import ENCODER_POSITIONS, speed_figures
 from hpc_serve.submit.plans.planning import plan_request
 from hpc_serve.submit.plans.preflight import check_before_plan, check_files
+from hpc_serve.submit.request.chain import begins_after_min
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.script.memory import asked_parts, memory_sum, small_memory_note
 from hpc_serve.submit.script.render import devices_per_node, render_script, replicas_of
@@ -211,7 +212,7 @@ def _hand_over(
     script.undo.callback(take_back, store, service, wanted, before)
     count = -(-wanted.submitting // request.replicas_per_job)
     if request.chain > 1:
-        after_min = request.next_begins_after_min
+        after_min = begins_after_min(request.slurm.time_limit_s or 0.0, request.overlap_s)
         jobs = submit_chains(store, script, length=request.chain, after_min=after_min, count=count)
     else:
         jobs = submit_to_slurm(store, script, count=count)
