@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.services import stop as stopping
 from hpc_serve.submit.services import wait as waiting
+from hpc_serve.submit.site.site import SiteProfile, load_site
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.patience import be_patient
 from tests.support.stubs import StubService
@@ -47,3 +48,14 @@ def engines(store: ServiceStore) -> Iterator[StubService]:
     service = StubService(store.home, "8b")
     yield service
     service.close()
+
+
+@pytest.fixture
+def site_of(tmp_path: Path) -> Callable[[str], SiteProfile]:
+    """Reads a site file with this text."""
+
+    def read(text: str) -> SiteProfile:
+        (tmp_path / "site.yaml").write_text(text)
+        return load_site(tmp_path / "site.yaml")
+
+    return read

@@ -10,7 +10,6 @@ import pytest
 from hpc_serve.cli.main import run
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import InvalidRequestError, SubmissionRefusedError, WaitTimeoutError
-from hpc_serve.submit.request.environment import Environment
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.services import hand_over
 from hpc_serve.submit.services import stop as stopping
@@ -20,7 +19,7 @@ from hpc_serve.submit.status.status_reader import find, read_status
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService
 from tests.unit.submit import service_8b
-from tests.unit.submit.service_8b import MODEL, request, states
+from tests.unit.submit.service_8b import MODEL, states
 
 submit = partial(service_8b.submit, chain=3)
 
@@ -89,42 +88,6 @@ class TestSubmit:
         told = json.loads(ran(["submit", "8b", "--chain", "2", "--json"]).out)
         assert [one["job_id"] for one in told["replicas"]] == ["104"]
         assert told["ahead"] == [{"job_id": "105", "predecessor": "104", "log": str(store.log_dir("8b") / "105.log")}]
-
-    @pytest.mark.parametrize(
-        ("fields", "why"),
-        [
-            ({"chain": 0}, "chain is 0: it must be at least 1"),
-            ({"chain": 101}, "--chain is 101: at most 100"),
-            ({"chain": 1, "overlap_s": 600.0}, "--overlap is for jobs that are submitted ahead: add --chain N"),
-            ({"cluster": "local"}, "leave it out with --cluster local"),
-            ({"slurm": SlurmOptions(time=None)}, "--chain needs the time limit of each job: add --time"),
-            ({"slurm": SlurmOptions(time="30"), "overlap_s": 1800.0}, "--overlap is 30 min, .* less than a minute"),
-            ({"overlap_s": 120.0}, r"--overlap is 2 min .* takes no new requests from 2 min before it \(--signal\)"),
-            ({"slurm": SlurmOptions(time="4")}, "--overlap is 2 min before the time limit"),
-        ],
-    )
-    def test_what_cannot_be_is_refused(self, fields, why):
-        with pytest.raises(InvalidRequestError, match=why):
-            request(**{"chain": 3, **fields})
-
-    def test_an_image_is_no_hindrance(self):
-        assert request(chain=3, environment=Environment(kind="apptainer", path="/images/vllm.sif"))
-
-
-@pytest.mark.parametrize(
-    ("time", "seconds"),
-    [
-        ("90", 5400),
-        ("90:30", 5430),
-        ("12:00:00", 43200),
-        ("2-00", 172800),
-        ("1-12:30", 131400),
-        ("1-12:30:15", 131415),
-        (None, None),
-    ],
-)
-def test_time_limits_as_slurm_writes_them(time, seconds):
-    assert SlurmOptions(time=time).time_limit_s == seconds
 
 
 class TestSiteWhereJobsMayNotSubmit:

@@ -10,7 +10,6 @@ from hpc_serve.errors import InvalidRequestError, SiteFileError
 from hpc_serve.submit.request.environment import JobSettings
 from hpc_serve.submit.request.job_env import check_env, expanded, parse_env
 from hpc_serve.submit.script.render import render_argv
-from hpc_serve.submit.site.site import load_site
 from hpc_serve.submit.site.site_files import read_site
 from hpc_serve.submit.site.site_models import load_site_models
 from tests.unit.submit.service_8b import request, script
@@ -81,27 +80,21 @@ def test_variables_of_whoever_submits_are_put_in():
         expanded(env, {})
 
 
-def test_a_site_file_holds_them(tmp_path):
-    path = tmp_path / "site.yaml"
-    path.write_text("env:\n  HF_HOME: $SCRATCH/hf\n  NCCL_DEBUG: 1\n  SWITCH: on\n")
-    assert load_site(path).env == {"HF_HOME": "$SCRATCH/hf", "NCCL_DEBUG": "1", "SWITCH": "on"}
-    path.write_text("env:\n")
-    assert load_site(path).env == {}
+def test_a_site_file_holds_them(site_of):
+    found = site_of("env:\n  HF_HOME: $SCRATCH/hf\n  NCCL_DEBUG: 1\n  SWITCH: on\n")
+    assert found.env == {"HF_HOME": "$SCRATCH/hf", "NCCL_DEBUG": "1", "SWITCH": "on"}
+    assert site_of("env:\n").env == {}
 
 
 @pytest.mark.parametrize("text", ["env: [A]", "env: A", "env: {A: [1]}", "env: {A: {B: 1}}", "env: {[A]: 1}"])
-def test_what_is_no_list_of_variables_is_refused(tmp_path, text):
-    path = tmp_path / "site.yaml"
-    path.write_text(text)
+def test_what_is_no_list_of_variables_is_refused(site_of, text):
     with pytest.raises(SiteFileError, match=r"site.yaml:1: env must hold variables, as \{NAME: value\}"):
-        load_site(path)
+        site_of(text)
 
 
-def test_a_secret_in_a_site_file_is_said_with_the_file(tmp_path):
-    path = tmp_path / "site.yaml"
-    path.write_text("env: {HF_TOKEN: hf_abc}")
+def test_a_secret_in_a_site_file_is_said_with_the_file(site_of):
     with pytest.raises(SiteFileError, match=r"site.yaml: env: HF_TOKEN looks like a secret"):
-        load_site(path)
+        site_of("env: {HF_TOKEN: hf_abc}")
 
 
 def test_variables_of_both_site_files_are_merged_one_by_one(tmp_path):

@@ -30,7 +30,6 @@ from hpc_serve.errors import (
 from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file, read_drain_request
 from hpc_serve.rendezvous.wanted import SUBMITTING_S, Decision, Wanted
 from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
-from hpc_serve.submit.request.environment import Environment
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.services.load import Windows
 from hpc_serve.submit.services.service_keeper import Keeper, run, submission_environ
@@ -40,7 +39,7 @@ from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.status.status_reader import read_status
 from tests.cluster import wait_for
 from tests.support.stubs import StubService, make_record
-from tests.unit.submit.service_8b import MODEL, before_sbatch, request, script, submit
+from tests.unit.submit.service_8b import MODEL, before_sbatch, script, submit
 
 SERVICE = "8b"
 
@@ -471,30 +470,6 @@ def status_lines(store) -> str:
 
 
 class TestRequest:
-    @pytest.mark.parametrize(
-        ("fields", "said"),
-        [
-            ({"replicas": 4, "max_replicas": 1}, "replicas is 4:1: the least, 4, is more than the most, 1"),
-            ({"replicas": 0, "max_replicas": 3}, r"replicas is 0:3: at least 1 stays.*--idle-stop 30m"),
-            ({"idle_stop_s": 0.0}, "idle-stop is 0: it must be at least 1"),
-            ({"max_replicas": 4, "cluster": "local"}, "--replicas MIN:MAX is for jobs of Slurm"),
-            ({"idle_stop_s": 60.0, "cluster": "local"}, "--idle-stop is for jobs of Slurm"),
-            ({"keep_up": True, "cluster": "local"}, "leave it out with --cluster local"),
-        ],
-    )
-    def test_refused(self, fields, said):
-        with pytest.raises(InvalidRequestError, match=said):
-            request(**fields)
-
-    @pytest.mark.parametrize(
-        ("fields", "cure"),
-        [({"max_replicas": 4}, "hpc-serve scale"), ({"keep_up": True}, "--chain 7 is seven jobs")],
-    )
-    def test_refused_in_a_container(self, fields, cure):
-        image = Environment(kind="apptainer", path="/images/vllm.sif")
-        with pytest.raises(InvalidRequestError, match=rf"image /images/vllm\.sif.*{cure}"):
-            request(environment=image, **fields)
-
     def test_misspelt(self, ran):
         said = ran(["render", "8b", "--replicas", "many"], 2).err
         assert "'many' is no number of replicas: write 4, or 1:4 for one to four." in said

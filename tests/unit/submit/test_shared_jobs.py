@@ -161,22 +161,6 @@ class TestShell:
         assert done.returncode in (128 + signal.SIGTERM, 0)  # 0 where bash lost the launcher's own
 
 
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({"replicas_per_job": 0}, "replicas-per-job is 0: it must be at least 1"),
-        ({"replicas": 6}, r"6 replicas cannot be dealt to jobs of 4 each .*: use --replicas 4 or 8\."),
-        ({"replicas": 2}, r"use --replicas 4\."),
-        ({"num_nodes": 2}, "divides one node, but --nodes is 2"),
-        ({"engine_args": ("--port", "8000")}, "engines on one node need ports of their own"),
-        ({"cluster": "local", "replicas": 8}, "this machine alone, but 8 replicas"),
-    ],
-)
-def test_a_request_that_cannot_be_is_refused(fields, why):
-    with pytest.raises(InvalidRequestError, match=why):
-        request(**fields)
-
-
 def test_each_replica_of_a_job_that_is_kept_has_its_own_program():
     text = script(keep_up=True, replicas=1, max_replicas=6, idle_stop_s=600.0, replicas_per_job=4)
     words = '--service 8b --replica "$replica" --keep-up --notice-s 120 --replicas 1:6 --idle-stop-s 600 &'
