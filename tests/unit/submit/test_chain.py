@@ -10,6 +10,7 @@ import pytest
 from hpc_serve.cli.main import run
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import InvalidRequestError, SubmissionRefusedError, WaitTimeoutError
+from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.services import hand_over
 from hpc_serve.submit.services import stop as stopping
@@ -38,10 +39,15 @@ def cancelled(slurm: FakeSlurm) -> None:
 
 
 @pytest.fixture
-def first_serves(engines: StubService, slurm: FakeSlurm, cancelled: None) -> None:
-    """A chain of three, 101 to 103, of which the first serves."""
+def first_runs(store: ServiceStore, slurm: FakeSlurm) -> None:
+    """A chain of three, 101 to 103, of which the first runs."""
     submit()
     slurm.queue(("101", "RUNNING", "None"), ("102", "PENDING", "Dependency"), ("103", "PENDING", "Dependency"))
+
+
+@pytest.fixture
+def first_serves(engines: StubService, slurm: FakeSlurm, cancelled: None, first_runs: None) -> None:
+    """The first serves."""
     slurm.job("101", "RUNNING")
     engines.start(job_id="101", model=MODEL)
 
@@ -126,9 +132,7 @@ class TestStatus:
         assert (first.successor, first.successor_job_id) == ("103 pending", "103")
 
 
-def test_who_waits_for_the_service_waits_for_the_first(store, slurm):
-    submit()
-    slurm.queue(("101", "RUNNING", "None"), ("102", "PENDING", "Dependency"), ("103", "PENDING", "Dependency"))
+def test_who_waits_for_the_service_waits_for_the_first(store, first_runs):
     seen: list[ReplicaStatus] = []
     with pytest.raises(WaitTimeoutError):
         wait(store, "8b", timeout_s=0.0, on_change=seen.append)

@@ -351,12 +351,16 @@ def in_threads(*calls) -> list:
         return [one.result() for one in [pool.submit(call) for call in calls]]
 
 
+@pytest.fixture
+def ended_early(store, slurm) -> None:
+    """The service of job 101, which was cancelled while it waited, or died on the way."""
+    submit()
+    slurm.job("101", "CANCELLED", nodes="")
+    slurm.queue()
+
+
 class TestPeople:
-    def test_a_job_that_ended_before_its_record_does_not_keep_a_wake_off(self, store, slurm):
-        """It was cancelled while it waited, or died on the way."""
-        submit()
-        slurm.job("101", "CANCELLED", nodes="")
-        slurm.queue()
+    def test_a_job_that_ended_before_its_record_does_not_keep_a_wake_off(self, store, slurm, ended_early):
         assert [one.job_id for one in wake(store, SERVICE).jobs] == ["102_0"]
         first = next(one for one in store.read_submitted(SERVICE) if one.job_id == "101")
         assert first.end.state == "stopped"
@@ -374,10 +378,7 @@ class TestPeople:
         assert len(live) == wanted(store).count
         assert wanted(store).count in numbers
 
-    def test_stop_during_a_wake_ends_what_it_submits(self, store, slurm):
-        submit()
-        slurm.job("101", "CANCELLED", nodes="")
-        slurm.queue()
+    def test_stop_during_a_wake_ends_what_it_submits(self, store, slurm, ended_early):
         slurm.job("102_0", "CANCELLED", after_cancel=True, nodes="")
         before_sbatch(slurm, "sleep 2")
 
@@ -431,11 +432,8 @@ class TestPeople:
         assert ran(["wake", SERVICE]).out == "8b needs no waking: job 101 is ready.\n"
         assert len(slurm.scripts) == 1
 
-    def test_waking_what_is_over(self, store, slurm, ran):
-        submit(service="plain")
-        slurm.job("101", "TIMEOUT")
-        slurm.queue()
-        assert ran(["wake", "plain"]).out == "plain: submitted as job 102_0\nplain is woken; hpc-serve wait plain\n"
+    def test_waking_what_is_over(self, ended_early, ran):
+        assert ran(["wake", SERVICE]).out == "8b: submitted as job 102_0\n8b is woken; hpc-serve wait 8b\n"
 
     def test_waking_what_never_was(self, store, slurm):
         with pytest.raises(ServiceNotFoundError, match="No service or job 'nobody'"):
