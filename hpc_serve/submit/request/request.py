@@ -16,7 +16,7 @@ from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.rendezvous.names import expanded_log_dir, validate_service_name
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE
 from hpc_serve.submit.request.bounds import check_bounds, check_jobs_can_submit, check_replicas, is_machine_name
-from hpc_serve.submit.request.chain import check_chain
+from hpc_serve.submit.request.chain import begins_after_min, check_chain
 from hpc_serve.submit.request.environment import Environment, JobSettings
 from hpc_serve.submit.request.job_env import check_env
 from hpc_serve.submit.request.option import option, spellings
@@ -218,6 +218,11 @@ class ServeRequest:
         """Return how `engine_args` tell vLLM to load weights; "dummy" makes random ones, and needs no files."""
         load_format: str | None = self.engine_option("--load-format")
         return load_format
+
+    @property
+    def next_begins_after_min(self) -> int:
+        """Return the minutes from the start of a job of a chain to the earliest start of the next one."""
+        return begins_after_min(self.slurm.time_limit_s or 0.0, self.overlap_s)
 
     def __post_init__(self) -> None:
         validate_service_name(self.service)

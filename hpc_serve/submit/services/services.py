@@ -29,7 +29,6 @@ from hpc_serve.rendezvous.wanted_file import read_wanted
 from hpc_serve.submit.plans.planned_speed import ENCODER_POSITIONS, speed_figures
 from hpc_serve.submit.plans.planning import plan_request
 from hpc_serve.submit.plans.preflight import check_before_plan, check_files
-from hpc_serve.submit.request.chain import begins_after_min
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.script.memory import asked_parts, memory_sum, small_memory_note
 from hpc_serve.submit.script.render import devices_per_node, render_script, replicas_of
@@ -190,12 +189,10 @@ def _hand_over(
     """Hand one script to the scheduler, or find that its jobs are there."""
     request, job, service = prepared.request, script.job, prepared.request.service
     done = functools.partial(dataclasses.replace, prepared.submission)
-    is_local = request.cluster == "local"
-    if is_local and request.once:
-        live = next((one.job_id for one in read_status(store, service).replicas if not one.is_over), None)
-        if live is not None:
-            return done(jobs=(dataclasses.replace(job, job_id=live),), is_there=True)
-    if is_local:
+    if request.cluster == "local":
+        live = [one.job_id for one in read_status(store, service).replicas if not one.is_over] if request.once else []
+        if live:
+            return done(jobs=(dataclasses.replace(job, job_id=live[0]),), is_there=True)
         is_new = all(one.is_final for one in store.read(service).records)
         _share(store, service, group, is_new=is_new)
         want_adapters(store, service, adapters, is_new=is_new)
@@ -212,7 +209,7 @@ def _hand_over(
     script.undo.callback(take_back, store, service, wanted, before)
     count = -(-wanted.submitting // request.replicas_per_job)
     if request.chain > 1:
-        after_min = begins_after_min(request.slurm.time_limit_s or 0.0, request.overlap_s)
+        after_min = request.next_begins_after_min
         jobs = submit_chains(store, script, length=request.chain, after_min=after_min, count=count)
     else:
         jobs = submit_to_slurm(store, script, count=count)
