@@ -57,8 +57,3 @@ def test_a_log_that_is_none_tells_nothing_or_little(tmp_path, content):
     path.write_bytes(content)
     assert read_reports(path, near=NEAR) == ()
     assert read_reports(tmp_path / "none", near=NEAR) == ()
-
-
-def test_reports_behind_a_line_without_end_of_its_own_are_read(log):
-    log.write_text("x" * 3_000_000 + "\n" + LOG)
-    assert read_reports(log, near=NEAR)
