@@ -46,10 +46,7 @@ _RECENT_S = 24 * 3600.0
 
 
 def read_status(store: ServiceStore, service: str | None = None, *, slurm: SchedulerView | None = None) -> StatusReport:
-    """Return the replicas of one service, or of all, oldest first. Raises StoreError, InvalidRequestError."""
-    if store.owner is not None and service is not None:  # Slurm and logs tell users of their own jobs alone
-        seen = ServiceWatch(store, service).refresh(is_complete=True)
-        return StatusReport(replicas=seen.replicas, problems=seen.problems)
+    """Return the replicas of a service of ours, or of all, oldest first. Raises StoreError, InvalidRequestError."""
     slurm = slurm or SchedulerView()
     found = [store.read(name) for name in ([validate_service_name(service)] if service else store.services())]
     slurm.note_old_ends({job_id: at for records in found for job_id, at in old_jobs(records).items()})
@@ -70,12 +67,20 @@ def read_status(store: ServiceStore, service: str | None = None, *, slurm: Sched
     )
 
 
+def read_any_status(store: ServiceStore, service: str | None, *, slurm: SchedulerView | None = None) -> StatusReport:
+    """Return the replicas of one service, also of one that another user shares, or of all. Raises as `read_status`."""
+    if store.owner is None or service is None:
+        return read_status(store, service, slurm=slurm)
+    seen = ServiceWatch(store, service).refresh(is_complete=True)  # Slurm and logs tell users of their own jobs alone
+    return StatusReport(replicas=seen.replicas, problems=seen.problems)
+
+
 def find_report(store: ServiceStore, name_or_id: str) -> StatusReport:
     """Return the report on a service, on a job or an array by its id, or on one replica of a job by its name.
 
     Raises ServiceNotFoundError.
     """
-    report = read_status(store, name_or_id)
+    report = read_any_status(store, name_or_id)
     if report.everywhere:
         return report
     report = read_status(store)
@@ -250,9 +255,7 @@ def _by_hand(
         name = job.name.removeprefix(JOB_NAME_PREFIX)
         if not job.name.startswith(JOB_NAME_PREFIX) or not is_service_name(name):
             continue
-        if service not in (None, name) or job.job_id in known:
-            continue
-        if job.is_over and store.is_forgotten(name, job.job_id):
+        if service not in (None, name) or job.job_id in known or (job.is_over and store.is_forgotten(name, job.job_id)):
             continue
         if job.is_over:
             detail = slurm.state(job.job_id, submitted_at=job.submitted_at)  # exit code, and where its output is
