@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hpc_serve.diagnose.evidence import LogEvidence, Match
-from hpc_serve.diagnose.rules import RULES
+from hpc_serve.diagnose.rules import RULES, filled
 from hpc_serve.diagnose.tracebacks import Raised
 from hpc_serve.redact import redact
 
@@ -204,9 +204,10 @@ def _is_survived(log: LogEvidence, error: Match | Raised) -> bool:
 
 
 def _of_match(log: LogEvidence, match: Match, rank: int) -> _Candidate:
-    line = SeenLine(source=log.source, number=match.line, text=_quote(match.text))
-    finding = Finding(name=match.rule.name, cause=match.cause, cure=match.cure, lines=(line,))
-    return _Candidate(rank=rank, at=_time(match.at), key=match.rule.name, finding=finding, repeats=match.repeats)
+    rule, found = match.rule, match.found
+    line = SeenLine(source=log.source, number=match.line, text=_quote(found.string))
+    finding = Finding(name=rule.name, cause=filled(rule.cause, found), cure=filled(rule.cure, found), lines=(line,))
+    return _Candidate(rank=rank, at=_time(match.at), key=rule.name, finding=finding, repeats=match.repeats)
 
 
 def _of_exception(log: LogEvidence, raised: Raised, rank: int) -> _Candidate:

@@ -34,9 +34,7 @@ class Match:
     """A line that a rule knows. `repeats`: hpc-serve wrote it, about what it had read itself."""
 
     rule: Rule
-    cause: str
-    cure: str
-    text: str
+    found: re.Match[str]
     line: int
     at: float | None
     process: str
@@ -113,9 +111,7 @@ class LogEvidence:
                 if self._counts[rule.name] <= _MOST_OF_A_RULE:
                     match = Match(
                         rule=rule,
-                        cause=rule.cause_of(found),
-                        cure=rule.cure_of(found),
-                        text=text.strip(),
+                        found=found,
                         line=self.num_lines,
                         at=self.last_at,
                         process=head.process,

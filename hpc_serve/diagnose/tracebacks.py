@@ -63,7 +63,8 @@ class TracebackReader:
     """Reads the lines of one process. `note` takes one after the other, without their heads."""
 
     process: str
-    _in_traceback: bool = False
+    is_in_traceback: bool = False
+    """Whether the next line belongs to a traceback."""
     _is_survived: bool = False
     _ignores: bool = False
     _chained: bool = False
@@ -71,25 +72,20 @@ class TracebackReader:
     _frames: list[tuple[str, int]] = field(default_factory=list)
     _code: str = ""
 
-    @property
-    def is_in_traceback(self) -> bool:
-        """Return whether the next line belongs to a traceback."""
-        return self._in_traceback
-
     def note(self, text: str, number: int, *, at: float | None, is_survived: bool) -> Raised | None:
         """Read a line; return the exception that ends with it, or None."""
         stripped = text.strip()
         if begins_traceback(text):
-            self._in_traceback, self._is_survived, self._frames = True, is_survived, []
+            self.is_in_traceback, self._is_survived, self._frames = True, is_survived, []
             return None
-        if self._in_traceback:
+        if self.is_in_traceback:
             if frame := _FRAME.match(text):
                 self._frames.append((_frame_words(frame), number))
                 return None
             if not stripped or text[:1].isspace() or stripped.startswith("[repeated"):
                 self._code = self._code if not stripped.strip("^~ ") else stripped
                 return None
-            self._in_traceback = False
+            self.is_in_traceback = False
             found = _EXCEPTION.match(stripped) or _ANY_EXCEPTION.match(stripped)
             return self._raise(found, number, at, is_survived=self._is_survived or is_survived) if found else None
         if stripped.startswith(_CHAIN):

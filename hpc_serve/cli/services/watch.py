@@ -43,7 +43,7 @@ def status_command(service: str | None, everything: bool, watched: bool, as_json
     """
     from hpc_serve.cli import show
     from hpc_serve.cli.console import PlainConsole
-    from hpc_serve.submit.status.status_reader import find, read_status
+    from hpc_serve.submit.status.status_reader import find, read_any_status
 
     store = own_store()
     if service is not None:
@@ -55,7 +55,7 @@ def status_command(service: str | None, everything: bool, watched: bool, as_json
 
         watch_status(store, service)
         return
-    report = read_status(store, service)
+    report = read_any_status(store, service)
     shown = report.everywhere
     if service is not None and not shown:
         shown, everything = tuple(find(store, service)), True

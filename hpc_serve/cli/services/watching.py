@@ -17,7 +17,7 @@ from hpc_serve.cli.show import recent, status_table
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.status.start_words import CoarseChanges
-from hpc_serve.submit.status.status_reader import find, read_status
+from hpc_serve.submit.status.status_reader import find, read_any_status
 
 if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
@@ -39,7 +39,7 @@ def watch_status(store: ServiceStore, target: str | None) -> None:
         service = find(store, target)[0].service
 
     def look() -> Replicas:
-        replicas = read_status(store, service, slurm=slurm).everywhere
+        replicas = read_any_status(store, service, slurm=slurm).everywhere
         return recent(one for one in replicas if target in (None, one.service, one.job_id, one.name))
 
     console = PlainConsole()

@@ -44,14 +44,6 @@ class Rule:
     is_final: bool = False
     pains: tuple[int, ...] = ()
 
-    def cause_of(self, found: re.Match[str]) -> str:
-        """Return the sentence about one line."""
-        return _filled(self.cause, found)
-
-    def cure_of(self, found: re.Match[str]) -> str:
-        """Return what to do about one line."""
-        return _filled(self.cure, found)
-
 
 def read_rules(text: str) -> list[Rule]:
     """Return the rules of one file. Raises ValueError, TypeError, KeyError or configparser.Error for a wrong file."""
@@ -77,7 +69,8 @@ def _rule(name: str, fields: Mapping[str, str]) -> Rule:
     )
 
 
-def _filled(template: str, found: re.Match[str]) -> str:
+def filled(template: str, found: re.Match[str]) -> str:
+    """Return the cause, or the cure, of a rule with the words of one line in it."""
     groups = {name: (value or "").strip().rstrip(".,").removesuffix(".0") for name, value in found.groupdict().items()}
 
     def part(optional: re.Match[str]) -> str:

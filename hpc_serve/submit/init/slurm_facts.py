@@ -13,24 +13,10 @@ from dataclasses import replace
 from hpc_serve.submit.init.facts import Association, GpuKind, NodeFacts, PartitionFacts
 from hpc_serve.submit.slurm.slurm_answers import duration_s, scontrol_values
 
-CONFIG_ARGV = ("scontrol", "show", "config")
-PARTITIONS_ARGV = ("scontrol", "--oneliner", "show", "partition")
-NODES_ARGV = ("scontrol", "--oneliner", "show", "node")
 _GPUS = re.compile(r"(?:^|,)gpu:(?:([^:,()]+):)?(?:no_consume:)?(\d+)")
 _NOTHING = ("", "(null)", "N/A", "NONE", "None", "n/a")
 _EVERYBODY = ("ALL", *_NOTHING)
 _NOT_USABLE = ("DOWN", "DRAIN", "FAIL", "FUTURE", "UNKNOWN")
-
-
-def associations_argv(user: str) -> tuple[str, ...]:
-    """Return the command that lists the accounts that a user may charge."""
-    fields = "format=Account,Partition,QOS,DefaultQOS"
-    return ("sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={user}", fields)
-
-
-def default_account_argv(user: str) -> tuple[str, ...]:
-    """Return the command that shows the account that Slurm charges if none is named."""
-    return ("sacctmgr", "--noheader", "--parsable2", "show", "user", f"name={user}", "format=DefaultAccount")
 
 
 def parse_gres(gres: str) -> tuple[GpuKind, ...]:
@@ -100,7 +86,7 @@ def with_nodes(partitions: Sequence[PartitionFacts], nodes: Sequence[NodeFacts])
 
 
 def parse_associations(stdout: str) -> tuple[Association, ...]:
-    """sacctmgr's lines `account|partition|qos,qos|default qos`."""
+    """`sacctmgr show associations`: lines of Account|Partition|QOS,QOS|DefaultQOS."""
     found = []
     for line in stdout.splitlines():
         words = line.strip().split("|")

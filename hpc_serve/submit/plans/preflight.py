@@ -89,13 +89,13 @@ def _check_hub(request: ServeRequest, plan: ServePlan, environ: Mapping[str, str
     seen = f"{plan.model}: {settings.cache} holds {missing.words}"
     size = plan.memory.weight_bytes * plan.layout.num_gpus / GIB
     cure = f"`hpc-serve fetch {plan.model}` (about {size:,.0f} GiB)"
+    site = f" Your site says: {request.weights_help}." if request.weights_help else ""
     if request.settings.stage is not None:
         raise InvalidRequestError(
             f"{seen}, and --stage copies what the nodes see. Get them first: {cure}; or leave --stage out."
         )
     if request.offline_nodes or settings.is_offline:
         why = "offline_nodes in the site file" if request.offline_nodes else "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE"
-        site = f" Your site says: {request.weights_help}." if request.weights_help else ""
         raise InvalidRequestError(
             f"{seen}, and the job could not fetch them ({why}). Get them first, where the hub can be reached: {cure}; "
             f"if they are elsewhere, set HF_HOME, or name their folder as the model.{site}"
@@ -106,7 +106,6 @@ def _check_hub(request: ServeRequest, plan: ServePlan, environ: Mapping[str, str
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{seen}. {error}") from None
     token = "" if settings.token else " There is no token (`hf auth login`, HF_TOKEN); a gated model needs one."
-    site = f" Your site says: {request.weights_help}." if request.weights_help else ""
     return f"{seen}, so the job fetches them first. To have them before: {cure}.{token}{site}"
 
 

@@ -92,8 +92,10 @@ def check_jobs_can_submit(option: str, cluster: str, image: str | None, *, site_
     raise InvalidRequestError(f"{option} needs jobs that can call sbatch, and {why}. {cure}.")
 
 
-def check_replicas(replicas: int | None, per_job: int, num_nodes: int | None, *, is_local: bool) -> None:
-    """Raises InvalidRequestError for numbers that contradict each other, or the place."""
+def check_replicas(
+    replicas: int | None, per_job: int, num_nodes: int | None, *, is_local: bool, port: str | None
+) -> None:
+    """Raises InvalidRequestError for numbers that contradict each other, the place, or one port for an engine."""
     for name, count, most in (("nodes", num_nodes, 1), ("replicas", replicas, per_job)):
         if is_local and (count or 1) > most:
             raise InvalidRequestError(
@@ -112,10 +114,6 @@ def check_replicas(replicas: int | None, per_job: int, num_nodes: int | None, *,
             f"{replicas} replicas cannot be dealt to jobs of {per_job} each (--replicas-per-job): "
             f"use --replicas {numbers}."
         )
-
-
-def check_shared_port(per_job: int, port: str | None) -> None:
-    """Raises InvalidRequestError if the replicas of one job shall all have one port."""
     if port and per_job > 1:
         raise InvalidRequestError(
             f"--port and --replicas-per-job {per_job} do not go together: engines on one node need ports of their own. "

@@ -73,8 +73,6 @@ def _overlap_s(limit_s: float, asked_s: float | None) -> float:
 
 def chain_sentence(coming: Sequence[tuple[str, str]]) -> str:
     """Return the jobs still to come after a job, for people: the next with its state, then the later ones."""
-    if not coming:
-        return ""
     (job_id, state), *rest = coming
     then = f", then {', '.join(job_id for job_id, _ in rest)}" if rest else ""
     return f"{job_id} {state}{then}"

@@ -15,13 +15,7 @@ from hpc_serve.plan.engine import LONGEST_THAT_FITS, Arrivals
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.rendezvous.names import expanded_log_dir, validate_service_name
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE
-from hpc_serve.submit.request.bounds import (
-    check_bounds,
-    check_jobs_can_submit,
-    check_replicas,
-    check_shared_port,
-    is_machine_name,
-)
+from hpc_serve.submit.request.bounds import check_bounds, check_jobs_can_submit, check_replicas, is_machine_name
 from hpc_serve.submit.request.chain import begins_after_min, check_chain
 from hpc_serve.submit.request.environment import Environment, JobSettings
 from hpc_serve.submit.request.job_env import check_env
@@ -247,23 +241,14 @@ class ServeRequest:
         if self.cluster == "local" and self.environment.kind == "pyxis":
             raise InvalidRequestError("pyxis is a part of Slurm: with --cluster local name a venv, or another runtime.")
         exact = self.replicas if self.max_replicas is None else None  # bounds are rounded up to whole jobs
-        check_replicas(exact, self.replicas_per_job, self.num_nodes, is_local=self.cluster == "local")
-        check_shared_port(self.replicas_per_job, self.engine_option("--port"))
+        is_local, port = self.cluster == "local", self.engine_option("--port")
+        check_replicas(exact, self.replicas_per_job, self.num_nodes, is_local=is_local, port=port)
         asked = {"--keep-up": self.keep_up, "--replicas MIN:MAX": self.max_replicas, "--idle-stop": self.idle_stop_s}
         for name in [name for name, value in asked.items() if value]:
-            check_jobs_can_submit(
-                name,
-                self.cluster,
-                self.environment.path if self.environment.is_container else None,
-                site_lets_them=self.jobs_can_submit,
-            )
-        check_chain(
-            self.chain,
-            self.overlap_s,
-            self.slurm.time_limit_s,
-            notice_s=self.slurm.notice_s or 0,
-            cluster=self.cluster,
-        )
+            image = self.environment.path if self.environment.is_container else None
+            check_jobs_can_submit(name, self.cluster, image, site_lets_them=self.jobs_can_submit)
+        limit_s, notice_s = self.slurm.time_limit_s, self.slurm.notice_s or 0
+        check_chain(self.chain, self.overlap_s, limit_s, notice_s=notice_s, cluster=self.cluster)
         check_env(self.env)
         check_arguments(self.engine_args, allow_unknown=self.allow_unknown_vllm_options)
         if self.log_dir is not None:

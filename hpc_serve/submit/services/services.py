@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import HpcServeError
@@ -142,11 +142,7 @@ class _Prepared:
 
     request: ServeRequest
     text: str
-    replicas: int
     submission: Submission
-
-    def done(self, **fields: Any) -> Submission:
-        return dataclasses.replace(self.submission, **fields)
 
 
 def _prepared(
@@ -179,8 +175,7 @@ def _prepared(
         memory=memory_sum(asked_parts(request, plan)),
         folder=str(store.service_dir(service)),
     )
-    text = render_script(request, plan)
-    return _Prepared(request=request, text=text, replicas=replicas_of(request, plan), submission=submission)
+    return _Prepared(request=request, text=render_script(request, plan), submission=submission)
 
 
 def _hand_over(
@@ -193,33 +188,33 @@ def _hand_over(
 ) -> Submission:
     """Hand one script to the scheduler, or find that its jobs are there."""
     request, job, service = prepared.request, script.job, prepared.request.service
-    is_local = request.cluster == "local"
-    if is_local and request.once:
-        live = next((one.job_id for one in read_status(store, service).replicas if not one.is_over), None)
-        if live is not None:
-            return prepared.done(jobs=(dataclasses.replace(job, job_id=live),), is_there=True)
-    if is_local:
+    done = functools.partial(dataclasses.replace, prepared.submission)
+    if request.cluster == "local":
+        live = [one.job_id for one in read_status(store, service).replicas if not one.is_over] if request.once else []
+        if live:
+            return done(jobs=(dataclasses.replace(job, job_id=live[0]),), is_there=True)
         is_new = all(one.is_final for one in store.read(service).records)
         _share(store, service, group, is_new=is_new)
         want_adapters(store, service, adapters, is_new=is_new)
-        return prepared.done(jobs=start_locally(store, script))
+        return done(jobs=start_locally(store, script))
     before = read_wanted(store, service)
-    wanted, there = want_submission(store, request, prepared.replicas, environ, adapters)
+    replicas = replicas_of(request, prepared.submission.plan)
+    wanted, there = want_submission(store, request, replicas, environ, adapters)
     _share(store, service, group, is_new=not there)
     if not wanted.submitting:
         known = {one.job_id: one for one in store.read_submitted(service)}
         # A script that was given to sbatch by hand has no entry.
         jobs = tuple(known.get(one) or dataclasses.replace(job, job_id=one) for one in there)
-        return prepared.done(jobs=jobs, wanted=wanted, is_there=True)
+        return done(jobs=jobs, wanted=wanted, is_there=True)
     script.undo.callback(take_back, store, service, wanted, before)
     count = -(-wanted.submitting // request.replicas_per_job)
     if request.chain > 1:
-        chain = {"length": request.chain, "after_min": request.next_begins_after_min}
-        jobs = submit_chains(store, script, **chain, count=count)
+        after_min = request.next_begins_after_min
+        jobs = submit_chains(store, script, length=request.chain, after_min=after_min, count=count)
     else:
         jobs = submit_to_slurm(store, script, count=count)
     wanted = end_submission(store, service, wanted, jobs) or wanted
-    return prepared.done(jobs=jobs, wanted=wanted)
+    return done(jobs=jobs, wanted=wanted)
 
 
 def _share(store: ServiceStore, service: str, group: int | None, *, is_new: bool) -> None:

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError
@@ -37,7 +36,7 @@ def want_submission(
     request: ServeRequest,
     replicas: int,
     environ: Mapping[str, str],
-    adapters: Mapping[str, Adapter] = MappingProxyType({}),
+    adapters: Mapping[str, Adapter],
 ) -> tuple[Wanted, list[str]]:
     """Write down what a submission of so many `replicas` asks for, and claim that this program submits what is missing.
 

@@ -90,11 +90,6 @@ def said(stderr: str) -> str:
     return "; ".join(line for line in lines if line) or "it gave no reason"
 
 
-def jobs() -> list[JobState]:
-    """Return this user's jobs, those of the last minutes included. Raises SchedulerUnavailableError."""
-    return parse_squeue(_answer(SQUEUE_ARGV))
-
-
 def partitions_if_known() -> list[Partition]:
     """Return the site's partitions; none if Slurm does not tell."""
     with contextlib.suppress(SchedulerError):
@@ -157,9 +152,9 @@ class SchedulerView:
 
     def jobs(self, *, max_age_s: float = math.inf) -> list[JobState]:
         """This user's jobs, those of the last minutes included; none, and `problem` set, if Slurm does not answer."""
-        if self._jobs is None or time.monotonic() - self._asked_at_s > min(max_age_s, self._max_age_s):
+        if self._jobs is None or self.age_s > min(max_age_s, self._max_age_s):
             try:
-                self._jobs, self.problem = jobs(), None
+                self._jobs, self.problem = parse_squeue(_answer(SQUEUE_ARGV)), None
             except SchedulerError as error:
                 self._jobs, self.problem = [], str(error)
             self._asked_at_s = time.monotonic()

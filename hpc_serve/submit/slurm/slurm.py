@@ -91,7 +91,6 @@ class Partition:
 
     name: str
     is_default: bool
-    is_up: bool
     time_limit: str
     num_nodes: int
     gres: str

@@ -144,19 +144,16 @@ def parse_sacct(stdout: str) -> dict[str, JobState]:
 
 def parse_sinfo(stdout: str) -> list[Partition]:
     """Return the partitions, the default one first."""
-    partitions = []
-    for line in _lines(stdout):
-        name, available, time_limit, num_nodes, gres = _fields("sinfo", line, 5)
-        partitions.append(
-            Partition(
-                name=name.rstrip("*"),
-                is_default=name.endswith("*"),
-                is_up=available == "up",
-                time_limit=time_limit,
-                num_nodes=int(num_nodes),
-                gres=_value(gres) or "",
-            )
+    partitions = [
+        Partition(
+            name=name.rstrip("*"),
+            is_default=name.endswith("*"),
+            time_limit=time_limit,
+            num_nodes=int(num_nodes),
+            gres=_value(gres) or "",
         )
+        for name, _, time_limit, num_nodes, gres in (_fields("sinfo", line, 5) for line in _lines(stdout))
+    ]
     return sorted(partitions, key=lambda partition: not partition.is_default)
 
 

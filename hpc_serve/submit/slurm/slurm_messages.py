@@ -1,7 +1,7 @@
 """Explains Slurm's words to a person: why a job waits, how it ended, what to do about a refusal. Pure.
 
-Slurm's own word always stands beside the sentence, because the help pages of sites use it. The sentences on reasons and
-refusals are data, pending.ini and refusals.ini.
+Slurm's own word always stands beside the sentence, because the help pages of sites use it. The sentences on reasons,
+ends and refusals are data: pending.ini, ends.ini and refusals.ini.
 """
 
 from __future__ import annotations
@@ -24,18 +24,6 @@ _LIMIT_OWNERS = {"QOS": "QOS", "Assoc": "account", "MaxJobs": "account"}
 _NO_OUTPUT_FILE = 53  # not a signal: what slurmd reports if it cannot set up the script's output
 _OUT_OF_MEMORY = 125  # no signal: Slurm's mark on a job or step in which the kernel killed a process for memory
 _REFUSED = 1  # no signal either: the exit status of a job that slurmctld refused, so that it never had a node
-
-_ENDS = {
-    "COMPLETED": "its script ended without an error",
-    "TIMEOUT": "Slurm ended it at its time limit",
-    "NODE_FAIL": "a node of it failed",
-    "OUT_OF_MEMORY": "it used more memory than it had asked Slurm for",
-    "PREEMPTED": "it was preempted by a job of higher priority",
-    "BOOT_FAIL": "its nodes did not boot",
-    "DEADLINE": "its deadline passed",
-    "REVOKED": "it was started on another cluster of the federation",
-    GONE: "Slurm does not know the job any more, so how it ended is not known",
-}
 
 
 @cache
@@ -111,8 +99,12 @@ def ended_sentence(job: JobState) -> str:
     if job.state == "FAILED":
         return f"{_failed_sentence(job)} (FAILED)"
     if job.state == GONE:
-        return "its process has ended" if job.source == "process" else _ENDS[GONE]
-    return f"{_ENDS.get(job.state, 'it ended')} ({job.state})"
+        return "its process has ended" if job.source == "process" else _end(GONE)
+    return f"{_end(job.state)} ({job.state})"
+
+
+def _end(state: str) -> str:
+    return _sections("ends.ini").get(state, "means", fallback="it ended")
 
 
 def _failed_sentence(job: JobState) -> str:
@@ -122,7 +114,7 @@ def _failed_sentence(job: JobState) -> str:
     if job.signal == _NO_OUTPUT_FILE:
         return f"the node could not open its output file {job.batch_log or ''}".rstrip()
     if job.signal == _OUT_OF_MEMORY:
-        return _ENDS["OUT_OF_MEMORY"]
+        return _end("OUT_OF_MEMORY")
     if job.signal:
         return f"its script was ended by signal {job.signal}"
     if job.exit_code:

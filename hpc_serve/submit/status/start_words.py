@@ -14,15 +14,8 @@ from hpc_serve.sizes import GIB, MIB
 if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
 
-_WORDS = {
-    "nodes": "nodes",
-    "staging": "staging",
-    "engine": "engine",
-    "weights": "weights",
-    "compile": "compile",
-    "capture": "KV cache and graphs",
-    "server": "first answer",
-}
+# Stages whose names are not words for people.
+_WORDS = {"capture": "KV cache and graphs", "server": "first answer"}
 _LEAST_SHOWN_S = 1.0
 _FIRST_REPEAT_S = 60.0
 _PARTS_TOLD = 4
@@ -81,7 +74,7 @@ def stages_words(status: ReplicaStatus) -> str:
         if name == present:
             words += [f"{name} for {duration(seconds)}"] if status.state == "starting" else []
         elif seconds >= _LEAST_SHOWN_S:
-            words.append(f"{name} {duration(seconds)}{_loaded(status) if name == _WORDS['weights'] else ''}")
+            words.append(f"{name} {duration(seconds)}{_loaded(status) if name == 'weights' else ''}")
     return ", ".join(words)
 
 

@@ -46,29 +46,33 @@ _RECENT_S = 24 * 3600.0
 
 
 def read_status(store: ServiceStore, service: str | None = None, *, slurm: SchedulerView | None = None) -> StatusReport:
-    """Return the replicas of one service, or of all, oldest first. Raises StoreError, InvalidRequestError."""
-    if store.owner is not None and service is not None:  # Slurm and logs tell users of their own jobs alone
-        seen = ServiceWatch(store, service).refresh(is_complete=True)
-        return StatusReport(replicas=seen.replicas, problems=seen.problems)
+    """Return the replicas of a service of ours, or of all, oldest first. Raises StoreError, InvalidRequestError."""
     slurm = slurm or SchedulerView()
     found = [store.read(name) for name in ([validate_service_name(service)] if service else store.services())]
     slurm.note_old_ends({job_id: at for records in found for job_id, at in old_jobs(records).items()})
     replicas = [status for records in found for status in _of_service(store, records, slurm)]
-    known = {status.job_id for status in replicas}
-    secrets = functools.cache(lambda service: known_secrets(service, store, os.environ))
-    elsewhere = [_with_logs(store, status, secrets) for status in _by_hand(store, slurm, service, known=known)]
-    submitted = [job for records in found for job in records.submitted]
-    replicas = [_with_logs(store, status, secrets) for status in _with_successors(replicas, submitted)]
+    elsewhere = list(_by_hand(store, slurm, service, known={status.job_id for status in replicas}))
+    replicas = list(_with_successors(replicas, [job for records in found for job in records.submitted]))
     problems = [problem for records in found for problem in records.problems]
     if slurm.problem and any(status.job.cluster == "slurm" and not status.is_over for status in replicas):
         problems.append(slurm.problem)
     wanted = {records.service: read_wanted_or_none(store, records.service) for records in found}
+    secrets = functools.cache(lambda service: known_secrets(service, store, os.environ))
+    with_logs = functools.partial(_with_logs, store, secrets)
     return StatusReport(
-        replicas=tuple(sorted(replicas, key=lambda status: status.began_or_ended_at)),
-        elsewhere=tuple(elsewhere),
+        replicas=tuple(sorted(map(with_logs, replicas), key=lambda status: status.began_or_ended_at)),
+        elsewhere=tuple(map(with_logs, elsewhere)),
         problems=tuple(problems),
         wanted={name: one for name, one in wanted.items() if one is not None},
     )
+
+
+def read_any_status(store: ServiceStore, service: str | None, *, slurm: SchedulerView | None = None) -> StatusReport:
+    """Return the replicas of one service, also of one that another user shares, or of all. Raises as `read_status`."""
+    if store.owner is None or service is None:
+        return read_status(store, service, slurm=slurm)
+    seen = ServiceWatch(store, service).refresh(is_complete=True)  # Slurm and logs tell users of their own jobs alone
+    return StatusReport(replicas=seen.replicas, problems=seen.problems)
 
 
 def find_report(store: ServiceStore, name_or_id: str) -> StatusReport:
@@ -76,7 +80,7 @@ def find_report(store: ServiceStore, name_or_id: str) -> StatusReport:
 
     Raises ServiceNotFoundError.
     """
-    report = read_status(store, name_or_id)
+    report = read_any_status(store, name_or_id)
     if report.everywhere:
         return report
     report = read_status(store)
@@ -251,9 +255,7 @@ def _by_hand(
         name = job.name.removeprefix(JOB_NAME_PREFIX)
         if not job.name.startswith(JOB_NAME_PREFIX) or not is_service_name(name):
             continue
-        if service not in (None, name) or job.job_id in known:
-            continue
-        if job.is_over and store.is_forgotten(name, job.job_id):
+        if service not in (None, name) or job.job_id in known or (job.is_over and store.is_forgotten(name, job.job_id)):
             continue
         if job.is_over:
             detail = slurm.state(job.job_id, submitted_at=job.submitted_at)  # exit code, and where its output is
@@ -280,7 +282,7 @@ def _other_home(store: ServiceStore, job: JobState, service: str) -> Path | None
     return None if home.resolve() == store.home.resolve() else home
 
 
-def _with_logs(store: ServiceStore, status: ReplicaStatus, secrets_of: Callable[[str], Sequence[str]]) -> ReplicaStatus:
+def _with_logs(store: ServiceStore, secrets_of: Callable[[str], Sequence[str]], status: ReplicaStatus) -> ReplicaStatus:
     """Return the same with its log folder and, where no record tells how it ended, with the last lines of its logs.
 
     `secrets_of` gives what must not be shown of a service, and is taken out of its words.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.services import stop as stopping
 from hpc_serve.submit.services import wait as waiting
+from hpc_serve.submit.site.site import SiteProfile, load_site
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.patience import be_patient
+from tests.support.stubs import StubService
 
 
 @pytest.fixture(autouse=True)
@@ -37,3 +40,22 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
     monkeypatch.setenv("HPC_SERVE_ENV", str(tmp_path / "env"))
     return fake
+
+
+@pytest.fixture
+def engines(store: ServiceStore) -> Iterator[StubService]:
+    """The engines of the service 8b; none is started yet."""
+    service = StubService(store.home, "8b")
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def site_of(tmp_path: Path) -> Callable[[str], SiteProfile]:
+    """Reads a site file with this text."""
+
+    def read(text: str) -> SiteProfile:
+        (tmp_path / "site.yaml").write_text(text)
+        return load_site(tmp_path / "site.yaml")
+
+    return read

@@ -22,15 +22,13 @@ from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.rendezvous.adapters import Adapter
 from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
-from hpc_serve.submit.request.request import ServeRequest
-from hpc_serve.submit.services import services
 from hpc_serve.trust.connection import Identity
 from tests.support.adapters import make_adapter
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.patience import connect_to_all, wait_until
 from tests.support.stubs import StubService, make_submitted
+from tests.unit.submit.service_8b import MODEL, submit
 
-MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 ROOM = ("--enable-lora", "--max-lora-rank", "8")
 
 
@@ -49,9 +47,8 @@ class Launchers:
     def start(self, *words: str, has_room: bool = True) -> None:
         job_id = str(100 + len(self.keepers))
         self._slurm.job(job_id, "RUNNING")
-        self.stubs.store.write_submitted(
-            make_submitted(service="8b", model=MODEL, job_id=job_id, engine_args=words or ROOM)
-        )
+        job = make_submitted(service="8b", model=MODEL, job_id=job_id, engine_args=words or ROOM)
+        self.stubs.store.write_submitted(job)
         engine = self.stubs.start(*(words or ROOM), job_id=job_id, model=MODEL, state="starting")
         (record,) = (one for one in self.stubs.store.read("8b").records if one.job_id == job_id)
         identity = Identity.of(record, self.stubs.store.read_api_key("8b"))
@@ -104,19 +101,17 @@ def answer_of(model: str, client: Any = None) -> str:
     return str(client.completions.create(model=model, prompt="Why?").choices[0].text)
 
 
-def test_all_replicas_load_it_and_one_that_comes_later_before_it_is_ready(launchers, good, capsys):
+def test_all_replicas_load_it_and_one_that_comes_later_before_it_is_ready(launchers, good, ran):
     launchers.start()
     launchers.start()
-    assert run(["adapter", "add", "8b", "sql", str(good)]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    assert ran(["adapter", "add", "8b", "sql", str(good)]).out.splitlines() == [
         "2 replicas (100, 101) have loaded sql.",
         "Ask for it as the model 'sql'.",
     ]
     launchers.start()
     assert launchers.keepers[2].record.adapter_names == ("sql",)
     assert {answer_of("sql").split()[0] for _ in range(6)} == {f"adapter-{good}"}
-    assert run(["adapter", "list", "8b", "--json"]) == 0
-    (listed,) = json.loads(capsys.readouterr().out)
+    (listed,) = json.loads(ran(["adapter", "list", "8b", "--json"]).out)
     assert (listed["loaded"], listed["faults"], listed["path"]) == (["100", "101", "102"], {}, str(good))
 
     assert run(["adapter", "remove", "8b", "sql"]) == 0
@@ -125,26 +120,24 @@ def test_all_replicas_load_it_and_one_that_comes_later_before_it_is_ready(launch
         answer_of("sql")
 
 
-def test_what_one_replica_does_not_take_no_replica_keeps(launchers, good, capsys, tmp_path):
+def test_what_one_replica_does_not_take_no_replica_keeps(launchers, good, ran, tmp_path):
     launchers.start()
     launchers.start()
     assert run(["adapter", "add", "8b", "sql", str(good)]) == 0
     launchers.stubs.engines[1].kill()
     newer = make_adapter(tmp_path / "newer", hidden=4096, layers=1, rank=1)
-    assert run(["adapter", "add", "8b", "sql", str(newer)]) == 2
-    said = capsys.readouterr().err
+    said = ran(["adapter", "add", "8b", "sql", str(newer)], 2).err
     assert f"8b did not take the adapter sql, and {good} is loaded again. 101: the engine did not answer" in said
     assert read_wanted(launchers.stubs.store, "8b").adapters["sql"].path == str(good)
     first = launchers.keepers[0]
     wait_until(lambda: first.record.adapters["sql"].path == str(good) and not first.record.adapters["sql"].fault)
 
     other = make_adapter(tmp_path / "third", hidden=4096, layers=1, rank=1)
-    assert run(["adapter", "add", "8b", "poem", str(other)]) == 2
-    assert "it is unloaded where it was loaded" in capsys.readouterr().err
+    assert "it is unloaded where it was loaded" in ran(["adapter", "add", "8b", "poem", str(other)], 2).err
     wait_until(lambda: set(first.record.adapters) == {"sql"})
 
 
-def test_it_is_checked_before_an_engine_sees_it(launchers, good, capsys, tmp_path):
+def test_it_is_checked_before_an_engine_sees_it(launchers, good, ran, tmp_path):
     launchers.start()
     wide = make_adapter(tmp_path / "wide", hidden=4096, layers=1, rank=16)
     other = make_adapter(tmp_path / "other", hidden=4160, layers=1, rank=1)
@@ -163,11 +156,9 @@ def test_it_is_checked_before_an_engine_sees_it(launchers, good, capsys, tmp_pat
         ("8b", good, "is a name of 8b itself"),
         ("405b", good, "is a name of 8b itself"),
     ):
-        assert run(["adapter", "add", "8b", name, str(source)]) == 2
-        assert said in capsys.readouterr().err
+        assert said in ran(["adapter", "add", "8b", name, str(source)], 2).err
     assert read_wanted(launchers.stubs.store, "8b") is None
-    assert run(["adapter", "remove", "8b", "sql"]) == 2
-    assert "8b has no adapter sql; it has none." in capsys.readouterr().err
+    assert "8b has no adapter sql; it has none." in ran(["adapter", "remove", "8b", "sql"], 2).err
 
 
 def test_a_service_without_room_says_how_to_start_it(launchers, good, capsys):
@@ -187,20 +178,24 @@ def test_a_replica_of_other_options_says_that_it_has_no_room(launchers, good, st
     assert answer_of("sql", client).split()[0] == f"adapter-{good}"
 
 
-def test_changed_files_in_the_same_folder_are_no_other_adapter(launchers, good, capsys):
+def test_changed_files_in_the_same_folder_are_no_other_adapter(launchers, good, ran):
     launchers.start()
     for note in ("", "Changed files need another folder"):
-        assert run(["adapter", "add", "8b", "sql", str(good)]) == 0
-        assert note in capsys.readouterr().out
+        assert note in ran(["adapter", "add", "8b", "sql", str(good)]).out
     added = read_wanted(launchers.stubs.store, "8b").adapters["sql"].added_at
     assert launchers.keepers[0].record.adapters["sql"].added_at == added
 
 
-def test_an_adapter_of_another_model_is_told(launchers, capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("base", "shown"),
+    [("m/Llama-3.1-8B", "m/Llama-3.1-8B"), ("x/\x1b]0;title\x07", "x/\\x1b]0;title\\x07")],
+    ids=["another", "moves no cursor"],
+)
+def test_an_adapter_of_another_model_is_told(launchers, ran, tmp_path, base, shown):
     launchers.start()
-    of_base = make_adapter(tmp_path / "of", hidden=4096, layers=1, rank=1, base_model_name_or_path="m/Llama-3.1-8B")
-    assert run(["adapter", "add", "8b", "sql", str(of_base)]) == 0
-    assert f"note: It was trained on m/Llama-3.1-8B, and the service has {MODEL}." in capsys.readouterr().out
+    of_base = make_adapter(tmp_path / "of", hidden=4096, layers=1, rank=1, base_model_name_or_path=base)
+    out = ran(["adapter", "add", "8b", "sql", str(of_base)]).out
+    assert f"note: It was trained on {shown}, and the service has {MODEL}." in out
 
 
 def test_what_vllm_s_cpu_backend_does_to_other_requests_is_told(launchers, good, capsys):
@@ -213,15 +208,12 @@ def test_what_vllm_s_cpu_backend_does_to_other_requests_is_told(launchers, good,
     assert "On CPUs vLLM 0.32 answers" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_service_that_sleeps_has_it_when_it_wakes_and_one_that_is_over_has_none(store, slurm, good, capsys):
-    services.submit(ServeRequest(model="8b", service="8b", engine_args=ROOM))
-    change_wanted(
-        store, "8b", lambda found: replace(found or Wanted(least=0, most=1, count=0), state="asleep", count=0)
-    )
+def test_a_service_that_sleeps_has_it_when_it_wakes_and_one_that_is_over_has_none(store, slurm, good, ran):
+    submit(engine_args=ROOM)
+    change_wanted(store, "8b", lambda found: replace(found, state="asleep", count=0))
     slurm.job("101", "COMPLETED", nodes="")
-    assert run(["adapter", "add", "8b", "sql", str(good)]) == 0
-    assert "0 replicas have loaded sql." in capsys.readouterr().out
-    services.submit(ServeRequest(model="8b", service="8b", engine_args=ROOM))
+    assert "0 replicas have loaded sql." in ran(["adapter", "add", "8b", "sql", str(good)]).out
+    submit(engine_args=ROOM)
     assert set(read_wanted(store, "8b").adapters) == {"sql"}
 
 
@@ -267,15 +259,6 @@ def test_only_a_service_that_is_there_has_adapters(launchers, good, capsys):
     assert "100 is no service: adapters are of all replicas of 8b." in capsys.readouterr().err
 
 
-def test_words_of_an_adapter_move_no_cursor(launchers, capsys, tmp_path):
-    launchers.start()
-    odd = make_adapter(tmp_path / "odd", hidden=4096, layers=1, rank=1, base_model_name_or_path="x/\x1b]0;title\x07")
-    assert run(["adapter", "add", "8b", "sql", str(odd)]) == 0
-    out = capsys.readouterr().out
-    assert "\\x1b]0;title" in out
-    assert "\x1b" not in out
-
-
 def test_what_an_engine_says_at_length_is_cut(launchers, store):
     gone = Adapter(path="/gone" + "/and gone" * 1000, added_at=1.0)
     change_wanted(store, "8b", lambda found: Wanted(least=1, most=1, count=1, adapters={"sql": gone}))
@@ -285,14 +268,12 @@ def test_what_an_engine_says_at_length_is_cut(launchers, store):
     assert len(fault) <= 1000
 
 
-def test_a_replica_that_starts_again_has_not_loaded_it_yet(launchers, good, capsys):
+def test_a_replica_that_starts_again_has_not_loaded_it_yet(launchers, good, ran):
     launchers.start()
     assert run(["adapter", "add", "8b", "sql", str(good)]) == 0
     launchers.keepers[0].update(state="starting")
     wait_until(lambda: launchers.stubs.store.read("8b").records[0].state == "starting")
-    capsys.readouterr()
-    assert run(["adapter", "list", "8b", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["loaded"] == []
+    assert json.loads(ran(["adapter", "list", "8b", "--json"]).out)[0]["loaded"] == []
 
 
 class TestSubmit:
@@ -300,10 +281,8 @@ class TestSubmit:
         assert run(["submit", "8b", "--lora", f"sql={good}", "--lora", f"poem={good}"]) == 0
         (script,) = slurm.scripts
         assert "--enable-lora --max-loras 2 --max-lora-rank 1 --max-cpu-loras 64" in script
-        assert {name: one.path for name, one in read_wanted(store, "8b").adapters.items()} == {
-            "sql": str(good),
-            "poem": str(good),
-        }
+        wanted = read_wanted(store, "8b").adapters
+        assert {name: one.path for name, one in wanted.items()} == dict.fromkeys(("sql", "poem"), str(good))
 
     def test_a_submission_of_a_service_that_is_over_begins_without_adapters(self, store, slurm, good):
         assert run(["submit", "8b", "--lora", f"sql={good}"]) == 0
@@ -312,15 +291,14 @@ class TestSubmit:
         assert run(["submit", "8b"]) == 0
         assert read_wanted(store, "8b").adapters == {}
 
-    def test_what_is_no_adapter_submits_nothing(self, store, slurm, good, tmp_path, capsys):
+    def test_what_is_no_adapter_submits_nothing(self, store, slurm, good, tmp_path, ran):
         other = make_adapter(tmp_path / "other", hidden=4160, layers=1, rank=1)
         for words, said in (
             ((f"sql={other}",), "has no such matrix"),
             (("sql",), "write NAME=FOLDER"),
             ((f"sql={tmp_path}",), "is no adapter"),
         ):
-            assert run(["submit", "8b", *(word for one in words for word in ("--lora", one))]) == 2
-            assert said in capsys.readouterr().err
+            assert said in ran(["submit", "8b", *(word for one in words for word in ("--lora", one))], 2).err
         assert slurm.scripts == []
 
     def test_a_rank_of_ones_own_must_be_wide_enough(self, slurm, tmp_path, capsys):

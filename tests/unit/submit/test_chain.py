@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -11,26 +11,18 @@ from hpc_serve.cli.main import run
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import InvalidRequestError, SubmissionRefusedError, WaitTimeoutError
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit.request.environment import Environment
-from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
-from hpc_serve.submit.services import hand_over, services
+from hpc_serve.submit.services import hand_over
 from hpc_serve.submit.services import stop as stopping
 from hpc_serve.submit.services.wait import wait
 from hpc_serve.submit.services.want import scale
 from hpc_serve.submit.status.status_reader import find, read_status
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService
+from tests.unit.submit import service_8b
+from tests.unit.submit.service_8b import MODEL, states
 
-MODEL = "meta-llama/Llama-3.1-8B-Instruct"
-
-
-def request(**fields) -> ServeRequest:
-    return ServeRequest(**{"model": "8b", "service": "8b", "chain": 3, **fields})
-
-
-def states(store: ServiceStore) -> dict[str, str]:
-    return {status.job_id: status.state for status in read_status(store, "8b").replicas}
+submit = partial(service_8b.submit, chain=3)
 
 
 def dependencies(slurm: FakeSlurm) -> list[str]:
@@ -47,20 +39,22 @@ def cancelled(slurm: FakeSlurm) -> None:
 
 
 @pytest.fixture
-def first_serves(store: ServiceStore, slurm: FakeSlurm, cancelled: None) -> Iterator[StubService]:
-    """A chain of three, 101 to 103, of which the first serves."""
-    services.submit(request())
+def first_runs(store: ServiceStore, slurm: FakeSlurm) -> None:
+    """A chain of three, 101 to 103, of which the first runs."""
+    submit()
     slurm.queue(("101", "RUNNING", "None"), ("102", "PENDING", "Dependency"), ("103", "PENDING", "Dependency"))
+
+
+@pytest.fixture
+def first_serves(engines: StubService, slurm: FakeSlurm, cancelled: None, first_runs: None) -> None:
+    """The first serves."""
     slurm.job("101", "RUNNING")
-    stubs = StubService(store.home, "8b")
-    stubs.start(job_id="101", model=MODEL)
-    yield stubs
-    stubs.close()
+    engines.start(job_id="101", model=MODEL)
 
 
 class TestSubmit:
     def test_each_begins_before_the_end_of_the_one_before(self, store, slurm):
-        done = services.submit(request(slurm=SlurmOptions(time="12:00:00")))
+        done = submit(slurm=SlurmOptions(time="12:00:00"))
         assert [(job.job_id, job.predecessor) for job in done.jobs] == [("101", ""), ("102", "101"), ("103", "102")]
         assert dependencies(slurm) == ["", "--dependency=after:101+690", "--dependency=after:102+690"]
         assert {job.time_limit_s for job in store.read_submitted("8b")} == {43200.0}
@@ -68,105 +62,64 @@ class TestSubmit:
         assert len(set(slurm.scripts)) == 1
 
     def test_each_of_several_replicas_has_its_own(self, store, slurm):
-        done = services.submit(request(replicas=2))
+        done = submit(replicas=2)
         assert [job.predecessor for job in done.jobs] == ["", "101", "102", "", "104", "105"]
         assert done.num_replicas == 2
         assert "--array" not in slurm.scripts[0]
 
     def test_a_refusal_half_way_leaves_nothing(self, store, slurm, monkeypatch):
-        submit, tries = hand_over.submit_to_slurm, iter((False, False, True))
+        really, tries = hand_over.submit_to_slurm, iter((False, False, True))
 
         def refuse_the_third(*args, **fields):
             if next(tries):
                 raise SubmissionRefusedError("sbatch refused the job: a limit")
-            return submit(*args, **fields)
+            return really(*args, **fields)
 
         monkeypatch.setattr(hand_over, "submit_to_slurm", refuse_the_third)
         with pytest.raises(SubmissionRefusedError, match="a limit"):
-            services.submit(request())
+            submit()
         assert sorted(slurm.cancelled) == ["101", "102"]
 
     def test_one_that_is_added_later_is_no_part_of_it(self, store, slurm):
-        services.submit(request())
+        submit()
         (added,) = hand_over.add_jobs(store, "8b", 1)
         assert (added.job_id, added.predecessor, added.time_limit_s) == ("104_0", "", 0.0)
         assert dependencies(slurm)[-1] == ""
 
-    def test_as_a_person_sees_it(self, store, slurm, capsys):
-        assert run(["submit", "8b", "--chain", "3", "--time", "60", "--overlap", "15m"]) == 0
-        out = capsys.readouterr().out
+    def test_as_a_person_sees_it(self, store, slurm, ran):
+        out = ran(["submit", "8b", "--chain", "3", "--time", "60", "--overlap", "15m"]).out
         assert "8b: submitted as job 101 (1 node x 1 GPU" in out
         assert "ahead   2 jobs take over in time: 102, 103\n" in out
         assert dependencies(slurm)[1] == "--dependency=after:101+45"
-        assert run(["submit", "8b", "--chain", "2", "--json"]) == 0
-        told = json.loads(capsys.readouterr().out)
+        told = json.loads(ran(["submit", "8b", "--chain", "2", "--json"]).out)
         assert [one["job_id"] for one in told["replicas"]] == ["104"]
         assert told["ahead"] == [{"job_id": "105", "predecessor": "104", "log": str(store.log_dir("8b") / "105.log")}]
 
-    @pytest.mark.parametrize(
-        ("fields", "why"),
-        [
-            ({"chain": 0}, "chain is 0: it must be at least 1"),
-            ({"chain": 101}, "--chain is 101: at most 100"),
-            ({"chain": 1, "overlap_s": 600.0}, "--overlap is for jobs that are submitted ahead: add --chain N"),
-            ({"cluster": "local"}, "leave it out with --cluster local"),
-            ({"slurm": SlurmOptions(time=None)}, "--chain needs the time limit of each job: add --time"),
-            ({"slurm": SlurmOptions(time="30"), "overlap_s": 1800.0}, "--overlap is 30 min, .* less than a minute"),
-            ({"overlap_s": 120.0}, r"--overlap is 2 min .* takes no new requests from 2 min before it \(--signal\)"),
-            ({"slurm": SlurmOptions(time="4")}, "--overlap is 2 min before the time limit"),
-        ],
-    )
-    def test_what_cannot_be_is_refused(self, fields, why):
-        with pytest.raises(InvalidRequestError, match=why):
-            request(**fields)
-
-    def test_an_image_is_no_hindrance(self):
-        assert request(environment=Environment(kind="apptainer", path="/images/vllm.sif")).chain == 3
-
-
-@pytest.mark.parametrize(
-    ("time", "seconds"),
-    [
-        ("90", 5400),
-        ("90:30", 5430),
-        ("12:00:00", 43200),
-        ("2-00", 172800),
-        ("1-12:30", 131400),
-        ("1-12:30:15", 131415),
-        (None, None),
-    ],
-)
-def test_time_limits_as_slurm_writes_them(time, seconds):
-    assert SlurmOptions(time=time).time_limit_s == seconds
-
 
 class TestSiteWhereJobsMayNotSubmit:
-    def test_keep_up_names_the_chain(self, tmp_path, capsys):
+    def test_keep_up_names_the_chain(self, tmp_path, ran):
         site = tmp_path / "site.yaml"
         site.write_text("jobs_can_submit: no\n")
-        assert run(["render", "8b", "--keep-up", "--site", str(site)]) == 2
-        said = capsys.readouterr().err
+        said = ran(["render", "8b", "--keep-up", "--site", str(site)], 2).err
         assert "(jobs_can_submit: false). Submit jobs ahead in its place: --chain 7 is seven jobs" in said
-        assert run(["render", "8b", "--idle-stop", "30m", "--site", str(site)]) == 2
-        assert "hpc-serve scale" in capsys.readouterr().err
+        assert "hpc-serve scale" in ran(["render", "8b", "--idle-stop", "30m", "--site", str(site)], 2).err
         assert run(["render", "8b", "--site", str(site)]) == 0
 
 
 class TestStatus:
-    def test_it_says_what_is_still_to_come(self, store, slurm, first_serves, capsys):
+    def test_it_says_what_is_still_to_come(self, store, slurm, first_serves, ran):
         by_job = {status.job_id: status for status in read_status(store, "8b").replicas}
         assert {job: status.successor for job, status in by_job.items()} == {
             "101": "102 pending, then 103",
             "102": "103 pending",
             "103": "",
         }
-        assert run(["status"]) == 0
-        out = capsys.readouterr().out
+        out = ran(["status"]).out
         assert "successor 102 pending, then 103" in out
         assert "replicas ready" not in out  # it is one service of one replica
 
     def test_one_that_is_over_has_none(self, store, slurm):
-        services.submit(request())
+        submit()
         slurm.queue(("102", "PENDING", "Dependency"), ("103", "PENDING", "Dependency"))
         slurm.job("101", "FAILED", exit_code="1:0")
         successors = {status.job_id: status.successor for status in read_status(store, "8b").replicas}
@@ -179,9 +132,7 @@ class TestStatus:
         assert (first.successor, first.successor_job_id) == ("103 pending", "103")
 
 
-def test_who_waits_for_the_service_waits_for_the_first(store, slurm):
-    services.submit(request())
-    slurm.queue(("101", "RUNNING", "None"), ("102", "PENDING", "Dependency"), ("103", "PENDING", "Dependency"))
+def test_who_waits_for_the_service_waits_for_the_first(store, first_runs):
     seen: list[ReplicaStatus] = []
     with pytest.raises(WaitTimeoutError):
         wait(store, "8b", timeout_s=0.0, on_change=seen.append)
@@ -202,7 +153,7 @@ class TestStop:
         assert states(store)["101"] == "ready"
 
     def test_another_chain_of_the_service_is_left_alone(self, store, slurm, cancelled):
-        services.submit(request(replicas=2))
+        submit(replicas=2)
         stopping.stop(store, find(store, "101"))
         assert sorted(slurm.cancelled) == ["101", "102", "103"]
 
@@ -213,7 +164,7 @@ class TestScale:
         assert (done.before, [job.job_id for job in done.added]) == (1, ["104_0"])
 
     def test_a_replica_that_is_spared_takes_its_chain_with_it(self, store, slurm, cancelled):
-        services.submit(request(replicas=2))
+        submit(replicas=2)
         done = scale(store, "8b", 1)
         assert done.before == 2
         assert sorted(slurm.cancelled) == ["104", "105", "106"]

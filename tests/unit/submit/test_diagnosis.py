@@ -6,12 +6,12 @@ import json
 import os
 import stat
 import tarfile
+from pathlib import Path
 
 import pytest
 
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import StoreError
-from hpc_serve.rendezvous.record import SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.diagnosis.bug_report import write_bundle
 from hpc_serve.submit.diagnosis.diagnosis import choose_replica, diagnose_replica, read_log
@@ -39,7 +39,6 @@ def logs(tmp_path):
 
 def test_the_cause_is_found_on_whichever_node(logs):
     found = diagnose_replica(failed(logs))
-    assert found.cause is not None
     assert (found.cause.name, found.cause.lines[0].place) == ("gpu-out-of-memory", "7-node1.log:2")
     lines = found.report.splitlines()
     assert lines[0] == "Cause: a GPU ran out of memory."
@@ -54,9 +53,7 @@ def test_the_cause_is_found_on_whichever_node(logs):
 def test_slurm_s_words_are_a_cause_where_the_logs_tell_none(tmp_path):
     status = failed(tmp_path, reason="it used more memory than it had asked Slurm for (OUT_OF_MEMORY)")
     (tmp_path / "7-node0.log").write_text("all is well\n")
-    found = diagnose_replica(status)
-    assert found.cause is not None
-    assert found.cause.name == "node-memory-limit"
+    assert diagnose_replica(status).cause.name == "node-memory-limit"
 
 
 @pytest.mark.parametrize("state", ["ready", "draining", "stopped", "pending"])
@@ -73,7 +70,6 @@ def test_ray_s_own_logs_are_read_where_the_others_tell_a_symptom_alone(tmp_path)
     (tmp_path / "7-node0.log").write_text("raylet [exit code=-6]\n")
     (tmp_path / "7-node1-ray.log").write_text(f"==> raylet.out\n{RAYLET}")
     found = diagnose_replica(failed(tmp_path))
-    assert found.cause is not None
     assert (found.cause.name, found.cause.lines[0].place) == ("too-many-threads", "7-node1-ray.log:2")
     assert [path.name for path in found.logs] == ["7-node0.log", "7-node1-ray.log"]
     (tmp_path / "7-node0.log").write_text(OOM)
@@ -96,18 +92,15 @@ def test_a_start_is_wrong_only_for_a_known_cause(logs):
 
 def test_a_job_that_waits_for_ever_says_so(tmp_path):
     reason = "it asks for more nodes than its partition allows; it will not start by itself (PartitionNodeLimit)"
-    found = diagnose_replica(failed(tmp_path, state="pending", reason=reason, pending_reason="PartitionNodeLimit"))
-    assert found.cause is not None
-    assert found.cause.cause == reason
+    status = failed(tmp_path, state="pending", reason=reason, pending_reason="PartitionNodeLimit")
+    assert diagnose_replica(status).cause.cause == reason
 
 
 def test_a_failure_without_a_word_says_what_the_record_says(tmp_path):
-    found = diagnose_replica(failed(tmp_path, last_log_lines=("a", "b")))
-    assert found.cause is not None
-    assert (found.cause.cause, [line.text for line in found.cause.lines]) == ("engine exited with 1", ["a", "b"])
-    assert "Last log lines:\n    a\n    b\nCause: engine exited with 1." in failure_report(
-        failed(tmp_path, last_log_lines=("a", "b"))
-    )
+    status = failed(tmp_path, last_log_lines=("a", "b"))
+    cause = diagnose_replica(status).cause
+    assert (cause.cause, [line.text for line in cause.lines]) == ("engine exited with 1", ["a", "b"])
+    assert "Last log lines:\n    a\n    b\nCause: engine exited with 1." in failure_report(status)
 
 
 def test_of_a_long_log_both_ends_are_read_and_lines_keep_their_numbers(tmp_path):
@@ -128,13 +121,18 @@ def test_lines_keep_their_numbers_behind_one_that_is_read_in_pieces(tmp_path):
 
 
 def test_of_several_replicas_the_one_in_trouble_is_meant(tmp_path):
-    ready, hung, old = (failed(tmp_path, job_id=job_id, state=state) for job_id, state in zip("123", _STATES))
+    ready, hung, old = (failed(tmp_path, state=state) for state in ("ready", "unresponsive", "failed"))
     assert choose_replica([old, hung, ready]) is hung
     assert choose_replica([ready, old]) is old
     assert choose_replica([old, ready]) is ready
 
 
-_STATES = ("ready", "unresponsive", "failed")
+def texts_of(bundle: Path) -> dict[str, str]:
+    """The text of each file of a bundle."""
+    folder = "hpc-serve-report/"
+    with tarfile.open(bundle) as tar:
+        assert all(name.startswith(folder) for name in tar.getnames())
+        return {one.name.removeprefix(folder): tar.extractfile(one).read().decode() for one in tar.getmembers()}
 
 
 def test_a_bundle_holds_the_logs_and_no_secret(logs):
@@ -144,9 +142,7 @@ def test_a_bundle_holds_the_logs_and_no_secret(logs):
     planted = {"HF_TOKEN": "planted-in-the-environment", "HOME": str(logs)}
     script = logs / "script.sh"
     script.write_text("export HF_TOKEN=planted-in-the-script\nexport MODEL=8b\n")
-    store.write_submitted(
-        SubmittedJob(service="8b", model="8b", cluster="slurm", job_id="7", submitted_at=1.0, script=str(script))
-    )
+    store.write_submitted(make_submitted(service="8b", script=str(script)))
     (logs / "7-node0.log").write_text(
         f"key {key}\n{planted['HF_TOKEN']}\n-----BEGIN CERTIFICATE-----\nplanted\n-----END CERTIFICATE-----\n{OOM}\n"
     )
@@ -159,15 +155,14 @@ def test_a_bundle_holds_the_logs_and_no_secret(logs):
         "script.sh",
     ]
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-    with tarfile.open(path) as tar:
-        texts = {member.name: tar.extractfile(member).read().decode() for member in tar.getmembers()}
-    assert set(texts) == {f"hpc-serve-report/{name}" for name in names}
+    texts = texts_of(path)
+    assert list(texts) == names
     whole = "\n".join(texts.values())
     assert key not in whole
     assert "planted" not in whole
-    assert "CUDA out of memory" in texts["hpc-serve-report/logs/7-node0.log"]
-    assert "export MODEL=8b" in texts["hpc-serve-report/script.sh"]
-    assert json.loads(texts["hpc-serve-report/status.json"])["reason"] == "engine exited with 1"
+    assert "CUDA out of memory" in texts["logs/7-node0.log"]
+    assert "export MODEL=8b" in texts["script.sh"]
+    assert json.loads(texts["status.json"])["reason"] == "engine exited with 1"
     with pytest.raises(StoreError, match="is there already"):
         write_bundle(path, found, status, store, planted)
 
@@ -177,8 +172,7 @@ def test_a_long_log_in_a_bundle_is_cut_between_lines(tmp_path, monkeypatch):
     monkeypatch.setattr("hpc_serve.submit.diagnosis.bug_report._TAIL_BYTES", 50)
     (tmp_path / "7.log").write_text("".join(f"HF_TOKEN=planted-{number:04}\n" for number in range(100)))
     write_bundle(tmp_path / "x.tar.gz", diagnose_replica(failed(tmp_path)), {}, ServiceStore(tmp_path / "home"), {})
-    with tarfile.open(tmp_path / "x.tar.gz") as tar:
-        text = tar.extractfile("hpc-serve-report/logs/7.log").read().decode()
+    text = texts_of(tmp_path / "x.tar.gz")["logs/7.log"]
     assert "planted" not in text
     assert "a part of this log was left out" in text
 
@@ -186,6 +180,5 @@ def test_a_long_log_in_a_bundle_is_cut_between_lines(tmp_path, monkeypatch):
 def test_a_line_of_a_bundle_that_is_too_long_is_left_out(tmp_path):
     (tmp_path / "7.log").write_text("a\n" + "x" * 1_100_000 + " HF_TOKEN=planted-" + "y" * 7_000_000 + "\nb\n")
     write_bundle(tmp_path / "x.tar.gz", diagnose_replica(failed(tmp_path)), {}, ServiceStore(tmp_path / "home"), {})
-    with tarfile.open(tmp_path / "x.tar.gz") as tar:
-        text = tar.extractfile("hpc-serve-report/logs/7.log").read().decode()
+    text = texts_of(tmp_path / "x.tar.gz")["logs/7.log"]
     assert text.splitlines() == ["a", "… a part of this log was left out …", "b"]

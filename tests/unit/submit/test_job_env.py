@@ -6,16 +6,13 @@ import subprocess
 
 import pytest
 
-from hpc_serve.cli.main import run
 from hpc_serve.errors import InvalidRequestError, SiteFileError
-from hpc_serve.submit.plans.planning import plan_service
 from hpc_serve.submit.request.environment import JobSettings
 from hpc_serve.submit.request.job_env import check_env, expanded, parse_env
-from hpc_serve.submit.request.request import ServeRequest
-from hpc_serve.submit.script.render import render_argv, render_script
-from hpc_serve.submit.site.site import load_site
+from hpc_serve.submit.script.render import render_argv
 from hpc_serve.submit.site.site_files import read_site
 from hpc_serve.submit.site.site_models import load_site_models
+from tests.unit.submit.service_8b import request, script
 
 
 @pytest.mark.parametrize(
@@ -83,27 +80,21 @@ def test_variables_of_whoever_submits_are_put_in():
         expanded(env, {})
 
 
-def test_a_site_file_holds_them(tmp_path):
-    path = tmp_path / "site.yaml"
-    path.write_text("env:\n  HF_HOME: $SCRATCH/hf\n  NCCL_DEBUG: 1\n  SWITCH: on\n")
-    assert load_site(path).env == {"HF_HOME": "$SCRATCH/hf", "NCCL_DEBUG": "1", "SWITCH": "on"}
-    path.write_text("env:\n")
-    assert load_site(path).env == {}
+def test_a_site_file_holds_them(site_of):
+    found = site_of("env:\n  HF_HOME: $SCRATCH/hf\n  NCCL_DEBUG: 1\n  SWITCH: on\n")
+    assert found.env == {"HF_HOME": "$SCRATCH/hf", "NCCL_DEBUG": "1", "SWITCH": "on"}
+    assert site_of("env:\n").env == {}
 
 
 @pytest.mark.parametrize("text", ["env: [A]", "env: A", "env: {A: [1]}", "env: {A: {B: 1}}", "env: {[A]: 1}"])
-def test_what_is_no_list_of_variables_is_refused(tmp_path, text):
-    path = tmp_path / "site.yaml"
-    path.write_text(text)
+def test_what_is_no_list_of_variables_is_refused(site_of, text):
     with pytest.raises(SiteFileError, match=r"site.yaml:1: env must hold variables, as \{NAME: value\}"):
-        load_site(path)
+        site_of(text)
 
 
-def test_a_secret_in_a_site_file_is_said_with_the_file(tmp_path):
-    path = tmp_path / "site.yaml"
-    path.write_text("env: {HF_TOKEN: hf_abc}")
+def test_a_secret_in_a_site_file_is_said_with_the_file(site_of):
     with pytest.raises(SiteFileError, match=r"site.yaml: env: HF_TOKEN looks like a secret"):
-        load_site(path)
+        site_of("env: {HF_TOKEN: hf_abc}")
 
 
 def test_variables_of_both_site_files_are_merged_one_by_one(tmp_path):
@@ -137,29 +128,24 @@ def test_a_site_s_model_has_its_own(tmp_path, entry, words):
 def test_the_script_exports_them_word_for_word(tmp_path, cluster):
     nasty = 'it\'s $HOME `id` "x" \\ # *'
     settings = JobSettings(tmpdir="/local")
-    request = ServeRequest(
-        model="8b", service="8b", cluster=cluster, env={"A": nasty, "HPC_SERVE_TMPDIR": "/x"}, settings=settings
-    )
-    script = render_script(request, plan_service(request))
-    lines = [line for line in script.splitlines() if line.startswith("export ")]
+    asked = {"cluster": cluster, "env": {"A": nasty, "HPC_SERVE_TMPDIR": "/x"}, "settings": settings}
+    lines = [line for line in script(**asked).splitlines() if line.startswith("export ")]
     done = subprocess.run(
         ["bash", "-c", "\n".join([*lines, 'printf %s "$A"'])], capture_output=True, text=True, check=True
     )
     assert done.stdout == nasty
     assert "export HPC_SERVE_TMPDIR=/local" in lines  # a setting of its own wins
-    assert f"A={nasty}" in render_argv(request)
+    assert f"A={nasty}" in render_argv(request(**asked))
 
 
-def test_a_service_s_variable_wins_over_its_model_s_and_that_over_the_site_s(tmp_path, monkeypatch, capsys):
+def test_a_service_s_variable_wins_over_its_model_s_and_that_over_the_site_s(tmp_path, monkeypatch, ran):
     monkeypatch.setenv("SCRATCH", "/scratch/alice")
     monkeypatch.setenv("HPC_SERVE_SYSTEM_SITE", "")
     (tmp_path / "models.yaml").write_text("- {name: own, model: 8b, env: {B: model, C: model}}")
     (tmp_path / "site.yaml").write_text(f"models: {tmp_path}/models.yaml\nenv: {{A: $SCRATCH/a, B: site, C: site}}\n")
-    assert run(["render", "own", "--site", str(tmp_path / "site.yaml"), "--env", "C=service"]) == 0
-    script = capsys.readouterr().out
+    script = ran(["render", "own", "--site", str(tmp_path / "site.yaml"), "--env", "C=service"]).out
     assert "\nexport A=/scratch/alice/a\nexport B=model\nexport C=service\n" in script
-    assert run(["render", "8b", "--env", "HF_TOKEN=hf_abc"]) == 2
-    assert "hf_abc" not in capsys.readouterr().err
+    assert "hf_abc" not in ran(["render", "8b", "--env", "HF_TOKEN=hf_abc"], 2).err
 
 
 def test_weights_are_looked_for_where_the_job_will_look(tmp_path, monkeypatch):
@@ -173,7 +159,9 @@ def test_weights_are_looked_for_where_the_job_will_look(tmp_path, monkeypatch):
 
     monkeypatch.setattr(services, "check_files", check_files)
     monkeypatch.setattr(services, "check_before_plan", lambda request, environ: None)
-    request = ServeRequest(model="8b", service="8b", env={"HF_HOME": "/dev/shm/hf"})
     with pytest.raises(InvalidRequestError, match="enough"):
-        services.submit(request, environ={"HF_HOME": "/home/me/hf", "HPC_SERVE_HOME": str(tmp_path)})
+        services.submit(
+            request(env={"HF_HOME": "/dev/shm/hf"}),
+            environ={"HF_HOME": "/home/me/hf", "HPC_SERVE_HOME": str(tmp_path)},
+        )
     assert seen == ["/dev/shm/hf"]

@@ -15,29 +15,32 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from hpc_serve.cli.main import run as run_command
-from hpc_serve.errors import InvalidRequestError, ServiceAsleepError, ServiceNotFoundError, SubmissionRefusedError
+from hpc_serve.errors import (
+    InvalidRequestError,
+    ServiceAsleepError,
+    ServiceNotFoundError,
+    StoreError,
+    SubmissionRefusedError,
+)
 from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file, read_drain_request
 from hpc_serve.rendezvous.wanted import SUBMITTING_S, Decision, Wanted
 from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
-from hpc_serve.submit.plans.planning import plan_service
-from hpc_serve.submit.request.environment import Environment
-from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
-from hpc_serve.submit.script.render import render_script
-from hpc_serve.submit.services import services
 from hpc_serve.submit.services.load import Windows
 from hpc_serve.submit.services.service_keeper import Keeper, run, submission_environ
 from hpc_serve.submit.services.wait import wait
 from hpc_serve.submit.services.want import scale, wake, want_stop_of
 from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.status.status_reader import read_status
+from tests.cluster import wait_for
 from tests.support.stubs import StubService, make_record
+from tests.unit.submit.service_8b import MODEL, before_sbatch, script, submit
 
-MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 SERVICE = "8b"
 
 
@@ -57,23 +60,20 @@ def clock():
 
 
 @pytest.fixture
-def stubs(store, slurm):
+def stubs(engines, slurm):
     """The service of job 101, submitted with --replicas 1:4 --idle-stop 2m; its engine works on two at once."""
-    services.submit(ServeRequest(model="8b", service=SERVICE, replicas=1, max_replicas=4, idle_stop_s=120.0))
-    found = StubService(store.home, SERVICE)
-    start(found, "101")
+    submit(replicas=1, max_replicas=4, idle_stop_s=120.0)
+    start(engines, "101")
     queue(slurm, "101")
-    yield found
-    found.close()
+    return engines
 
 
 def start(stubs: StubService, job_id: str, **fields):
     return stubs.start("--stub-slots", "2", "--stub-first-s", "600", job_id=job_id, model=MODEL, **fields)
 
 
-def queue(slurm, *running: str, pending: tuple[str, ...] = ()) -> None:
-    jobs = [(job_id, "RUNNING", "None") for job_id in running] + [(job_id, "PENDING", "Priority") for job_id in pending]
-    slurm.queue(*jobs, name=f"hpc-serve-{SERVICE}")
+def queue(slurm, *running: str, **fields) -> None:
+    slurm.queue(*((job_id, "RUNNING", "None") for job_id in running), name=f"hpc-serve-{SERVICE}", **fields)
 
 
 @pytest.fixture
@@ -82,10 +82,12 @@ def job(store, stubs, clock):
     return keeper(store, clock, "101")
 
 
-def keeper(store, clock, job_id: str, **fields) -> Keeper:
-    asked = Wanted(least=1, most=4, count=1, is_kept=True, idle_stop_s=120.0)
+ASKED = Wanted(least=1, most=4, count=1, is_kept=True, idle_stop_s=120.0)
+
+
+def keeper(store, clock, job_id: str, asked: Wanted = ASKED) -> Keeper:
     windows = Windows(add_after_s=20.0, leave_after_s=60.0)
-    one = Keeper(store=store, service=SERVICE, job_id=job_id, asked=asked, windows=windows, clock=clock, **fields)
+    one = Keeper(store=store, service=SERVICE, job_id=job_id, asked=asked, windows=windows, clock=clock)
     one.looker.slurm = SchedulerView(max_age_s=0.0)
     return one
 
@@ -129,11 +131,7 @@ def requests(stubs: StubService, job: Keeper, count: int, *, waiting: int) -> No
     for _ in range(count):
         threading.Thread(target=ask, daemon=True).start()
     job.step()
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if job.looker.look().load.waiting == waiting:
-            return
-    raise AssertionError("the requests did not wait")
+    wait_for(lambda: job.looker.look().load.waiting == waiting, 60, what="requests that wait")
 
 
 def told(store) -> list[tuple[str, str]]:
@@ -248,63 +246,51 @@ class TestLoad:
 
 class TestTimeLimit:
     @pytest.fixture
-    def kept(self, store, slurm, clock):
+    def kept(self, store, engines, slurm, clock):
         """The program of job 101, which took 100 s to be ready and has ten minutes left."""
-        services.submit(ServeRequest(model="8b", service=SERVICE, keep_up=True))
-        found = StubService(store.home, SERVICE)
-        start(found, "101", measured={"start_s": 100.0})
-        slurm.queue(("101", "RUNNING", "None"), name=f"hpc-serve-{SERVICE}", time_left={"101": "10:00"})
-        asked = Wanted(least=1, most=1, count=1, keep_up=True, notice_s=120.0)
-        one = Keeper(store=store, service=SERVICE, job_id="101", asked=asked, clock=clock)
-        one.looker.slurm = SchedulerView(max_age_s=0.0)
-        yield one, found
-        found.close()
+        submit(keep_up=True)
+        start(engines, "101", measured={"start_s": 100.0})
+        queue(slurm, "101", time_left={"101": "10:00"})
+        return keeper(store, clock, "101", Wanted(least=1, most=1, count=1, keep_up=True, notice_s=120.0))
 
     def near_its_end(self, slurm, *jobs: str) -> None:
-        running = [(job_id, "RUNNING", "None") for job_id in ("101", *jobs)]
-        slurm.queue(*running, name=f"hpc-serve-{SERVICE}", time_left={"101": "3:00"})
+        queue(slurm, "101", *jobs, time_left={"101": "3:00"})
 
-    def test_the_successor_has_the_jobs_script_and_the_job_drains_once_it_answers(self, kept, store, slurm):
-        one, stubs = kept
-        one.step()
+    def test_the_successor_has_the_jobs_script_and_the_job_drains_once_it_answers(self, kept, engines, store, slurm):
+        kept.step()
         assert len(slurm.scripts) == 1
-        services.submit(ServeRequest(model="8b", service=SERVICE, slurm=SlurmOptions(partition="other")))  # job 102
+        submit(slurm=SlurmOptions(partition="other"))  # job 102
         self.near_its_end(slurm, "102")
-        one.step()
+        kept.step()
         mine, other, successor = slurm.scripts
         assert successor == mine != other
         self.near_its_end(slurm, "102", "103_0")
         (old,) = (status for status in read_status(store, SERVICE).replicas if status.job_id == "101")
         assert (old.successor_job_id, old.successor) == ("103_0", "103_0 starting")
-        start(stubs, "102")
+        start(engines, "102")
         store.write(make_record(service=SERVICE, model=MODEL, job_id="103_0"))  # nobody listens at its port
-        one.step()
+        kept.step()
         assert asked_to_drain(store, "101") is None
-        start(stubs, "103_0")
-        one.step()
+        start(engines, "103_0")
+        kept.step()
         request = asked_to_drain(store, "101")
         assert (request.by, request.cause) == ("hpc-serve: job 103_0 has taken over", "handover")
         assert 100 < request.deadline_s <= 160
-        assert [kind for kind in told(store) if kind[1] == "handover"] == [
-            ("submit", "handover"),
-            ("drain", "handover"),
-        ]
+        assert [action for action, cause in told(store) if cause == "handover"] == ["submit", "drain"]
 
     def test_an_empty_drain_file_is_an_order_to_drain_and_a_successor_follows(self, kept, store, slurm):
         """The disk was full when Slurm gave its notice."""
-        one, _ = kept
-        one.step()
+        kept.step()
         drain_file(store, SERVICE, job_id="101", restart=0, replica=0).touch(mode=0o600)
         assert asked_to_drain(store, "101").cause == "unknown"
-        one.step()
+        kept.step()
         assert len(slurm.scripts) == 2
 
     def test_a_service_that_is_stopped_gets_no_successor(self, kept, store, slurm):
-        one, _ = kept
-        one.step()
+        kept.step()
         want_stop_of(store, read_status(store, SERVICE).replicas)
         self.near_its_end(slurm)
-        one.step()
+        kept.step()
         assert len(slurm.scripts) == 1
 
 
@@ -349,8 +335,7 @@ class TestSleep:
 
     def test_the_script_finds_what_it_found_the_first_time(self, job, store, slurm, stubs, tmp_path, monkeypatch):
         noted = tmp_path / "told"
-        sbatch = slurm.bin / "sbatch"
-        sbatch.write_text(sbatch.read_text().replace("#!/bin/bash\n", f"#!/bin/bash\n(pwd; env) > {noted}\n"))
+        before_sbatch(slurm, f"(pwd; env) > {noted}")
         first = wanted(store)
         self.fall_asleep(job)
         monkeypatch.chdir(tmp_path)
@@ -361,22 +346,21 @@ class TestSleep:
         assert f"HPC_SERVE_ENV={first.variables['HPC_SERVE_ENV']}" in variables
 
 
-def slow_sbatch(slurm, seconds: float) -> None:
-    sbatch = slurm.bin / "sbatch"
-    sbatch.write_text(sbatch.read_text().replace("#!/bin/bash\n", f"#!/bin/bash\nsleep {seconds}\n"))
-
-
 def in_threads(*calls) -> list:
     with ThreadPoolExecutor(len(calls)) as pool:
         return [one.result() for one in [pool.submit(call) for call in calls]]
 
 
+@pytest.fixture
+def ended_early(store, slurm) -> None:
+    """The service of job 101, which was cancelled while it waited, or died on the way."""
+    submit()
+    slurm.job("101", "CANCELLED", nodes="")
+    slurm.queue()
+
+
 class TestPeople:
-    def test_a_job_that_ended_before_its_record_does_not_keep_a_wake_off(self, store, slurm):
-        """It was cancelled while it waited, or died on the way."""
-        services.submit(ServeRequest(model="8b", service=SERVICE))
-        slurm.job("101", "CANCELLED", nodes="")
-        slurm.queue()
+    def test_a_job_that_ended_before_its_record_does_not_keep_a_wake_off(self, store, slurm, ended_early):
         assert [one.job_id for one in wake(store, SERVICE).jobs] == ["102_0"]
         first = next(one for one in store.read_submitted(SERVICE) if one.job_id == "101")
         assert first.end.state == "stopped"
@@ -384,23 +368,19 @@ class TestPeople:
     @pytest.mark.parametrize("numbers", [(4, 3), (1, 3)])
     def test_two_scales_at_once_give_one_of_their_numbers(self, store, slurm, stubs, numbers):
         start(stubs, "102")
-        services.submit(ServeRequest(model="8b", service=SERVICE))
+        submit()
         queue(slurm, "101", "102")
-        slow_sbatch(slurm, 0.5)
+        before_sbatch(slurm, "sleep 0.5")
         for job_id in ("101", "102", *(f"{array}_{task}" for array in (103, 104) for task in range(3))):
             slurm.job(job_id, "CANCELLED", after_cancel=True)
-        first, second = numbers
-        in_threads(lambda: scale(store, SERVICE, first, drain_s=0), lambda: scale(store, SERVICE, second, drain_s=0))
+        in_threads(*(partial(scale, store, SERVICE, number, drain_s=0) for number in numbers))
         live = [one for one in read_status(store, SERVICE).replicas if not one.is_over]
         assert len(live) == wanted(store).count
         assert wanted(store).count in numbers
 
-    def test_stop_during_a_wake_ends_what_it_submits(self, store, slurm):
-        services.submit(ServeRequest(model="8b", service=SERVICE))
-        slurm.job("101", "CANCELLED", nodes="")
-        slurm.queue()
+    def test_stop_during_a_wake_ends_what_it_submits(self, store, slurm, ended_early):
         slurm.job("102_0", "CANCELLED", after_cancel=True, nodes="")
-        slow_sbatch(slurm, 2)
+        before_sbatch(slurm, "sleep 2")
 
         def stop() -> int:
             while not wanted(store).submitting:
@@ -412,19 +392,16 @@ class TestPeople:
         assert "102_0" in slurm.cancelled
         assert wanted(store).state == "stopped"
 
-    def test_two_submits_with_once_give_one_job_and_a_third_none(self, store, slurm, capsys):
-        slow_sbatch(slurm, 0.5)
-        request = ServeRequest(model="8b", service=SERVICE, once=True, replicas=2)
-        done = in_threads(lambda: services.submit(request), lambda: services.submit(request))
+    def test_two_submits_with_once_give_one_job_and_a_third_none(self, store, slurm, ran):
+        before_sbatch(slurm, "sleep 0.5")
+        once = partial(submit, once=True, replicas=2)
+        done = in_threads(once, once)
         assert sorted(one.is_there for one in done) == [False, True]
-        assert run_command(["submit", "8b", "--once"]) == 0
-        assert "8b: is there already, as job 101_0" in capsys.readouterr().out
+        assert "8b: is there already, as job 101_0" in ran(["submit", "8b", "--once"]).out
         assert len(slurm.scripts) == 1
         assert wanted(store).count == 2
 
     def test_stop_on_a_full_disk(self, store, slurm, stubs, monkeypatch, capsys):
-        from hpc_serve.errors import StoreError
-
         def full(*_):
             raise StoreError("cannot write: no space is left on the device.")
 
@@ -437,9 +414,8 @@ class TestPeople:
         assert slurm.cancelled == ["101"]
         assert "no space is left on the device. The jobs are ended all the same." in capsys.readouterr().err
 
-    def test_scale_to_bounds(self, store, stubs, capsys):
-        assert run_command(["scale", SERVICE, "2:6"]) == 0
-        assert capsys.readouterr().out == "8b: its jobs decide on 2 to 6 replicas from now on.\n"
+    def test_scale_to_bounds(self, store, stubs, capsys, ran):
+        assert ran(["scale", SERVICE, "2:6"]).out == "8b: its jobs decide on 2 to 6 replicas from now on.\n"
         assert (wanted(store).least, wanted(store).most) == (2, 6)
         assert run_command(["scale", SERVICE, "3:2"]) == 2
         assert "replicas is 3:2: the least, 3, is more than the most, 2. Write 2:3." in capsys.readouterr().err
@@ -448,22 +424,16 @@ class TestPeople:
         assert len(scale(store, SERVICE, 3).added) == 2
         assert (wanted(store).least, wanted(store).most, wanted(store).count) == (3, 3, 3)
 
-    def test_bounds_are_for_services_whose_jobs_decide(self, store, slurm, capsys):
-        services.submit(ServeRequest(model="8b", service="plain"))
-        assert run_command(["scale", "plain", "1:4"]) == 2
-        assert "was submitted without --replicas MIN:MAX or --idle-stop" in capsys.readouterr().err
+    def test_bounds_are_for_services_whose_jobs_decide(self, store, slurm, ran):
+        submit(service="plain")
+        assert "was submitted without --replicas MIN:MAX or --idle-stop" in ran(["scale", "plain", "1:4"], 2).err
 
-    def test_waking_what_is_awake(self, store, slurm, stubs, capsys):
-        assert run_command(["wake", SERVICE]) == 0
-        assert capsys.readouterr().out == "8b needs no waking: job 101 is ready.\n"
+    def test_waking_what_is_awake(self, store, slurm, stubs, ran):
+        assert ran(["wake", SERVICE]).out == "8b needs no waking: job 101 is ready.\n"
         assert len(slurm.scripts) == 1
 
-    def test_waking_what_is_over(self, store, slurm, capsys):
-        services.submit(ServeRequest(model="8b", service="plain"))
-        slurm.job("101", "TIMEOUT")
-        slurm.queue()
-        assert run_command(["wake", "plain"]) == 0
-        assert capsys.readouterr().out == "plain: submitted as job 102_0\nplain is woken; hpc-serve wait plain\n"
+    def test_waking_what_is_over(self, ended_early, ran):
+        assert ran(["wake", SERVICE]).out == "8b: submitted as job 102_0\n8b is woken; hpc-serve wait 8b\n"
 
     def test_waking_what_never_was(self, store, slurm):
         with pytest.raises(ServiceNotFoundError, match="No service or job 'nobody'"):
@@ -477,16 +447,14 @@ class TestPeople:
         go_on(job, 10)
         assert len(slurm.scripts) == 2
 
-    def test_status_says_what_was_decided(self, job, store, stubs, capsys):
+    def test_status_says_what_was_decided(self, job, store, stubs, ran):
         go_on(job, 10)
         line = "8b: 1 of 1 to 4 replicas; 1 wanted now; none after 2 min without a request\n"
         assert line in status_lines(store)
         one = Decision(action="submit", cause="load", why="12 requests waited for 20 s", count=1)
         change_wanted(store, SERVICE, lambda found: found.with_decisions(time.time() - 180, one))
         assert "  3 min ago submitted 1: 12 requests waited for 20 s\n" in status_lines(store)
-        capsys.readouterr()
-        assert run_command(["status", "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)["wanted"][SERVICE]
+        found = json.loads(ran(["status", "--json"]).out)["wanted"][SERVICE]
         assert (found["state"], found["least"], found["most"], found["count"]) == ("awake", 1, 4, 1)
         assert (found["decider"], found["decided"][-1]["cause"]) == ("101-r0-0.json", "load")
 
@@ -500,47 +468,10 @@ def status_lines(store) -> str:
 
 
 class TestRequest:
-    @pytest.mark.parametrize(
-        ("fields", "said"),
-        [
-            ({"replicas": 4, "max_replicas": 1}, "replicas is 4:1: the least, 4, is more than the most, 1"),
-            ({"replicas": 0, "max_replicas": 3}, r"replicas is 0:3: at least 1 stays.*--idle-stop 30m"),
-            ({"idle_stop_s": 0.0}, "idle-stop is 0: it must be at least 1"),
-            ({"max_replicas": 4, "cluster": "local"}, "--replicas MIN:MAX is for jobs of Slurm"),
-            ({"idle_stop_s": 60.0, "cluster": "local"}, "--idle-stop is for jobs of Slurm"),
-            ({"keep_up": True, "cluster": "local"}, "leave it out with --cluster local"),
-        ],
-    )
-    def test_refused(self, fields, said):
-        with pytest.raises(InvalidRequestError, match=said):
-            ServeRequest(model="8b", service=SERVICE, **fields)
-
-    @pytest.mark.parametrize(
-        ("fields", "cure"),
-        [({"max_replicas": 4}, "hpc-serve scale"), ({"keep_up": True}, "--chain 7 is seven jobs")],
-    )
-    def test_refused_in_a_container(self, fields, cure):
-        image = Environment(kind="apptainer", path="/images/vllm.sif")
-        with pytest.raises(InvalidRequestError, match=rf"image /images/vllm\.sif.*{cure}"):
-            ServeRequest(model="8b", service=SERVICE, environment=image, **fields)
-
-    @pytest.mark.parametrize(
-        ("words", "said"),
-        [
-            (["--replicas", "many"], "'many' is no number of replicas: write 4, or 1:4 for one to four."),
-            (["--idle-stop", "5"], "'5' has no unit: write 5m for minutes, or 5h, 5s."),
-        ],
-    )
-    def test_misspelt(self, words, said, capsys):
-        assert run_command(["render", "8b", *words]) == 2
-        assert said in capsys.readouterr().err
-
-    def test_the_script_starts_the_program(self, capsys):
-        assert run_command(["render", "8b", "--replicas", "2:4", "--idle-stop", "30m", "--keep-up"]) == 0
-        text = capsys.readouterr().out
-        words = "--service 8b --keep-up --notice-s 120 --replicas 2:4 --idle-stop-s 1800 &\n"
-        assert f"python -m hpc_serve.submit.services.service_keeper {words}" in text
-        assert "hpc-serve render --model 8b --replicas 2:4 --idle-stop 1800s --gpu h100-80gb --keep-up " in text
+    def test_misspelt(self, ran):
+        said = ran(["render", "8b", "--replicas", "many"], 2).err
+        assert "'many' is no number of replicas: write 4, or 1:4 for one to four." in said
+        assert "'5' has no unit: write 5m for minutes, or 5h, 5s." in ran(["render", "8b", "--idle-stop", "5"], 2).err
 
     def test_a_number_is_so_many_more_and_bounds_are_of_the_service(self, store, slurm, capsys):
         assert run_command(["submit", "8b", "--replicas", "2", "--idle-stop", "30m"]) == 0
@@ -554,32 +485,31 @@ class TestRequest:
     def test_windows_that_the_job_could_not_read(self, store, slurm, monkeypatch):
         monkeypatch.setenv("HPC_SERVE_ADD_AFTER_S", "soon")
         with pytest.raises(InvalidRequestError, match="HPC_SERVE_ADD_AFTER_S=soon: it must be a number"):
-            services.submit(ServeRequest(model="8b", service=SERVICE, replicas=1, max_replicas=4))
+            submit(replicas=1, max_replicas=4)
         assert slurm.scripts == []
 
 
 class TestProgram:
-    def script(self, **fields):
-        request = ServeRequest(model="8b", service="8b", **fields)
-        return render_script(request, plan_service(request))
-
-    def test_it_is_started_once_and_ended_with_the_script(self):
-        text = self.script(keep_up=True, slurm=SlurmOptions(signal="B:USR1@300"))
-        assert "python -m hpc_serve.submit.services.service_keeper --service 8b --keep-up --notice-s 300 &\n" in text
+    def test_it_is_started_once_for_all_options(self, ran):
+        options = ["--replicas", "2:4", "--idle-stop", "30m", "--keep-up", "--signal", "B:USR1@300"]
+        text = ran(["render", "8b", *options]).out
+        words = "--service 8b --keep-up --notice-s 300 --replicas 2:4 --idle-stop-s 1800 &\n"
+        assert f"python -m hpc_serve.submit.services.service_keeper {words}" in text
+        assert "hpc-serve render --model 8b --replicas 2:4 --idle-stop 1800s --gpu h100-80gb --keep-up " in text
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-        assert "keeper" not in self.script(slurm=SlurmOptions(signal="B:USR1@300"))
+        assert "keeper" not in script(slurm=SlurmOptions(signal="B:USR1@300"))
 
     @pytest.mark.parametrize("code", [0, 3])
     def test_its_end_does_not_change_the_scripts_exit_code(self, code):
-        text = self.script(keep_up=True)
+        text = script(keep_up=True)
         found = re.search(r"^ *\[\[ -n \$keeper \]\] \|\| \{\n.*?^ *\}\n", text, re.MULTILINE | re.DOTALL)
         assert found
         start = re.sub("python .*&", "sleep 300 &", found.group())
         assert "sleep 300 &" in start
-        script = f"set -euo pipefail\nkeeper=''\ntrap true TERM INT USR1\n{start}exit {code}\n"
+        around = f"set -euo pipefail\nkeeper=''\ntrap true TERM INT USR1\n{start}exit {code}\n"
         bash = ["env", "--default-signal=HUP", "bash", "-c"]  # the tests may run under nohup
         for _ in range(100):  # a signal that came between fork and exec was lost once in a hundred
-            assert subprocess.run([*bash, script], timeout=60, check=False).returncode == code
+            assert subprocess.run([*bash, around], timeout=60, check=False).returncode == code
 
     def test_it_keeps_its_pid_until_the_script_ends_it(self, job, store, stubs):
         path = drain_file(store, SERVICE, job_id="101", restart=0, replica=0)
@@ -602,11 +532,9 @@ class TestProgram:
     def test_as_a_script_starts_it(self, stubs, slurm, store, tmp_path):
         """It submits from the folder and with the environment of the submission, and ends when its script does."""
         change(store, count=2, least=2)
-        sbatch = slurm.bin / "sbatch"
         noted = tmp_path / "sbatch-environment"
-        sbatch.write_text(sbatch.read_text().replace("#!/bin/bash\n", f"#!/bin/bash\n(pwd; env) > {noted}\n"))
-        script = tmp_path / "script.sh"
-        script.write_text(
+        before_sbatch(slurm, f"(pwd; env) > {noted}")
+        (tmp_path / "script.sh").write_text(
             f"""export PATH=/added:$PATH VIRTUAL_ENV=/added HPC_SERVE_JOB_ID=101 HPC_SERVE_JOB_DIR=/run
 {sys.executable} -m hpc_serve.submit.services.service_keeper --service 8b --replicas 2:2 &
 until [[ -e {store.service_dir(SERVICE)}/submitted/102_0.json ]]; do sleep 0.1; done
@@ -619,7 +547,7 @@ wait $!
         own = {"SLURM_JOB_ID": "101", "SLURM_SUBMIT_DIR": str(folder), "HPC_SERVE_MODEL": "mine"}
         environ = os.environ | own | {"CUDA_VISIBLE_DEVICES": "3"}
         done = subprocess.run(
-            ["bash", str(script)], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+            ["bash", "script.sh"], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
         )
         assert done.returncode == 0, done.stderr
         assert "submitted 1: there was 1 replica, of 2 that are wanted" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -75,26 +76,18 @@ def test_new_lines_and_new_files_come_until_the_job_is_over(tmp_path):
     ]
 
 
-class CountedFile:
+class CountedFile(io.BufferedReader):
     """An open file that counts what is read of it, and remembers the longest answer."""
 
-    def __init__(self, file) -> None:
-        self._file, self.read_bytes, self.longest = file, 0, 0
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path))
+        self.read_bytes = self.longest = 0
 
-    def __enter__(self):
-        return self
+    def read(self, size: int | None = -1) -> bytes:
+        return self._noted(super().read(size))
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def seek(self, *place: int) -> int:
-        return self._file.seek(*place)
-
-    def read(self, size: int = -1) -> bytes:
-        return self._noted(self._file.read(size))
-
-    def readline(self, size: int = -1) -> bytes:
-        return self._noted(self._file.readline(size))
+    def readline(self, size: int | None = -1) -> bytes:
+        return self._noted(super().readline(size))
 
     def _noted(self, content: bytes) -> bytes:
         self.read_bytes += len(content)
@@ -109,11 +102,11 @@ def no_line_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_LONGEST_LINE_BYTES", 1_000)
     monkeypatch.setattr(module, "_TAIL_BYTES", 5_000)
     monkeypatch.setattr(module, "_TAIL_LINE_BYTES", 10)
-    path, opened, whole = tmp_path / "7.log", [], type(tmp_path).open
+    path, opened = tmp_path / "7.log", []
     path.write_bytes(b"x" * 60_000 + b"end")
 
-    def counted(self, *how):
-        opened.append(CountedFile(whole(self, *how)))
+    def counted(self, how):
+        opened.append(CountedFile(self))
         return opened[-1]
 
     monkeypatch.setattr(type(tmp_path), "open", counted)

@@ -6,13 +6,12 @@ import json
 
 import pytest
 
-from hpc_serve.cli.main import run
 from hpc_serve.errors import HpcServeError, InvalidRequestError, SiteFileError
 from hpc_serve.rendezvous.wanted_file import read_wanted, wanted_file
-from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.services.want import scale, set_bounds, wake, want_stop_of
 from hpc_serve.submit.site.site_files import read_site
 from hpc_serve.submit.status.status_reader import find, read_status
+from tests.unit.submit.service_8b import before_sbatch
 
 SITE = """
 gpu: h100-80gb
@@ -40,12 +39,18 @@ def site(tmp_path, monkeypatch):
     return path
 
 
-def read(site):
-    return read_site({"HPC_SERVE_SITE": str(site), "HPC_SERVE_SYSTEM_SITE": ""})
+def read(site, system=""):
+    return read_site({"HPC_SERVE_SITE": str(site), "HPC_SERVE_SYSTEM_SITE": str(system)})
 
 
-def submit(*words):
-    return run(["submit", "8b", "--name", "s", *words])
+@pytest.fixture
+def submit(store, slurm, ran):
+    """Runs `submit` for the service s, which must end with this exit code; returns what it printed."""
+
+    def submit_it(*words, code=0):
+        return ran(["submit", "8b", "--name", "s", *words], code)
+
+    return submit_it
 
 
 def wanted(store):
@@ -57,12 +62,6 @@ def jobs(store):
     return {status.job_id: status.machine for status in read_status(store, "s").replicas if not status.is_over}
 
 
-_REFUSES_AMPERE = """
-for script; do :; done
-if grep -q partition=ampere "$script"; then echo "sbatch: error: no" >&2; exit 1; fi
-"""
-
-
 def stop_all(store, slurm):
     """Jobs 101 and 102 are stopped by a person, and have ended."""
     want_stop_of(store, find(store, "s"))
@@ -71,8 +70,8 @@ def stop_all(store, slurm):
 
 
 def refuse_ampere(slurm):
-    sbatch = slurm.bin / "sbatch"
-    sbatch.write_text(sbatch.read_text().replace("\nid=", f"{_REFUSES_AMPERE}id=", 1))
+    refuses = 'if grep -q partition=ampere "$script"; then echo "sbatch: error: no" >&2; exit 1; fi'
+    before_sbatch(slurm, f"for script; do :; done\n{refuses}")
 
 
 class TestSite:
@@ -95,12 +94,12 @@ class TestSite:
         system = tmp_path / "system.yaml"
         system.write_text("machines: {old: {gpu: v100}}\n")
         site.write_text("machines:\n")
-        assert read_site({"HPC_SERVE_SITE": str(site), "HPC_SERVE_SYSTEM_SITE": str(system)}).machines == {}
+        assert read(site, system).machines == {}
 
     def test_machines_of_two_files_are_merged(self, site, tmp_path):
         system = tmp_path / "system.yaml"
         system.write_text("machines: {old: {gpu: v100}, a100: {gpu: v100}}\n")
-        found = read_site({"HPC_SERVE_SITE": str(site), "HPC_SERVE_SYSTEM_SITE": str(system)})
+        found = read(site, system)
         assert list(found.machines) == ["old", "a100", "l40s"]
         assert found.machines["a100"]["gpu"] == "a100-80gb"
 
@@ -133,9 +132,8 @@ class TestSite:
 
 
 class TestSubmit:
-    def test_each_kind_has_a_script_and_all_are_one_service(self, store, slurm, capsys):
-        assert submit("--replicas", "a100:1,l40s:2", "--keep-up") == 0
-        out = capsys.readouterr().out
+    def test_each_kind_has_a_script_and_all_are_one_service(self, store, slurm, submit):
+        out = submit("--replicas", "a100:1,l40s:2", "--keep-up").out
         assert "s: submitted as job 101 (1 node x 1 GPU of a100, " in out
         assert "s: submitted as job 102 (2 replicas, each 1 node x 1 GPU of l40s, " in out
         assert "if that is too many" not in out
@@ -158,72 +156,68 @@ class TestSubmit:
         assert [one["machine"] for one in status["services"]] == ["default", "a100"]
         assert status["wanted"]["s"]["machines"]["a100"]["count"] == 1
 
-    def test_a_refused_kind_takes_the_others_back(self, store, slurm):
+    def test_a_refused_kind_takes_the_others_back(self, store, slurm, submit):
         refuse_ampere(slurm)
-        assert submit("--replicas", "l40s:1,a100:1") != 0
+        submit("--replicas", "l40s:1,a100:1", code=4)
         assert slurm.cancelled == ["101"]
         assert wanted(store) is None
 
-    def test_a_kind_that_does_not_fit_is_refused_before_anything(self, store, slurm):
-        assert run(["submit", "405b", "--name", "s", "--nodes", "1", "--replicas", "default:1,l40s:1"]) != 0
+    def test_a_kind_that_does_not_fit_is_refused_before_anything(self, store, slurm, ran):
+        ran(["submit", "405b", "--name", "s", "--nodes", "1", "--replicas", "default:1,l40s:1"], 3)
         assert slurm.scripts == []
         assert wanted(store) is None
 
-    def test_a_second_kind_comes_beside_a_service_of_one(self, store, slurm):
+    def test_a_second_kind_comes_beside_a_service_of_one(self, store, submit):
         submit("--replicas", "2")
         submit("--replicas", "a100:1")
         assert wanted(store).counts == {"default": 2, "a100": 1}
         submit("--replicas", "a100:1")
         assert wanted(store).counts == {"default": 2, "a100": 2}
 
-    def test_all_kinds_have_as_many_replicas_in_a_job(self, store, slurm, capsys):
+    def test_all_kinds_have_as_many_replicas_in_a_job(self, store, slurm, submit):
         submit("--replicas", "a100:2")
-        assert submit("--replicas", "l40s:2", "--replicas-per-job", "2") != 0
-        assert "--replicas-per-job is 1 for s, and 2 for l40s" in capsys.readouterr().err
+        said = submit("--replicas", "l40s:2", "--replicas-per-job", "2", code=2).err
+        assert "--replicas-per-job is 1 for s, and 2 for l40s" in said
         assert len(slurm.scripts) == 1
         assert wanted(store).counts == {"a100": 2}
 
-    def test_each_kind_has_a_chain(self, store, slurm):
+    def test_each_kind_has_a_chain(self, store, submit):
         submit("--replicas", "a100:1,l40s:1", "--chain", "2", "--time", "02:00:00")
         assert jobs(store) == {"101": "a100", "102": "a100", "103": "l40s", "104": "l40s"}
         assert [job.predecessor for job in store.read_submitted("s")] == ["", "101", "", "103"]
         assert wanted(store).counts == {"a100": 1, "l40s": 1}
 
-    def test_once_adds_only_the_kind_that_is_missing(self, store, slurm):
+    def test_once_adds_only_the_kind_that_is_missing(self, store, slurm, submit):
         submit("--replicas", "a100:1", "--once")
         submit("--replicas", "a100:1,l40s:1", "--once")
         submit("--once")
         assert wanted(store).counts == {"a100": 1, "l40s": 1}
         assert len(slurm.scripts) == 2
 
-    def test_once_speaks_of_no_replicas_too_many(self, store, slurm, capsys):
+    def test_once_speaks_of_no_replicas_too_many(self, store, submit):
         submit("--replicas", "a100:1,l40s:1")
-        capsys.readouterr()
-        submit("--replicas", "a100:2", "--once")
-        out = capsys.readouterr().out
+        out = submit("--replicas", "a100:2", "--once").out
         assert "is there already, as job 101" in out
         assert "too many" not in out
 
-    def test_the_note_on_too_many_counts_all_kinds_and_no_job_that_is_ahead(self, store, slurm, capsys):
-        submit("--replicas", "a100:1,l40s:1", "--chain", "3", "--time", "02:00:00")
-        capsys.readouterr()
-        submit("--replicas", "a100:1,l40s:1", "--chain", "3", "--time", "02:00:00")
-        out = capsys.readouterr().out
+    def test_the_note_on_too_many_counts_all_kinds_and_no_job_that_is_ahead(self, store, submit):
+        words = ("--replicas", "a100:1,l40s:1", "--chain", "3", "--time", "02:00:00")
+        submit(*words)
+        out = submit(*words).out
         assert "s has 3 replicas now; it had 2 before" in out
         assert "s has 4 replicas now; it had 2 before" in out
 
-    def test_the_note_on_too_many_counts_a_job_that_is_told_to_end(self, store, slurm, capsys):
+    def test_the_note_on_too_many_counts_a_job_that_is_told_to_end(self, store, submit):
         submit()
         want_stop_of(store, find(store, "101"))
-        submit()
-        assert "s has 2 replicas now; it had 1 before" in capsys.readouterr().out
+        assert "s has 2 replicas now; it had 1 before" in submit().out
 
-    def test_one_machine_is_not_of_several_kinds(self, store, slurm, capsys):
-        assert submit("--replicas", "a100:1,l40s:1", "--cluster", "local") != 0
-        assert "--cluster local runs on this machine alone, not on a100 and l40s" in capsys.readouterr().err
+    def test_one_machine_is_not_of_several_kinds(self, store, submit):
+        said = submit("--replicas", "a100:1,l40s:1", "--cluster", "local", code=2).err
+        assert "--cluster local runs on this machine alone, not on a100 and l40s" in said
         assert not store.read_submitted("s")
 
-    def test_another_kind_ends_nothing_where_the_file_is_gone(self, store, slurm):
+    def test_another_kind_ends_nothing_where_the_file_is_gone(self, store, submit):
         submit("--replicas", "l40s:2", "--keep-up")
         wanted_file(store, "s").unlink()
         submit("--replicas", "a100:1", "--keep-up")
@@ -232,16 +226,16 @@ class TestSubmit:
     @pytest.mark.parametrize(
         ("first", "second"), [(("--replicas", "1:3"), "a100:1"), (("--replicas", "a100:1"), "1:3")]
     )
-    def test_bounds_are_for_one_kind(self, store, slurm, capsys, first, second):
+    def test_bounds_are_for_one_kind(self, store, slurm, submit, first, second):
         submit(*first)
-        assert submit("--replicas", second) != 0
-        assert "MIN:MAX is for a service on one kind of machine" in capsys.readouterr().err
+        said = submit("--replicas", second, code=2).err
+        assert "MIN:MAX is for a service on one kind of machine" in said
         assert len(slurm.scripts) == 1
 
     @pytest.mark.parametrize("words", [("--gpu", "l4"), ("--partition", "x"), ("--gpu-memory", "40GiB")])
-    def test_one_gpu_for_several_kinds_is_refused(self, slurm, capsys, words):
-        assert submit("--replicas", "a100:1,l40s:1", *words) != 0
-        assert f"{words[0]} would be that of a100 and l40s" in capsys.readouterr().err
+    def test_one_gpu_for_several_kinds_is_refused(self, slurm, submit, words):
+        said = submit("--replicas", "a100:1,l40s:1", *words, code=2).err
+        assert f"{words[0]} would be that of a100 and l40s" in said
         assert slurm.scripts == []
 
     def test_the_line_rendered_by_gives_the_script_again(self, slurm, ran):
@@ -262,29 +256,21 @@ class TestSubmit:
             ("$(id):1", "'$(id):1' is no number of replicas on a machine"),
         ],
     )
-    def test_what_cannot_be_is_refused(self, slurm, capsys, words, said):
-        assert submit("--replicas", words) != 0
-        assert said in capsys.readouterr().err
+    def test_what_cannot_be_is_refused(self, slurm, submit, words, said):
+        assert said in submit("--replicas", words, code=2).err
         assert slurm.scripts == []
 
-    @pytest.mark.parametrize("machine", ["", "a b", "../x", "a100\n#SBATCH --qos=x"])
-    def test_a_request_of_python_names_a_machine_as_the_site_file_does(self, machine):
-        with pytest.raises(InvalidRequestError, match="machine is "):
-            ServeRequest(model="8b", service="s", machine=machine)
-
-    def test_render_takes_one_kind(self, slurm, capsys):
-        assert run(["render", "8b", "--replicas", "a100:1,l40s:2"]) != 0
-        assert "one kind of machine at a time: --replicas a100:1, or --replicas l40s:2" in capsys.readouterr().err
+    def test_render_takes_one_kind(self, slurm, ran):
+        said = ran(["render", "8b", "--replicas", "a100:1,l40s:2"], 2).err
+        assert "one kind of machine at a time: --replicas a100:1, or --replicas l40s:2" in said
 
 
 class TestScale:
-    def test_each_kind_by_name_and_the_others_stay(self, store, slurm, ran):
+    def test_each_kind_by_name_and_the_others_stay(self, store, slurm, submit, ran):
         submit("--replicas", "a100:1,l40s:1")
-        said = ran(["scale", "s", "l40s:3"]).out
-        assert (
-            said
-            == "s: submitted as job 103_0\ns: submitted as job 103_1\ns has 4 replicas (a100:1,l40s:3), it had 2.\n"
-        )
+        *submitted, said = ran(["scale", "s", "l40s:3"]).out.splitlines()
+        assert submitted == ["s: submitted as job 103_0", "s: submitted as job 103_1"]
+        assert said == "s has 4 replicas (a100:1,l40s:3), it had 2."
         assert slurm.scripts[2] == slurm.scripts[1]
         assert wanted(store).counts == {"a100": 1, "l40s": 3}
 
@@ -292,7 +278,7 @@ class TestScale:
     @pytest.mark.parametrize(
         ("replicas", "counts"), [("a100:1,l40s:2", {"a100": 2, "l40s": 2}), ("2", {"default": 2, "a100": 2})]
     )
-    def test_a_file_that_is_damaged_or_gone_is_made_of_the_jobs(self, store, slurm, text, replicas, counts):
+    def test_a_file_that_is_damaged_or_gone_is_made_of_the_jobs(self, store, submit, text, replicas, counts):
         submit("--replicas", replicas)
         if "default" in counts:
             submit("--replicas", "a100:1")
@@ -302,7 +288,7 @@ class TestScale:
         assert wanted(store).counts == counts
         assert len(jobs(store)) == 4
 
-    def test_a_kind_without_a_name_is_not_submitted_for_ever(self, store, slurm):
+    def test_a_kind_without_a_name_is_not_submitted_for_ever(self, store, slurm, submit):
         submit("--replicas", "a100:1")
         path = wanted_file(store, "s")
         found = json.loads(path.read_text())
@@ -310,21 +296,16 @@ class TestScale:
         scale(store, "s", {"a100": 2})
         assert len(slurm.scripts) == 2
 
-    def test_the_script_of_a_kind_is_not_forgotten_while_it_is_wanted(self, store, slurm, capsys):
+    def test_the_script_of_a_kind_is_not_forgotten_while_it_is_wanted(self, store, slurm, submit, ran):
         submit("--replicas", "a100:1,l40s:1", "--keep-up")
         slurm.queue(("101", "PENDING", "Priority"))
         slurm.job("102", "FAILED")
-        assert run(["forget", "102"]) != 0
-        assert "job 102) has the script that replicas on l40s are submitted with" in capsys.readouterr().err
+        said = ran(["forget", "102"], 2).err
+        assert "job 102) has the script that replicas on l40s are submitted with" in said
         scale(store, "s", {"l40s": 0})
-        assert run(["forget", "102"]) == 0
+        ran(["forget", "102"])
 
-    def test_two_kinds_at_once(self, store, slurm):
-        submit("--replicas", "a100:1,l40s:1")
-        done = scale(store, "s", {"a100": 2, "l40s": 2})
-        assert [(job.job_id, job.machine) for job in done.added] == [("103_0", "a100"), ("104_0", "l40s")]
-
-    def test_none_of_one_kind(self, store, slurm):
+    def test_none_of_one_kind(self, store, slurm, submit):
         submit("--replicas", "a100:1,l40s:1")
         slurm.queue(("101", "PENDING", "Priority"), ("102", "PENDING", "Priority"))
         slurm.job("101", "CANCELLED", after_cancel=True, nodes="")
@@ -341,7 +322,7 @@ class TestScale:
             ({"a100": 0, "l40s": 0}, "`hpc-serve stop s` ends it"),
         ],
     )
-    def test_what_cannot_be_is_refused(self, store, slurm, replicas, said):
+    def test_what_cannot_be_is_refused(self, store, submit, replicas, said):
         submit("--replicas", "a100:1,l40s:1")
         before = wanted(store)
         with pytest.raises(InvalidRequestError, match=said):
@@ -350,13 +331,13 @@ class TestScale:
             set_bounds(store, "s", 1, 3)
         assert wanted(store) == before
 
-    def test_of_a_stopped_service_only_what_is_named_comes(self, store, slurm):
+    def test_of_a_stopped_service_only_what_is_named_comes(self, store, slurm, submit):
         submit("--replicas", "a100:1,l40s:1")
         stop_all(store, slurm)
         assert [job.machine for job in scale(store, "s", {"l40s": 2}).added] == ["l40s", "l40s"]
         assert wanted(store).counts == {"l40s": 2}
 
-    def test_a_refused_kind_does_not_keep_the_others_away(self, store, slurm, ran):
+    def test_a_refused_kind_does_not_keep_the_others_away(self, store, slurm, submit, ran):
         submit("--replicas", "a100:1,l40s:1", "--keep-up")
         refuse_ampere(slurm)
         with pytest.raises(HpcServeError, match=r"sbatch refused .* Submitted all the same: job 103_0 \(l40s\)\.$"):
@@ -364,20 +345,20 @@ class TestScale:
         assert list(jobs(store).values()) == ["a100", "l40s", "l40s"]
         assert "on a100: one could not be added: sbatch refused" in " ".join(ran(["status", "s"]).out.split())
 
-    def test_bounds_come_back_where_only_the_default_is_left(self, store, slurm):
+    def test_bounds_come_back_where_only_the_default_is_left(self, store, submit):
         submit("--replicas", "1:4")
         scale(store, "s", {"default": 2})
         assert wanted(store).counts == {"default": 2}
         set_bounds(store, "s", 1, 4)
         assert (wanted(store).counts, wanted(store).least, wanted(store).most) == ({}, 1, 4)
 
-    def test_one_number_is_for_the_only_kind(self, store, slurm):
+    def test_one_number_is_for_the_only_kind(self, store, submit):
         submit("--replicas", "a100:1")
         scale(store, "s", 2)
         assert wanted(store).counts == {"a100": 2}
 
 
-def test_a_job_that_a_person_stops_is_wanted_no_more(store, slurm):
+def test_a_job_that_a_person_stops_is_wanted_no_more(store, submit):
     submit("--replicas", "a100:1,l40s:2")
     want_stop_of(store, find(store, "102_0"))
     assert wanted(store).counts == {"a100": 1, "l40s": 1}
@@ -385,14 +366,14 @@ def test_a_job_that_a_person_stops_is_wanted_no_more(store, slurm):
     assert wanted(store).counts == {"l40s": 1}
 
 
-def test_all_kinds_are_woken(store, slurm):
+def test_all_kinds_are_woken(store, slurm, submit):
     submit("--replicas", "a100:1,l40s:1", "--idle-stop", "30m")
     stop_all(store, slurm)
     woken = wake(store, "s")
     assert [(job.machine, job.job_id) for job in woken.jobs] == [("a100", "103_0"), ("l40s", "104_0")]
 
 
-def test_where_one_kind_is_refused_the_others_wake_and_stay_awake(store, slurm):
+def test_where_one_kind_is_refused_the_others_wake_and_stay_awake(store, slurm, submit):
     submit("--replicas", "a100:1,l40s:1", "--idle-stop", "30m")
     stop_all(store, slurm)
     before = {job.job_id: job.machine for job in store.read_submitted("s")}.items()

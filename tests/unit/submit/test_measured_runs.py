@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hpc_serve.plan.speed.measured import Case, MeasuredRun
@@ -28,7 +30,7 @@ def test_what_is_kept_is_read_again_and_is_ones_own(tmp_path):
 def test_the_latest_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("hpc_serve.submit.plans.measured_runs.MOST_RUNS", 3)
     for number in range(5):
-        keep_run(tmp_path, MeasuredRun(**{**vars(RUN), "at": float(number)}))
+        keep_run(tmp_path, replace(RUN, at=float(number)))
     assert [run.at for run in measured_runs(tmp_path)] == [2.0, 3.0, 4.0]
     assert MOST_RUNS > 3
 
@@ -43,13 +45,9 @@ def test_a_damaged_file_counts_as_none(tmp_path, text):
 
 
 def test_a_run_that_makes_no_sense_is_passed_over(tmp_path):
-    keep_run(tmp_path, RUN)
-    text = (tmp_path / FILE).read_text()
-    (tmp_path / FILE).write_text(text.replace("900.0", "0.0"))
-    assert measured_runs(tmp_path) == ()
-    (tmp_path / FILE).write_text(text.replace("64.0", "-64.0"))
-    assert measured_runs(tmp_path) == ()
-    (tmp_path / FILE).write_text(text.replace("900.0", "1e300").replace("1000.0", "1e-300"))
+    many = replace(RUN.case, numbers={"running": -64.0})
+    for changed in ({"tokens_per_s": 0.0}, {"case": many}, {"tokens_per_s": 1e300, "printed_tokens_per_s": 1e-300}):
+        keep_run(tmp_path, replace(RUN, **changed))
     assert measured_runs(tmp_path) == ()
 
 

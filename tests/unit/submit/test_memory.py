@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.plans.planning import plan_service
 from hpc_serve.submit.request.environment import JobSettings
-from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.script.memory import memory_parts, small_memory_note
-from hpc_serve.submit.script.render import render_script
 from hpc_serve.vllm.options import options
+from tests.unit.submit.service_8b import request, script
 
-REQUEST = ServeRequest(model="8b", service="8b")
+
+def lines(start: str, **asked: Any) -> list[str]:
+    """The lines of a script that begin so, without their beginning."""
+    return [line.removeprefix(start) for line in script(**asked).splitlines() if line.startswith(start)]
 
 
-def mem(request: ServeRequest) -> str:
-    """The value of --mem in its script."""
-    lines = render_script(request, plan_service(request)).splitlines()
-    (found,) = (line for line in lines if line.startswith("#SBATCH --mem="))
-    return found.partition("--mem=")[2]
+def mem(**asked: Any) -> str:
+    """The value of --mem in a script."""
+    (found,) = lines("#SBATCH --mem=", **asked)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -41,10 +42,7 @@ def mem(request: ServeRequest) -> str:
     ],
 )
 def test_files_in_memory_are_asked_for(settings, memory_folders, expected):
-    request = replace(REQUEST, settings=JobSettings(**settings), memory_folders=memory_folders)
-    weights = plan_service(request).memory.weight_bytes
-    assert 14 * GIB < weights < 15 * GIB  # and one GiB for the files beside them
-    assert mem(request) == expected
+    assert mem(settings=JobSettings(**settings), memory_folders=memory_folders) == expected
 
 
 OFFLOAD = '{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 10737418240}}'
@@ -59,6 +57,10 @@ TWO_GPUS = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}
 TWO_NODES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2, "num_nodes": 2, "gpus_per_node": 1}
 ENGINE = 16 + 16  # one GPU
 MODEL = 15 + 1  # the weights, and the files beside them
+
+
+def test_the_weights_of_the_model_of_these_tests():
+    assert 14 * GIB < plan_service(request()).memory.weight_bytes < 15 * GIB
 
 
 @pytest.mark.parametrize(
@@ -99,19 +101,13 @@ MODEL = 15 + 1  # the weights, and the files beside them
     ],
 )
 def test_all_that_a_job_keeps_in_memory_is_asked_for(asked, engine_args, gib):
-    assert mem(replace(REQUEST, **asked, engine_args=engine_args)) == f"{gib}G"
+    assert mem(**asked, engine_args=engine_args) == f"{gib}G"
 
 
 def test_each_data_parallel_rank_has_an_offloaded_cache_of_its_own():
-    request = ServeRequest(
-        model="gpt-oss-120b",
-        service="moe",
-        engine_args=(
-            *("--data-parallel-size", "2", "--tensor-parallel-size", "2", "--enable-expert-parallel"),
-            *("--kv-offloading-size", "64"),
-        ),
-    )
-    parts = memory_parts(request, plan_service(request))
+    ranks = ("--data-parallel-size", "2", "--tensor-parallel-size", "2", "--enable-expert-parallel")
+    asked = request(model="gpt-oss-120b", engine_args=(*ranks, "--kv-offloading-size", "64"))
+    parts = memory_parts(asked, plan_service(asked))
     assert parts == {"engine processes": 16 + 4 * 16, "cache outside the GPUs (KV offload)": 2 * 64}
 
 
@@ -126,33 +122,25 @@ def test_the_pinned_vllm_has_the_options_that_are_counted():
     ("asked", "line"),
     [
         ({}, None),
-        ({"env": SHM}, "# --mem: 48 GiB of each node = 32 for engine processes + 16 for the model in /dev/shm/hf/hub"),
+        ({"env": SHM}, "48 GiB of each node = 32 for engine processes + 16 for the model in /dev/shm/hf/hub"),
         ({"env": SHM, "slurm": SlurmOptions(mem="64G")}, None),
         ({"env": SHM, "slurm": SlurmOptions(exclusive=True)}, None),
     ],
 )
 def test_the_script_says_where_the_figure_comes_from(asked, line):
-    request = replace(REQUEST, **asked)
-    found = [one for one in render_script(request, plan_service(request)).splitlines() if one.startswith("# --mem")]
-    assert found == ([line] if line else [])
+    assert lines("# --mem: ", **asked) == ([line] if line else [])
 
 
 @pytest.mark.parametrize(
     ("mem_asked", "is_warned"),
     [
-        ("15G", True),
-        ("16G", False),
-        ("16383", True),
-        ("16384M", False),
-        ("16000000K", True),
-        ("1T", False),
-        ("0", False),
+        *(("15G", True), ("16383", True), ("16000000K", True)),
+        *(("16G", False), ("16384M", False), ("1T", False), ("0", False)),
     ],
 )
 def test_a_mem_below_what_the_job_keeps_is_warned_of(mem_asked, is_warned):
-    request = replace(REQUEST, env=SHM, slurm=SlurmOptions(mem=mem_asked))
-    note = small_memory_note(request, plan_service(request))
-    assert mem(request) == mem_asked
+    asked = request(env=SHM, slurm=SlurmOptions(mem=mem_asked))
+    note = small_memory_note(asked, plan_service(asked))
     assert (note is not None) == is_warned
     if note:
         assert f"--mem {mem_asked} is " in note
@@ -163,5 +151,4 @@ def test_a_mem_below_what_the_job_keeps_is_warned_of(mem_asked, is_warned):
 
 @pytest.mark.parametrize("mem_asked", ["20G", "0"])
 def test_what_a_person_asks_for_wins(mem_asked):
-    request = replace(REQUEST, slurm=SlurmOptions(mem=mem_asked), settings=JobSettings(stage="/dev/shm"))
-    assert mem(request) == mem_asked
+    assert mem(slurm=SlurmOptions(mem=mem_asked), settings=JobSettings(stage="/dev/shm")) == mem_asked

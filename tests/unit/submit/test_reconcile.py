@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -181,7 +182,9 @@ class TestMachines:
         simulated = on_machines(h100=2, a100=1)
         simulated.lose("101")
         simulated.lose("103")
-        first, second = simulated.run(120)
+        simulated.run(120)
+        (first_at, first), (second_at, second) = simulated.told
+        assert first_at < second_at
         assert {first.machine, second.machine} == {"h100", "a100"}
         assert machines_of(simulated) == {"h100": 2, "a100": 1}
 
@@ -192,9 +195,8 @@ class TestMachines:
         assert problem.failures > 1
         assert "was added, failed: the engine ended with 1" in problem.problem
         simulated.lose("101")
-        assert [one.machine for one in simulated.run(45) if one.action == "submit"] == [
-            "h100"
-        ]  # after its own first pause
+        after_its_own_first_pause = simulated.run(45)
+        assert [one.machine for one in after_its_own_first_pause if one.action == "submit"] == ["h100"]
         simulated.run(60)
         assert machines_of(simulated) == {"h100": 1}
         assert simulated.wanted.machines["h100"].failures == 1
@@ -252,6 +254,11 @@ def short_lived(start_s: float) -> Simulated:
     return Simulated(wanted, queue_s=5.0, start_s=start_s, limit_s=240.0).begin()
 
 
+def decide(*jobs: Job, now: float = 0.0, **fields) -> list[Decision]:
+    """What is decided of these jobs, where one replica is wanted unless `fields` say more."""
+    return reconcile(Wanted(**{"least": 1, "most": 1, "count": 1, **fields}), WhatIs(jobs=jobs), now)
+
+
 def told(found: list[Decision]) -> list[tuple[str, str]]:
     return [(one.action, one.cause) for one in found]
 
@@ -304,8 +311,7 @@ class TestTimeLimit:
     def test_a_job_without_a_time_limit_and_one_that_was_never_ready(self):
         ready = Job(job_id="1", stage="ready", start_s=30.0)
         starting = Job(job_id="2", stage="starting", ends_at=10.0)
-        wanted = Wanted(least=2, most=2, count=2, keep_up=True)
-        assert reconcile(wanted, WhatIs(jobs=(ready, starting)), 9.0) == []
+        assert decide(ready, starting, now=9.0, least=2, most=2, count=2, keep_up=True) == []
 
     def test_a_job_that_drains_at_slurms_notice_is_one_too_few(self):
         """No successor could be submitted before, for example because the disk was full."""
@@ -317,8 +323,7 @@ class TestTimeLimit:
     def test_a_successor_that_is_ready_takes_over_though_the_time_limit_was_raised(self):
         old = Job(job_id="1", stage="ready", start_s=30.0, ends_at=9000.0)
         successor = Job(job_id="2", stage="ready", start_s=30.0, ends_at=5000.0, predecessor="1")
-        wanted = Wanted(least=1, most=1, count=1, keep_up=True)
-        (one,) = reconcile(wanted, WhatIs(jobs=(old, successor)), 0.0)
+        (one,) = decide(old, successor, keep_up=True)
         assert (one.action, one.cause, one.jobs) == ("drain", "handover", ("1",))
 
     def test_jobs_submitted_ahead_do_not_count_while_the_one_before_counts(self):
@@ -326,7 +331,7 @@ class TestTimeLimit:
         jobs = (first, *(Job(job_id=str(n), stage="pending", predecessor=str(n - 1)) for n in (2, 3)))
         wanted = Wanted(least=1, most=1, count=1)
         assert [job.job_id for job in counted(wanted, WhatIs(jobs=jobs), 0.0)] == ["1"]
-        assert reconcile(wanted, WhatIs(jobs=jobs), 0.0) == []
+        assert decide(*jobs) == []
         over = (replace(jobs[0], stage="over"), *jobs[1:])
         assert [job.job_id for job in counted(wanted, WhatIs(jobs=over), 0.0)] == ["2"]
 
@@ -452,35 +457,30 @@ class TestPeople:
 
     def test_what_comes_ends_before_what_serves(self):
         jobs = (Job(job_id="1", stage="ready"), Job(job_id="2", stage="starting"), Job(job_id="3", stage="pending"))
-        wanted = Wanted(least=1, most=1, count=1)
-        assert [one.jobs for one in reconcile(wanted, WhatIs(jobs=jobs), 0.0)] == [("3", "2")]
+        assert [one.jobs for one in decide(*jobs)] == [("3", "2")]
 
     def test_the_own_job_leaves_last_and_the_least_loaded_first(self):
         own = Job(job_id="1", stage="ready", is_own=True)
-        jobs = (own, *(Job(job_id=str(n), stage="ready", requests=n) for n in (2, 5)))
-        wanted = Wanted(least=2, most=2, count=2)
-        (one,) = reconcile(wanted, WhatIs(jobs=jobs), 0.0)
+        others = (Job(job_id=str(n), stage="ready", requests=n) for n in (2, 5))
+        (one,) = decide(own, *others, least=2, most=2, count=2)
         assert (one.action, one.jobs) == ("drain", ("2",))
 
     def test_a_job_that_arrives_after_stop_is_ended(self):
-        wanted = Wanted(least=1, most=1, count=0, state="stopped")
-        (one,) = reconcile(wanted, WhatIs(jobs=(Job(job_id="2", stage="pending"),)), 0.0)
+        (one,) = decide(Job(job_id="2", stage="pending"), count=0, state="stopped")
         assert (one.action, one.cause, one.jobs) == ("end", "person", ("2",))
 
     def test_what_another_program_submits_is_waited_for(self):
-        wanted = Wanted(least=1, most=1, count=1, submitting=1, submitting_at=100.0)
-        (one,) = reconcile(wanted, WhatIs(), 150.0)
-        assert one.action == "wait"
-        (one,) = reconcile(wanted, WhatIs(), 281.0)  # it has died
-        assert one.action == "submit"
+        claim = {"submitting": 1, "submitting_at": 100.0}
+        assert [one.action for one in decide(now=150.0, **claim)] == ["wait"]
+        assert [one.action for one in decide(now=281.0, **claim)] == ["submit"]  # it has died
 
     def test_one_that_was_told_to_end_and_still_waits_is_told_again(self):
+        told_to_end = partial(decide, least=0, most=0, count=0, ending=("1",))
         job = Job(job_id="1", stage="pending")
-        wanted = Wanted(least=0, most=0, count=0, ending=("1",))
-        (one,) = reconcile(wanted, WhatIs(jobs=(job,)), 5.0)
+        (one,) = told_to_end(job, now=5.0)
         assert (one.action, one.jobs) == ("end", ("1",))
-        assert reconcile(wanted, WhatIs(jobs=(job,)), 1.0) == []
-        assert reconcile(wanted, WhatIs(jobs=(replace(job, stage="starting"),)), 5.0) == []
+        assert told_to_end(job, now=1.0) == []
+        assert told_to_end(replace(job, stage="starting"), now=5.0) == []
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -22,17 +23,18 @@ from hpc_serve.submit.request.environment import Environment, EnvironmentKind, J
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.script.render import render_script
+from tests.unit.submit import service_8b
+from tests.unit.submit.service_8b import request
 
 NASTY = ("a'; echo foo", 'a"b', "$(reboot)", "`id`", "a b", "a\\", "*", "{{ model }}", "ü", "#x")
 
 
 def request_of(alias: str, num_nodes: int | None = None, **fields: Any) -> ServeRequest:
-    return ServeRequest(**{"model": alias, "service": alias, "num_nodes": num_nodes, **fields})
+    return request(**{"model": alias, "service": alias, "num_nodes": num_nodes, **fields})
 
 
 def script(alias: str = "405b", num_nodes: int | None = 2, **fields: Any) -> str:
-    request = request_of(alias, num_nodes, **fields)
-    return render_script(request, plan_service(request))
+    return service_8b.script(**{"model": alias, "service": alias, "num_nodes": num_nodes, **fields})
 
 
 def bash_accepts(text: str) -> None:
@@ -58,20 +60,17 @@ COMMITTED = {
 @pytest.mark.parametrize("name", COMMITTED)
 def test_the_committed_scripts_are_what_render_prints(name):
     committed = Path(__file__).parents[3] / "sbatch" / f"{name}.sh"
-    request = COMMITTED[name]
-    assert committed.read_text() == render_script(request, plan_service(request))
+    asked = COMMITTED[name]
+    assert committed.read_text() == render_script(asked, plan_service(asked))
     bash_accepts(committed.read_text())
 
 
 @pytest.mark.parametrize(("backend", "is_refused"), [("auto", False), ("mp", False), ("ray", True)])
 def test_a_server_on_each_node_is_a_word_of_the_line_and_is_checked_before_the_queue(backend, is_refused):
     words = ("--data-parallel-size", "8", "--enable-expert-parallel", "--data-parallel-hybrid-lb")
-    fields = {"gpu": "h200", "backend": backend, "engine_args": words}
-    if is_refused:
-        with pytest.raises(DoesNotFitError, match=r"a server on each node.* uses ray"):
-            script("r1", 2, **fields)
-    else:
-        assert "--data-parallel-hybrid-lb \\\n" in script("r1", 2, **fields)
+    refusal = pytest.raises(DoesNotFitError, match=r"a server on each node.* uses ray")
+    with refusal if is_refused else contextlib.nullcontext():
+        assert "--data-parallel-hybrid-lb \\\n" in script("r1", 2, gpu="h200", backend=backend, engine_args=words)
 
 
 def test_no_committed_script_is_left_out():
@@ -90,21 +89,13 @@ def test_a_share_of_a_cpu_node_is_asked_for_in_cores_and_memory():
 @pytest.mark.parametrize("kind", ["auto", "venv", "conda", "none", "apptainer"])
 @pytest.mark.parametrize("cluster", ["slurm", "local"])
 def test_every_environment_gives_a_script_that_bash_accepts(kind, cluster):
-    environment = Environment(
-        kind=kind, path="/opt/a folder/x", modules=("cuda/12.8", "gcc"), binds=("/scratch:/scratch",)
-    )
-    nodes = 2 if cluster == "slurm" else None
-    text = script(
-        cluster=cluster,
-        num_nodes=nodes,
-        environment=environment,
-        settings=JobSettings(interface="ib0"),
-        log_dir="/logs",
-    )
+    bound = {"modules": ("cuda/12.8", "gcc"), "binds": ("/scratch:/scratch",)}
+    where = {"cluster": cluster, "num_nodes": 2 if cluster == "slurm" else None, "log_dir": "/logs"}
+    environment = Environment(kind=kind, path="/opt/a folder/x", **bound)
+    text = script(**where, environment=environment, settings=JobSettings(interface="ib0"))
     bash_accepts(text)
-    assert ("apptainer exec --nv --bind /scratch:/scratch '/opt/a folder/x' python -m hpc_serve.job " in text) == (
-        kind == "apptainer"
-    )
+    in_image = "apptainer exec --nv --bind /scratch:/scratch '/opt/a folder/x' python -m hpc_serve.job "
+    assert (in_image in text) == (kind == "apptainer")
     assert "module load cuda/12.8\n" in text
 
 
@@ -151,8 +142,8 @@ RUNTIMES: dict[EnvironmentKind, str] = {
 
 
 def in_image(kind: EnvironmentKind, **fields: Any) -> Environment:
-    fields = {"binds": ("/scratch", "/a b:/c"), "container_options": ("--x=1 2",), **fields}
-    return Environment(kind=kind, path="/opt/a folder/x", **fields)
+    usual = {"binds": ("/scratch", "/a b:/c"), "container_options": ("--x=1 2",)}
+    return Environment(kind=kind, path="/opt/a folder/x", **{**usual, **fields})
 
 
 @pytest.mark.parametrize("kind", RUNTIMES)
@@ -220,39 +211,14 @@ def test_whatever_a_value_holds_it_stays_one_word(nasty):
     assert f"--chat-template {quoted} \\\n" in text
 
 
-@pytest.mark.parametrize("name", ["job_name", "partition", "account", "qos", "constraint", "mem"])
-@pytest.mark.parametrize("value", ["a\n#SBATCH --uid=0", "a b", "a'b", 'a"b', "", "$HOME"])
-def test_what_cannot_stand_in_a_directive_is_refused(name, value):
-    with pytest.raises(InvalidRequestError, match=name.replace("_", "-")):
-        SlurmOptions(**{name: value})
-
-
-@pytest.mark.parametrize(
-    ("word", "words"),
-    [
-        *((word, "--log-dir") for word in ("--output=/x.log", "-o=/x.log")),  # `logs` would not find it
-        *((word, "extra sbatch option") for word in ("no-dashes", "--x=a\nb", "--x=a b", "-", "--")),
-    ],
-)
-def test_an_extra_directive_is_checked_too(word, words):
-    with pytest.raises(InvalidRequestError, match=words):
-        SlurmOptions(extra=(word,))
-
-
 def test_site_options_become_directives():
-    options: dict[str, Any] = {
-        "partition": "gpu",
-        "account": "proj",
-        "qos": "high",
-        "time": "2-00:00:00",
-        "mem": "100G",
-    }
+    where: dict[str, Any] = {"partition": "gpu", "account": "proj", "qos": "high", "time": "2-00:00:00", "mem": "9G"}
     how: dict[str, Any] = {"gpu_directive": "gres", "gres_type": "h100", "exclusive": False, "cpus_per_task": 7}
-    text = script(slurm=SlurmOptions(**options, **how, extra=("--switches=1",)))
+    text = script(slurm=SlurmOptions(**where, **how, extra=("--switches=1",)))
     words = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert words == [
         *("--job-name=hpc-serve-405b", "--partition=gpu", "--account=proj", "--qos=high", "--nodes=2"),
-        *("--ntasks-per-node=1", "--gres=gpu:h100:8", "--cpus-per-task=7", "--mem=100G", "--time=2-00:00:00"),
+        *("--ntasks-per-node=1", "--gres=gpu:h100:8", "--cpus-per-task=7", "--mem=9G", "--time=2-00:00:00"),
         *("--signal=B:USR1@120", "--output=%x-%j.log", "--open-mode=append", "--switches=1"),
     ]
 
@@ -308,8 +274,6 @@ def test_how_often_an_engine_is_started_again_is_in_the_script_where_it_was_said
     assert " --engine-restarts 0 -- \\\n" in text.split("set -euo pipefail")[1]
     assert "hpc-serve render --model 405b --nodes 2 --gpu h100-80gb --engine-restarts 0 " in text
     bash_accepts(text)
-    with pytest.raises(InvalidRequestError, match="engine-restarts is -1: it must be at least 0"):
-        script(engine_restarts=-1)
 
 
 def test_options_that_the_pinned_vllm_does_not_know_are_refused_unless_overruled():
@@ -345,25 +309,14 @@ def test_the_header_cannot_be_left_by_a_newline():
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"num_nodes": 0}, "nodes is 0"),
-        ({"tensor_parallel_size": -1}, "tensor-parallel-size is -1"),
-        ({"backend": "mpi"}, "auto, ray or mp"),
-        ({"cluster": "local", "num_nodes": 2}, "this machine alone"),
-        ({"log_dir": "logs"}, "absolute path"),
-        ({"log_dir": "/a b"}, "log-dir"),
-        ({"log_dir": "/logs/%x_%N"}, "of Slurm's patterns"),
-        ({"concurrency": 0}, "concurrency is 0"),
-        ({"cluster": "local", "environment": in_image("pyxis")}, "pyxis is a part of Slurm"),
         *(({"gpu": gpu}, "has no script for it") for gpu in ("gaudi3", "v7x")),
-        *(
-            ({"engine_args": ("--quantization", method)}, "name a checkpoint that is quantised so")
-            for method in ("int8", "nvfp4")
-        ),
+        ({"engine_args": ("--quantization", "int8")}, "name a checkpoint that is quantised so"),
+        ({"engine_args": ("--quantization", "nvfp4")}, "name a checkpoint that is quantised so"),
     ],
 )
-def test_what_cannot_be_is_refused(fields, why):
+def test_what_has_no_script_is_refused(fields, why):
     with pytest.raises(InvalidRequestError, match=why):
-        script("8b", **{"num_nodes": None, **fields})
+        script("8b", None, **fields)
 
 
 def test_a_batch_log_that_slurm_opened_for_everybody_is_closed_to_others(tmp_path):

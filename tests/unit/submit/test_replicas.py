@@ -8,35 +8,19 @@ import pytest
 
 from hpc_serve.cli.main import run
 from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError
-from hpc_serve.submit.request.request import ServeRequest
-from hpc_serve.submit.services import services
 from hpc_serve.submit.services import wait as waiting
 from hpc_serve.submit.services.want import scale
-from hpc_serve.submit.status.status_reader import find, read_status
-from tests.support.stubs import StubService, make_record
+from hpc_serve.submit.status.status_reader import find
+from tests.support.stubs import make_record
+from tests.unit.submit.service_8b import MODEL, states, submit
 
 
 @pytest.fixture
-def live(store):
+def live(engines):
     """Two tasks of array 7 that serve."""
-    stubs = StubService(store.home, "8b")
     for task in range(2):
-        stubs.start(job_id=f"7_{task}", model="meta-llama/Llama-3.1-8B-Instruct")
-    yield stubs
-    stubs.close()
-
-
-def submit(**fields):
-    return services.submit(ServeRequest(**{"model": "8b", "service": "8b", **fields}))
-
-
-def states(store):
-    return {status.job_id: status.state for status in read_status(store, "8b").replicas}
-
-
-def end(slurm, job_id):
-    """What scancel of that job brings about."""
-    slurm.job(job_id, "CANCELLED", after_cancel=True, nodes="")
+        engines.start(job_id=f"7_{task}", model=MODEL)
+    return engines
 
 
 class TestSubmit:
@@ -59,16 +43,14 @@ def test_a_task_and_the_array_are_found(store, slurm):
         find(store, "10")
 
 
-def test_status_counts_the_replicas(store, slurm, live, capsys):
+def test_status_counts_the_replicas(store, slurm, live, ran):
     slurm.queue(("7_0", "RUNNING", "None"), ("7_1", "RUNNING", "None"), ("8", "PENDING", "Priority"))
     store.write(make_record(service="other", job_id="9", state="starting"))
     slurm.name_in_queue("8", "hpc-serve-8b")
-    assert run(["status"]) == 0
-    out = capsys.readouterr().out
+    out = ran(["status"]).out
     assert "8b: 2/3 replicas ready\n" in out
     assert "other:" not in out
-    assert run(["status", "8b"]) == 0
-    assert capsys.readouterr().out.endswith("8b: 2/3 replicas ready\n")
+    assert ran(["status", "8b"]).out.endswith("8b: 2/3 replicas ready\n")
 
 
 class TestWait:
@@ -81,11 +63,8 @@ class TestWait:
             waiting.wait(store, "8b", replicas=3)
 
     def test_one_that_failed_is_missing(self, store, slurm, live):
-        store.write(
-            make_record(
-                service="8b", job_id="7_2", state="failed", failed_part="engine", reason="no memory", exit_code=1
-            )
-        )
+        end = {"failed_part": "engine", "reason": "no memory", "exit_code": 1}
+        store.write(make_record(service="8b", job_id="7_2", state="failed", **end))
         slurm.queue(("7_0", "RUNNING", "None"), ("7_1", "RUNNING", "None"))
         assert waiting.wait(store, "8b", replicas=2).state == "ready"
         with pytest.raises(ServiceFailedError, match=r"job 7_2.*no memory"):
@@ -100,7 +79,7 @@ class TestWait:
         def go_on(status):
             seen.append((status.job_id, status.state))
             if len(seen) == 1:
-                live.start(job_id="7_2", model="meta-llama/Llama-3.1-8B-Instruct")
+                live.start(job_id="7_2", model=MODEL)
 
         assert waiting.wait(store, "8b", replicas=3, on_change=go_on, timeout_s=60).state == "ready"
         assert seen[0] == ("7_2", "starting")
@@ -116,14 +95,14 @@ class TestScale:
         assert slurm.scripts[1] == slurm.scripts[0]
         assert len(states(store)) == 5
         assert done.added[0].predicted == first.job.predicted
-        assert Path(done.added[0].script or "").read_text() == slurm.scripts[0]
+        assert Path(done.added[0].script).read_text() == slurm.scripts[0]
 
     def test_those_that_serve_nobody_go_first_and_of_them_the_newest(self, store, slurm, live):
         store.write_submitted(submit(replicas=2).job)
         slurm.queue(("7_0", "RUNNING", "None"), ("7_1", "RUNNING", "None"), ("101_0", "PENDING", "Priority"))
         slurm.name_in_queue("101_1", "hpc-serve-8b")
         for task in ("101_0", "101_1"):
-            end(slurm, task)
+            slurm.job(task, "CANCELLED", after_cancel=True, nodes="")
         told = []
         done = scale(store, "8b", 3, on_stop=lambda status: told.append(status.job_id))
         assert (done.before, told, slurm.cancelled) == (4, ["101_1"], ["101_1"])
@@ -131,14 +110,12 @@ class TestScale:
         assert scale(store, "8b", 2).ended[0].job_id == "101_0"
         assert states(store)["7_0"] == states(store)["7_1"] == "ready"
 
-    def test_the_command_says_what_it_does(self, store, slurm, capsys):
+    def test_the_command_says_what_it_does(self, store, slurm, ran):
         submit()
-        assert run(["scale", "8b", "3"]) == 0
-        assert capsys.readouterr().out == (
+        assert ran(["scale", "8b", "3"]).out == (
             "8b: submitted as job 102_0\n8b: submitted as job 102_1\n8b has 3 replicas, it had 1.\n"
         )
-        assert run(["scale", "8b", "3"]) == 0
-        assert capsys.readouterr().out == "8b has 3 replicas, as before.\n"
+        assert ran(["scale", "8b", "3"]).out == "8b has 3 replicas, as before.\n"
         assert (len(slurm.scripts), slurm.cancelled) == (2, [])
 
     def test_none_is_a_stop(self, store, slurm, capsys):

@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from hpc_serve.submit.plans.planning import plan_service
 from hpc_serve.submit.request.environment import Environment
-from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
-from hpc_serve.submit.script.render import render_script
 from tests.cluster import wait_for
+from tests.unit.submit import service_8b
 from tests.unit.submit.test_render import bash_accepts
 
 
 def script(requeue: bool | None, *, per_job: int = 1, **environment) -> str:
-    request = ServeRequest(
-        model="8b",
-        service="8b",
-        replicas_per_job=per_job,
-        slurm=SlurmOptions(requeue=requeue),
-        environment=Environment(**environment),
-    )
-    return render_script(request, plan_service(request))
+    slurm, place = SlurmOptions(requeue=requeue), Environment(**environment)
+    return service_8b.script(replicas_per_job=per_job, slurm=slurm, environment=place)
 
 
-@pytest.mark.parametrize(("requeue", "lines"), [(True, ["--requeue"]), (False, ["--no-requeue"]), (None, [])])
-def test_slurm_is_told(requeue, lines):
+@pytest.mark.parametrize(("requeue", "words"), [(True, ["--requeue"]), (False, ["--no-requeue"]), (None, [])])
+def test_slurm_is_told(requeue, words):
     text = script(requeue)
     bash_accepts(text)
-    assert [
-        line[len("#SBATCH ") :] for line in text.splitlines() if line.startswith("#SBATCH") and "requeue" in line
-    ] == lines
+    assert re.findall("^#SBATCH (.*requeue.*)$", text, re.MULTILINE) == words
     assert ("scontrol requeue" in text) == bool(requeue)
 
 
@@ -62,6 +53,7 @@ esac
 
 
 def start(folder: Path, *, end: int, per_job: int = 1) -> subprocess.Popen[str]:
+    """Start the script; the program in the job exits with `end`."""
     for name, text in PROGRAMS.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)

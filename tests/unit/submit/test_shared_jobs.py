@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from hpc_serve.cli.main import run
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError, WaitTimeoutError
-from hpc_serve.plan.hardware.cluster import ClusterSpec, cluster_named, part_of_node
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.plans.planning import plan_service
 from hpc_serve.submit.request.environment import Environment
-from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
-from hpc_serve.submit.script.render import render_script
-from hpc_serve.submit.services import services
 from hpc_serve.submit.services import stop as stopping
 from hpc_serve.submit.services.want import scale
-from hpc_serve.submit.status.status_reader import find, read_status
+from hpc_serve.submit.status.status_reader import find
 from tests.cluster import wait_for
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService, make_record
+from tests.unit.submit import service_8b
+from tests.unit.submit.service_8b import MODEL, states
 from tests.unit.submit.test_render import bash_accepts
 
-MODEL = "meta-llama/Llama-3.1-8B-Instruct"
-
-
-def request(**fields) -> ServeRequest:
-    return ServeRequest(**{"model": "8b", "service": "8b", "replicas_per_job": 4, **fields})
-
-
-def script(**fields) -> str:
-    asked = request(**fields)
-    return render_script(asked, plan_service(asked))
+request = partial(service_8b.request, replicas_per_job=4)
+script = partial(service_8b.script, replicas_per_job=4)
+submit = partial(service_8b.submit, replicas_per_job=4)
 
 
 def directives(text: str) -> list[str]:
@@ -80,9 +72,8 @@ class TestScript:
         assert "--mem=512G" in directives(script(gpu="cpu", gpu_memory_bytes=256 * GIB, slurm=share))
 
     def test_what_does_not_fit_says_how_much_each_has(self):
-        with pytest.raises(
-            DoesNotFitError, match=r"An engine has 1/8 of a node with --replicas-per-job 8\. .* not fit"
-        ):
+        each = r"An engine has 1/8 of a node with --replicas-per-job 8\. .* not fit"
+        with pytest.raises(DoesNotFitError, match=each):
             script(model="70b", replicas_per_job=8)
 
     def test_a_value_of_several_lines_stays_what_it_is(self):
@@ -110,6 +101,12 @@ while :; do sleep 0.05; done
 """
 
 
+def of_this_machine(replicas: int) -> str:
+    """The script of so many replicas on this machine, with the programs on PATH."""
+    environment = Environment(kind="none")
+    return script(cluster="local", environment=environment, replicas_per_job=replicas, gpus_per_node=replicas)
+
+
 class TestShell:
     """The script itself, on this machine; programs are stood in for."""
 
@@ -118,9 +115,7 @@ class TestShell:
             (folder / f"ends-{replica}").write_text(text.replace(" ", "\n") + "\n")
         (folder / "python").write_text(PYTHON)
         (folder / "python").chmod(0o755)
-        shared = {"replicas_per_job": len(ends), "gpus_per_node": len(ends)}
-        text = script(cluster="local", environment=Environment(kind="none"), **shared)
-        (folder / "script.sh").write_text(text)
+        (folder / "script.sh").write_text(of_this_machine(len(ends)))
         environ = {"PATH": f"{folder}:{os.environ['PATH']}"}
         with (folder / "log").open("w") as log:
             return subprocess.Popen(["bash", "script.sh"], cwd=folder, env=environ, stdout=log, stderr=log)
@@ -159,27 +154,11 @@ class TestShell:
         prepares = 'kill -TERM "${HPC_SERVE_JOB_ID#local-}"; echo "export HPC_SERVE_LOG_DIR=."'
         (tmp_path / "python").write_text(f"#!/bin/bash\n[[ $1 != -c ]] || {{ {prepares}; exit; }}\nexec sleep 600\n")
         (tmp_path / "python").chmod(0o755)
-        shared = {"replicas_per_job": replicas, "gpus_per_node": replicas}
-        text = script(cluster="local", environment=Environment(kind="none"), **shared)
         environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=environ, timeout=60, check=False)
+        done = subprocess.run(
+            ["bash", "-c", of_this_machine(replicas)], cwd=tmp_path, env=environ, timeout=60, check=False
+        )
         assert done.returncode in (128 + signal.SIGTERM, 0)  # 0 where bash lost the launcher's own
-
-
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({"replicas_per_job": 0}, "replicas-per-job is 0: it must be at least 1"),
-        ({"replicas": 6}, r"6 replicas cannot be dealt to jobs of 4 each .*: use --replicas 4 or 8\."),
-        ({"replicas": 2}, r"use --replicas 4\."),
-        ({"num_nodes": 2}, "divides one node, but --nodes is 2"),
-        ({"engine_args": ("--port", "8000")}, "engines on one node need ports of their own"),
-        ({"cluster": "local", "replicas": 8}, "this machine alone, but 8 replicas"),
-    ],
-)
-def test_a_request_that_cannot_be_is_refused(fields, why):
-    with pytest.raises(InvalidRequestError, match=why):
-        request(**fields)
 
 
 def test_each_replica_of_a_job_that_is_kept_has_its_own_program():
@@ -195,43 +174,27 @@ def test_on_this_machine_they_share_one_job():
 
 
 @pytest.mark.parametrize(
-    ("cluster", "engines", "why"),
+    ("fields", "why"),
     [
-        (
-            cluster_named("h100-80gb", gpus_per_node=6),
-            4,
-            "4 replicas cannot divide the 6 GPUs of a node evenly: use 1, 2",
-        ),
-        (cluster_named("cpu-spr-2s", total_bytes=GIB), 3, "the 2 sockets of a node evenly"),
-        (cluster_named("v6e:2x4"), 2, "the chips of a host serve one engine"),
+        ({"gpus_per_node": 6}, "4 replicas cannot divide the 6 GPUs of a node evenly: use 1, 2"),
+        ({"gpu": "cpu-spr-2s", "gpu_memory_bytes": GIB, "replicas_per_job": 3}, "the 2 sockets of a node evenly"),
+        ({"gpu": "v6e:2x4", "replicas_per_job": 2}, "the chips of a host serve one engine"),
     ],
 )
-def test_machines_that_cannot_be_divided(cluster: ClusterSpec, engines: int, why: str):
+def test_machines_that_cannot_be_divided(fields, why):
     with pytest.raises(InvalidRequestError, match=why):
-        part_of_node(cluster, engines)
+        script(**fields)
 
 
 # -- one job of four, 7, whose replicas serve
 
 
 @pytest.fixture
-def live(store: ServiceStore, slurm: FakeSlurm) -> Iterator[StubService]:
+def live(engines: StubService, slurm: FakeSlurm) -> None:
     slurm.queue(("7", "RUNNING", "None"))
     slurm.job("7", "RUNNING")
-    stubs = StubService(store.home, "8b")
     for replica in range(4):
-        stubs.start(job_id="7", replica=replica, replicas_per_job=4, model=MODEL)
-    yield stubs
-    stubs.close()
-
-
-def submitted(store: ServiceStore, slurm: FakeSlurm, **fields) -> str:
-    """A job of four that waits in the queue."""
-    return services.submit(request(**fields)).job.job_id
-
-
-def states(store: ServiceStore) -> dict[str, str]:
-    return {status.name: status.state for status in read_status(store, "8b").replicas}
+        engines.start(job_id="7", replica=replica, replicas_per_job=4, model=MODEL)
 
 
 def write(store: ServiceStore, replica: int, state: str = "stopped", **fields) -> None:
@@ -241,21 +204,19 @@ def write(store: ServiceStore, replica: int, state: str = "stopped", **fields) -
 
 
 class TestStatus:
-    def test_a_job_that_waits_is_all_of_them(self, store, slurm, capsys):
-        job = submitted(store, slurm, replicas=8)
+    def test_a_job_that_waits_is_all_of_them(self, store, slurm, ran):
+        job = submit(replicas=8).job.job_id
         assert states(store) == {f"101_{task}-{replica}": "pending" for task in range(2) for replica in range(4)}
         assert job == "101_0"
-        assert run(["status"]) == 0
-        assert "8b: 0/8 replicas ready\n" in capsys.readouterr().out
+        assert "8b: 0/8 replicas ready\n" in ran(["status"]).out
 
-    def test_each_is_shown_once_and_counted(self, store, slurm, live, capsys):
-        assert run(["status"]) == 0
-        out = capsys.readouterr().out
+    def test_each_is_shown_once_and_counted(self, store, slurm, live, ran):
+        out = ran(["status"]).out
         assert out.endswith("8b: 4/4 replicas ready\n")
         assert [line.split()[1] for line in out.splitlines() if line.startswith("8b ")] == [f"7-{n}" for n in range(4)]
 
     def test_those_that_have_not_begun_are_counted_beside_those_that_have(self, store, slurm):
-        submitted(store, slurm)
+        submit()
         slurm.queue(("101", "RUNNING", "None"))
         slurm.job("101", "RUNNING")
         write(store, 2, "starting", job_id="101")
@@ -272,64 +233,57 @@ class TestStatus:
         slurm.job("7", "NODE_FAIL")
         assert states(store) == {"7-0": "failed", "7-1": "failed"}
 
-    def test_the_logs_of_each_are_its_own(self, store, slurm, live, capsys):
+    def test_the_logs_of_each_are_its_own(self, store, slurm, live, ran):
         store.log_dir("8b").mkdir(exist_ok=True)
         for name in ("7.log", "7-1-node0.log", "7-2-node0.log"):
             (store.log_dir("8b") / name).write_text(name)
-        capsys.readouterr()
-        assert run(["logs", "7-2", "--files"]) == 0
-        files = capsys.readouterr().out.split()
+        files = ran(["logs", "7-2", "--files"]).out.split()
         assert [path.rpartition("/")[2] for path in files] == ["7.log", "7-2-node0.log"]
 
-    def test_they_are_found_by_job_and_by_name(self, store, slurm, live, capsys):
+    def test_they_are_found_by_job_and_by_name(self, store, slurm, live, ran):
         assert [status.name for status in find(store, "7")] == [f"7-{replica}" for replica in range(4)]
-        assert run(["status", "7-3", "--json"]) == 0
-        (one,) = json.loads(capsys.readouterr().out)["services"]
+        (one,) = json.loads(ran(["status", "7-3", "--json"]).out)["services"]
         assert (one["name"], one["job_id"], one["replica"], one["replicas_per_job"]) == ("7-3", "7", 3, 4)
 
 
-def test_a_submission_names_them(store, slurm, capsys):
-    assert run(["submit", "8b", "--replicas-per-job", "2", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+def test_a_submission_names_them(store, slurm, ran):
+    told = json.loads(ran(["submit", "8b", "--replicas-per-job", "2", "--json"]).out)
     log = str(store.log_dir("8b") / "101.log")
     assert told["replicas"] == [{"name": f"101-{replica}", "job_id": "101", "log": log} for replica in range(2)]
-    assert run(["submit", "8b", "--replicas-per-job", "2"]) == 0
-    out = capsys.readouterr().out
+    out = ran(["submit", "8b", "--replicas-per-job", "2"]).out
     assert "(2 replicas, 2 on one node, each 1 node x 4 GPUs, TP=4 PP=1)" in out
     assert "8b has 4 replicas now; it had 2 before" in out
 
 
 class TestStop:
-    def asked(self, store: ServiceStore, *, then: list[int]) -> threading.Thread:
-        """Ends the replicas that are asked to drain, of those in `then`, as their launchers would."""
+    @contextlib.contextmanager
+    def launchers(self, store: ServiceStore, *replicas: int, then: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Ends these replicas once they are asked to drain, as their launchers would; then does what comes `then`."""
 
-        def watch() -> None:
-            folder, left, until = store.service_dir("8b"), set(then), time.monotonic() + 60
-            while left and time.monotonic() < until:
-                for replica in list(left):
-                    if (path := folder / f"7-r0-{replica}.drain").exists():
-                        path.unlink()
-                        write(store, replica)
-                        left.discard(replica)
-                time.sleep(0.01)
+        def end() -> None:
+            for replica in replicas:
+                path = store.service_dir("8b") / f"7-r0-{replica}.drain"
+                wait_for(path.exists, 60, what="an order to drain", step_s=0.01)
+                path.unlink()
+                write(store, replica)
+            then()
 
-        thread = threading.Thread(target=watch)
-        thread.start()
-        return thread
+        with ThreadPoolExecutor(1) as threads:
+            ending = threads.submit(end)
+            yield
+            ending.result()
 
     def test_one_ends_and_its_job_goes_on(self, store, slurm, live):
-        watch = self.asked(store, then=[2])
-        (ended,) = stopping.stop(store, find(store, "7-2"))
-        watch.join()
+        with self.launchers(store, 2):
+            (ended,) = stopping.stop(store, find(store, "7-2"))
         assert (ended.name, ended.state, ended.reason) == ("7-2", "stopped", "as asked")
         assert slurm.cancelled == []
         assert states(store) == {"7-0": "ready", "7-1": "ready", "7-2": "stopped", "7-3": "ready"}
 
     def test_the_command_takes_its_name(self, store, slurm, live, capsys):
-        watch = self.asked(store, then=[0, 3])
-        assert run(["stop", "8b", "--replica", "7-0"]) == 0
-        assert run(["stop", "7-3"]) == 0
-        watch.join()
+        with self.launchers(store, 0, 3):
+            assert run(["stop", "8b", "--replica", "7-0"]) == 0
+            assert run(["stop", "7-3"]) == 0
         out = capsys.readouterr().out
         assert "8b (job 7-0) is over: stopped: as asked\n" in out
         assert "8b (job 7-3) is over: stopped: as asked\n" in out
@@ -344,39 +298,28 @@ class TestStop:
         ]
 
     def test_all_drain_and_the_job_is_not_cancelled(self, store, slurm, live):
-        watch = self.asked(store, then=[0, 1, 2, 3])
-
-        def job_ends() -> None:
-            watch.join()
-            slurm.queue()
-            slurm.job("7", "COMPLETED", nodes="")
-
-        ending = threading.Thread(target=job_ends)
-        ending.start()
-        ended = stopping.stop(store, find(store, "8b"))
-        ending.join()
+        with self.launchers(store, *range(4), then=partial(slurm.job, "7", "COMPLETED", nodes="")):
+            ended = stopping.stop(store, find(store, "8b"))
         assert [status.state for status in ended] == ["stopped"] * 4
         assert slurm.cancelled == []
 
     def test_a_job_with_one_that_serves_nobody_is_cancelled_once_the_others_have_drained(self, store, slurm, live):
         write(store, 3, "starting")
         slurm.job("7", "CANCELLED", after_cancel=True, nodes="")
-        watch = self.asked(store, then=[0, 1, 2])
-        ended = stopping.stop(store, find(store, "8b"))
-        watch.join()
+        with self.launchers(store, 0, 1, 2):
+            ended = stopping.stop(store, find(store, "8b"))
         assert slurm.cancelled == ["7"]
         assert {status.name: status.state for status in ended} == {f"7-{replica}": "stopped" for replica in range(4)}
 
     def test_one_that_does_not_end_is_told(self, store, slurm, live, monkeypatch):
         monkeypatch.setattr(stopping, "_WAY_DOWN_S", 0.0)
-        with pytest.raises(
-            WaitTimeoutError, match=r"7-1 was asked to end .* `hpc-serve stop 7` ends it with the others"
-        ):
+        said = r"7-1 was asked to end .* `hpc-serve stop 7` ends it with the others"
+        with pytest.raises(WaitTimeoutError, match=said):
             stopping.stop(store, find(store, "7-1"), drain_s=0.1, timeout_s=0.1)
         assert slurm.cancelled == []
 
     def test_one_of_a_job_that_waits_cannot_end_alone(self, store, slurm):
-        submitted(store, slurm)
+        submit()
         with pytest.raises(InvalidRequestError, match=r"101-1 has not begun, .* hpc-serve stop 101"):
             stopping.stop(store, find(store, "101-1"))
         assert slurm.cancelled == []
@@ -384,17 +327,16 @@ class TestStop:
 
 class TestScale:
     def test_more_are_whole_jobs(self, store, slurm):
-        submitted(store, slurm)
+        submit()
         assert [job.job_id for job in scale(store, "8b", 12).added] == ["102_0", "102_1"]
         assert len(states(store)) == 12
-        with pytest.raises(
-            InvalidRequestError, match=r"8b has 12 replicas, and a job of it has 4: it can have 20, or 16\."
-        ):
+        said = r"8b has 12 replicas, and a job of it has 4: it can have 20, or 16\."
+        with pytest.raises(InvalidRequestError, match=said):
             scale(store, "8b", 18)
         assert len(slurm.scripts) == 2
 
     def test_fewer_are_whole_jobs(self, store, slurm):
-        submitted(store, slurm, replicas=8)
+        submit(replicas=8)
         with pytest.raises(InvalidRequestError, match="cannot lose 2 of its 8 replicas in whole jobs"):
             scale(store, "8b", 6)
         assert slurm.cancelled == []

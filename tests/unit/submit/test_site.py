@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from hpc_serve.errors import SiteFileError
@@ -35,15 +33,9 @@ constraint:
 """
 
 
-def site_file(folder: Path, text: str) -> Path:
-    path = folder / "site.yaml"
-    path.write_text(text)
-    return path
-
-
-def test_every_value_is_taken_as_it_is_written(tmp_path, monkeypatch):
+def test_every_value_is_taken_as_it_is_written(site_of, monkeypatch):
     monkeypatch.setenv("HOME", "/home/alice")
-    site = load_site(site_file(tmp_path, FULL))
+    site = site_of(FULL)
     assert (site.account, site.qos, site.time, site.mem) == ("0123", "on", "24:00:00", "0")
     assert (site.cpus_per_task, site.exclusive, site.gpus_per_node) == (8, True, 4)
     assert site.modules == ("cuda/12.8", "gcc")
@@ -51,8 +43,8 @@ def test_every_value_is_taken_as_it_is_written(tmp_path, monkeypatch):
     assert site.constraint is None
 
 
-def test_it_becomes_sbatch_options_and_what_is_asked_for_wins(tmp_path):
-    site = load_site(site_file(tmp_path, FULL))
+def test_it_becomes_sbatch_options_and_what_is_asked_for_wins(site_of):
+    site = site_of(FULL)
     options = site.slurm_options(partition="short", account=None, extra=())
     assert (options.partition, options.account, options.time) == ("short", "0123", "24:00:00")
     assert (options.gpu_directive, options.gres_type, options.exclusive) == ("gres", "h100", True)
@@ -60,8 +52,8 @@ def test_it_becomes_sbatch_options_and_what_is_asked_for_wins(tmp_path):
     assert site.slurm_options(extra=("--begin=now",)).extra == ("--begin=now",)
 
 
-def test_a_flag_may_be_false_where_the_site_says_true(tmp_path):
-    site = load_site(site_file(tmp_path, "exclusive: true\n"))
+def test_a_flag_may_be_false_where_the_site_says_true(site_of):
+    site = site_of("exclusive: true\n")
     assert site.slurm_options(exclusive=False).exclusive is False
 
 
@@ -77,13 +69,13 @@ def test_the_environment_is_the_site_s_unless_a_person_names_one():
     ("name", "kind"),
     [("apptainer", "apptainer"), ("pyxis", "pyxis"), ("podman_hpc", "podman-hpc"), ("charliecloud", "charliecloud")],
 )
-def test_each_container_runtime_has_a_setting(tmp_path, name, kind):
-    site = load_site(site_file(tmp_path, f"{name}: /images/vllm\nbinds: [/a, /b]\ncontainer_options: [--verbose]\n"))
+def test_each_container_runtime_has_a_setting(site_of, name, kind):
+    site = site_of(f"{name}: /images/vllm\nbinds: [/a, /b]\ncontainer_options: [--verbose]\n")
     found = site.environment({})
     assert (found.kind, found.path, found.is_container) == (kind, "/images/vllm", True)
     assert (found.binds, found.container_options) == (("/a", "/b"), ("--verbose",))
     with pytest.raises(SiteFileError, match="one of them says where Python is"):
-        load_site(site_file(tmp_path, f"venv: /env\n{name}: /images/vllm\n"))
+        site_of(f"venv: /env\n{name}: /images/vllm\n")
 
 
 def test_a_variable_wins_over_the_site_s_network():
@@ -93,15 +85,15 @@ def test_a_variable_wins_over_the_site_s_network():
 
 
 @pytest.mark.parametrize("size", ["4GiB", "0"])
-def test_the_size_of_the_caches_reaches_the_script_and_a_variable_wins_over_it(tmp_path, size):
-    site = load_site(site_file(tmp_path, f"cache_size: {size}\n"))
+def test_the_size_of_the_caches_reaches_the_script_and_a_variable_wins_over_it(site_of, size):
+    site = site_of(f"cache_size: {size}\n")
     assert site.job_settings({}).exports() == {"HPC_SERVE_CACHE_SIZE": size}
     assert site.job_settings({"HPC_SERVE_CACHE_SIZE": "1GiB"}).exports() == {"HPC_SERVE_CACHE_SIZE": "1GiB"}
 
 
 @pytest.mark.parametrize("text", ["", "# nothing yet\n", "partition:\n"])
-def test_an_empty_file_sets_nothing(tmp_path, text):
-    assert load_site(site_file(tmp_path, text)) == SiteProfile()
+def test_an_empty_file_sets_nothing(site_of, text):
+    assert site_of(text) == SiteProfile()
 
 
 @pytest.mark.parametrize(
@@ -133,9 +125,9 @@ def test_an_empty_file_sets_nothing(tmp_path, text):
         ("templates_dir: /dev/null/x\n", ["/dev/null/x is not a folder"]),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_place(tmp_path, text, words):
+def test_what_cannot_be_is_refused_with_its_place(site_of, text, words):
     with pytest.raises(SiteFileError) as caught:
-        load_site(site_file(tmp_path, text))
+        site_of(text)
     for word in words:
         assert word in str(caught.value)
 

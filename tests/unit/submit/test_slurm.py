@@ -44,9 +44,7 @@ PARTITIONS = parse_sinfo(SINFO["partitions"]["stdout"])
 
 def scontrol_job(situation: str) -> JobState:
     answer = SCONTROL[situation]
-    job = parse_scontrol_job(answer["stdout"], answer["argv"][-1])
-    assert job is not None
-    return job
+    return parse_scontrol_job(answer["stdout"], answer["argv"][-1])
 
 
 # The recordings were made with the very words that we use.
@@ -80,11 +78,6 @@ def test_sbatch_tells_the_job_id(stdout, job_id):
     assert parse_sbatch(stdout) == job_id
 
 
-def test_an_answer_without_a_job_id_is_an_error_that_says_where_to_look():
-    with pytest.raises(SchedulerError, match="squeue --me"):
-        parse_sbatch("thank you\n")
-
-
 # squeue
 
 
@@ -116,8 +109,6 @@ def test_squeue_tells_how_jobs_ended_and_whether_they_had_begun():
 def test_squeue_tells_times():
     job = listed("me")["5"]
     assert job.run_time_s == 68
-    assert job.submitted_at is not None
-    assert job.ended_at is not None
     assert job.ended_at - job.submitted_at == 69
     assert listed("me")["13"].ended_at is None
 
@@ -154,10 +145,6 @@ def test_scontrol_tells_state_and_exit(situation, state, exit_code, signal):
     assert job.restart == (1 if situation == "requeued" else 0)
 
 
-def test_scontrol_tells_where_the_output_is():
-    assert scontrol_job("running").batch_log == "/home/alice/slurm-26.out"
-
-
 def test_a_job_name_cannot_pass_for_a_field():
     job = scontrol_job("odd-name")
     assert (job.state, job.name) == ("PENDING", "has a|bar and JobState=RUNNING")
@@ -178,26 +165,19 @@ def test_of_a_task_scontrol_says_on_stdout_that_it_is_gone():
 
 
 @pytest.mark.parametrize(
-    ("situation", "job_id", "state", "exit_code"),
+    ("situation", "job_id", "state", "exit_code", "cancelled_by"),
     [
-        ("completed", "44", "COMPLETED", 0),
-        ("failed", "45", "FAILED", 3),
-        ("cancelled", "46", "CANCELLED", 0),
-        ("timeout", "47", "TIMEOUT", 0),
-        ("running", "48", "PENDING", 0),
-        ("array-task", "49_1", "COMPLETED", 0),
+        ("completed", "44", "COMPLETED", 0, None),
+        ("failed", "45", "FAILED", 3, None),
+        ("cancelled", "46", "CANCELLED", 0, "0"),
+        ("timeout", "47", "TIMEOUT", 0, None),
+        ("running", "48", "PENDING", 0, None),
+        ("array-task", "49_1", "COMPLETED", 0, None),
     ],
 )
-def test_sacct_tells_state_and_exit(situation, job_id, state, exit_code):
-    job = parse_sacct(SACCT[situation]["stdout"]).get(job_id)
-    assert job is not None
-    assert (job.state, job.exit_code) == (state, exit_code)
-
-
-def test_sacct_tells_who_cancelled():
-    job = parse_sacct(SACCT["cancelled"]["stdout"]).get("46")
-    assert job is not None
-    assert job.cancelled_by == "0"
+def test_sacct_tells_state_exit_and_who_cancelled(situation, job_id, state, exit_code, cancelled_by):
+    job = parse_sacct(SACCT[situation]["stdout"])[job_id]
+    assert (job.state, job.exit_code, job.cancelled_by) == (state, exit_code, cancelled_by)
 
 
 @pytest.mark.parametrize("situation", ["unknown", "other-user"])
@@ -282,7 +262,6 @@ def test_slurms_mark_of_a_lack_of_memory_is_no_signal(state):
     text = SCONTROL["signalled"]["stdout"].replace("JobState=FAILED", f"JobState={state}")
     text = text.replace("ExitCode=0:9", "ExitCode=0:125")
     job = parse_scontrol_job(text, "38")
-    assert job is not None
     assert (job.state, job.signal) == (state, 125)
     assert ended_sentence(job) == f"it used more memory than it had asked Slurm for ({state})"
 

@@ -83,11 +83,8 @@ def test_each_quarter_of_what_is_counted_is_told_once():
 
 
 def test_each_half_of_the_time_left_is_told_and_no_increase():
-    assert told([status(time_left_s=left) for left in (480.0, 470.0, 600.0, 300.0, 239.0, 250.0, 230.0, 100.0)]) == [
-        0,
-        4,
-        7,
-    ]
+    lefts = (480.0, 470.0, 600.0, 300.0, 239.0, 250.0, 230.0, 100.0)
+    assert told([status(time_left_s=left) for left in lefts]) == [0, 4, 7]
 
 
 def test_a_stage_without_any_count_is_told_again_after_twice_the_time():

@@ -18,7 +18,6 @@ from hpc_serve.submit.init.slurm_facts import (
     parse_partitions,
     with_nodes,
 )
-from hpc_serve.submit.site.site import load_site
 from tests.unit.submit.init.printed import DF, IP, LMOD, QUOTA, SLURM_22_05, SLURM_24_11, Printed
 
 
@@ -54,29 +53,19 @@ def test_a_plain_cluster():
     assert "Slurm's default. Also here: lowprio (3 nodes" in settings_of(facts)["partition"].why
 
 
-HOSTILE = [
-    "my project",
-    "a;b",
-    "$(id)",
-    "a\x85partition: evil",
-    "a\u2028qos: evil",
-    "\x9b31m",
-    "\u202eevil",
-    'a"b',
-    "{{x}}",
-]
+LINE_ENDS = ("a\x85partition: evil", "a\u2028qos: evil")
+HOSTILE = (*LINE_ENDS, "my project", "a;b", "$(id)", "\x9b31m", "\u202eevil", 'a"b', "{{x}}")
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_name_that_no_script_can_hold_is_left_as_a_question(name, tmp_path):
+def test_a_name_that_no_script_can_hold_is_left_as_a_question(name, site_of):
     facts = facts_of(SLURM_22_05)
     associations = tuple(replace(one, account=name) for one in facts_of(SLURM_24_11).associations)
     partitions = tuple(replace(one, name=f"gpu{name}") for one in facts.partitions)
     facts = replace(facts, associations=associations, default_account=name, partitions=partitions)
     settings = choose_settings(facts)
     assert {"account", "partition"} <= {setting.key for setting in settings if setting.value is None}
-    (tmp_path / "site.yaml").write_text(text := site_text(settings, head="of init"))
-    site = load_site(tmp_path / "site.yaml")
+    site = site_of(text := site_text(settings, head="of init"))
     assert (site.account, site.partition, site.qos) == (None, None, None)
     assert all(character.isprintable() or character == "\n" for character in text)
 
@@ -114,7 +103,6 @@ def test_who_may_use_a_partition_decides():
     boost = next(one for one in facts.partitions if one.name == "boost")
     barred = replace(boost, allow_accounts=("physics",))
     assert choose_partition(replace(facts, partitions=(barred,))) is None
-    assert choose_partition(replace(facts, partitions=(replace(boost, deny_accounts=("genom",)),))) is not None
     denied = replace(facts, partitions=(replace(boost, deny_accounts=("genom",)),))
     assert decided(denied)["account"] == "astro"
 
@@ -181,21 +169,17 @@ def test_a_container_s_runtime_has_its_own_setting(runtimes, key):
 
 @pytest.mark.parametrize("printed", [SLURM_22_05, SLURM_24_11])
 @pytest.mark.parametrize("engine", [None, "0.32.0"])
-def test_the_file_is_read_as_it_was_decided(tmp_path, printed, engine):
+def test_the_file_is_read_as_it_was_decided(site_of, printed, engine):
     facts = facts_of(printed, environment="/home/alice/my env: x", engine=engine, runtimes=("apptainer",))
-    path = tmp_path / "site.yaml"
-    path.write_text(site_text(choose_settings(facts), head="Written by a test"))
-    site = load_site(path)
+    site = site_of(site_text(choose_settings(facts), head="Written by a test"))
     wanted = {key: value if isinstance(value, (bool, int)) else str(value) for key, value in decided(facts).items()}
     assert {key: getattr(site, key) for key in wanted} == wanted
 
 
-def test_every_question_can_be_answered_by_taking_its_mark_away(tmp_path):
+def test_every_question_can_be_answered_by_taking_its_mark_away(site_of):
     facts = facts_of(SLURM_24_11, runtimes=("apptainer",), modules=parse_modules(LMOD))
     for setting in choose_settings(facts):
-        path = tmp_path / f"{setting.key}.yaml"
-        path.write_text(f"{setting.key}: {yaml_value(setting.example if setting.value is None else setting.value)}\n")
-        load_site(path)
+        site_of(f"{setting.key}: {yaml_value(setting.example if setting.value is None else setting.value)}\n")
 
 
 def test_what_the_system_s_file_sets_is_not_set_again():
@@ -206,11 +190,9 @@ def test_what_the_system_s_file_sets_is_not_set_again():
     assert "\naccount: genom\n" in text
 
 
-def test_words_of_the_cluster_cannot_leave_their_comment(tmp_path):
+def test_words_of_the_cluster_cannot_leave_their_comment():
     name = "gpu\nvenv: /evil\r\x1b[2J"
     facts = replace(facts_of(SLURM_22_05), partitions=(PartitionFacts(name=name),))
-    path = tmp_path / "site.yaml"
-    path.write_text(site_text(choose_settings(facts), head=name))
-    assert "\x1b" not in path.read_text()
-    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
-    assert lines == []
+    text = site_text(choose_settings(facts), head=name)
+    assert "\x1b" not in text
+    assert [line for line in text.splitlines() if line and not line.startswith("#")] == []
