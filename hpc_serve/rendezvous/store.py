@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_serve.errors import StoreError
@@ -19,6 +20,7 @@ from hpc_serve.rendezvous.files import (
     list_newest_first,
     make_private_folder,
     remove_file,
+    write_json,
     write_private,
 )
 from hpc_serve.rendezvous.key_file import make_key, read_key
@@ -42,18 +44,15 @@ def default_home(environ: Mapping[str, str]) -> Path:
     return path.absolute()
 
 
+@dataclass(frozen=True)
 class ServiceStore:
     """The files below `home` (see docs/design/record.md). Reading makes nothing; writing makes the folders it needs.
 
     `owner` is the number of another user who shares services of theirs; nothing can be written then.
     """
 
-    def __init__(self, home: Path, *, owner: int | None = None) -> None:
-        self.home = home
-        self.owner = owner
-
-    def __repr__(self) -> str:
-        return f"ServiceStore({str(self.home)!r})"
+    home: Path
+    owner: int | None = field(default=None, kw_only=True)
 
     def service_dir(self, service: str) -> Path:
         """Raises InvalidRequestError if `service` cannot be a folder's name."""
@@ -106,7 +105,7 @@ class ServiceStore:
             self.ensure_service(record.service)
         else:
             self.require_service(record.service)
-        write_private(folder / record.name, record.without_secrets().to_json(), is_shared=True)
+        write_json(folder / record.name, record.without_secrets(), is_shared=True)
         return folder / record.name
 
     def require_service(self, service: str) -> None:
@@ -119,7 +118,7 @@ class ServiceStore:
     def write_submitted(self, job: SubmittedJob) -> Path:
         """Write down that a job was handed to the scheduler, or how it ended before it began. Raises StoreError."""
         path = self.ensure_service(job.service) / "submitted" / job.name
-        write_private(path, job.to_json())
+        write_json(path, job)
         return path
 
     def read_submitted(self, service: str) -> tuple[SubmittedJob, ...]:

@@ -24,7 +24,8 @@ from hpc_serve.job.cache.cache_archive import READY, CacheArchive
 from hpc_serve.job.cache.cache_key import machine_key
 from hpc_serve.job.machine import guarded_folders
 from hpc_serve.job.machine.guarded_folders import lock_beside, others_file, remove_tree
-from hpc_serve.rendezvous.files import make_folders, make_own_folder
+from hpc_serve.rendezvous.files import make_folders
+from hpc_serve.rendezvous.named_folder import make_own_folder
 from hpc_serve.rendezvous.ownership import fault
 from hpc_serve.rendezvous.store import default_home
 from hpc_serve.sizes import GIB, parse_size

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from hpc_serve.errors import HpcServeError
 from hpc_serve.rendezvous.drain import drain_file, read_drain_request
-from hpc_serve.rendezvous.files import read_private
+from hpc_serve.rendezvous.files import read_json
 from hpc_serve.rendezvous.names import record_file_name
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore, default_home
@@ -138,7 +138,7 @@ class Keeper:
     def _own_record(self) -> EndpointRecord | None:
         path = self.store.service_dir(self.service) / self.own_name
         try:
-            return EndpointRecord.from_json(read_private(path), source=str(path))
+            return read_json(EndpointRecord, path).without_secrets()
         except FileNotFoundError:
             return None
 

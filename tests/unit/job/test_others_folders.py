@@ -18,7 +18,7 @@ from hpc_serve.job.launcher import launch
 from hpc_serve.job.machine.allocation import read_allocation
 from hpc_serve.job.prepare import prepare
 from hpc_serve.job.run.node import LaunchOptions, read_token
-from hpc_serve.rendezvous import files, ownership
+from hpc_serve.rendezvous import named_folder, ownership
 from tests.support.nodes import make_node
 
 STRANGER = 64_999
@@ -149,6 +149,6 @@ def test_a_log_folder_that_a_stranger_makes_a_moment_before_is_refused(tmp_path,
         path.mkdir()
         path.chmod(0o777)
 
-    monkeypatch.setattr(files, "make_folders", make_after_the_stranger)
+    monkeypatch.setattr(named_folder, "make_folders", make_after_the_stranger)
     with pytest.raises(InvalidRequestError, match="can be changed by everybody"):
-        files.make_log_dir(open_folder / "logs", called="HPC_SERVE_LOG_DIR")
+        named_folder.make_log_dir(open_folder / "logs", called="HPC_SERVE_LOG_DIR")

@@ -2,18 +2,19 @@
 
 import json
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from hpc_serve.errors import InvalidRequestError, RecordError
+from hpc_serve.rendezvous.fields import from_json_text, to_json_text
 from hpc_serve.rendezvous.names import is_record_file_name, validate_job_id, validate_service_name
 from hpc_serve.rendezvous.record import (
-    RECORD_STATES,
     EndpointRecord,
     JobEnd,
     NodeRecord,
     Progress,
+    RecordState,
     StartRecord,
     SubmittedJob,
 )
@@ -78,19 +79,19 @@ adapters, weight_version"""
 
 
 def test_what_is_written_is_read():
-    assert EndpointRecord.from_json(FULL.to_json()) == FULL
+    assert from_json_text(EndpointRecord, to_json_text(FULL), source="x.json") == FULL
 
 
 def test_the_fields_are_the_contracts():
     names = {name.strip() for name in CONTRACT.replace("\n", " ").split(",")}
     assert {field.name for field in fields(EndpointRecord)} == names
-    assert json.loads(FULL.to_json()).keys() == names
+    assert json.loads(to_json_text(FULL)).keys() == names
 
 
 def test_a_newer_versions_fields_are_ignored():
     newer = {"version": 2, "colour": "blue", "progress": {"done": 3, "total": 5, "unit": "shards"}}
-    text = json.dumps({**json.loads(FULL.to_json()), **newer})
-    assert EndpointRecord.from_json(text) == replace(FULL, version=2)
+    text = json.dumps({**json.loads(to_json_text(FULL)), **newer})
+    assert from_json_text(EndpointRecord, text, source="x.json") == replace(FULL, version=2)
 
 
 ADDED_LATER: dict[str, Any] = {
@@ -110,20 +111,22 @@ ADDED_LATER: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", ADDED_LATER)
 def test_a_record_of_an_earlier_version_lacks_a_field(name):
-    values = json.loads(FULL.to_json())
+    values = json.loads(to_json_text(FULL))
     del values[name]
-    assert EndpointRecord.from_json(json.dumps(values)) == replace(FULL, **{name: ADDED_LATER[name]})
+    assert from_json_text(EndpointRecord, json.dumps(values), source="x.json") == replace(
+        FULL, **{name: ADDED_LATER[name]}
+    )
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(EndpointRecord) if field.name not in ADDED_LATER])
 def test_a_missing_field_is_named(name):
-    values = json.loads(FULL.to_json())
+    values = json.loads(to_json_text(FULL))
     del values[name]
     with pytest.raises(RecordError, match=rf"x\.json has no field {name}\b"):
-        EndpointRecord.from_json(json.dumps(values), source="x.json")
+        from_json_text(EndpointRecord, json.dumps(values), source="x.json")
 
 
-@pytest.mark.parametrize("state", RECORD_STATES)
+@pytest.mark.parametrize("state", get_args(RecordState))
 def test_stopped_and_failed_are_final(state):
     assert replace(FULL, state=state).is_final == (state in ("stopped", "failed"))
 
@@ -151,15 +154,15 @@ def test_a_submitted_job_is_written_and_read():
         predicted={"weight_bytes": 10**12},
     )
     ended = replace(job, end=JobEnd(state="stopped", reason="it was cancelled", at=2.0))
-    assert SubmittedJob.from_json(job.to_json()) == job
-    assert SubmittedJob.from_json(ended.to_json()) == ended
-    of_an_earlier_version = {name: value for name, value in json.loads(job.to_json()).items() if name != "end"}
-    assert SubmittedJob.from_json(json.dumps(of_an_earlier_version)) == job
+    assert from_json_text(SubmittedJob, to_json_text(job), source="job.json") == job
+    assert from_json_text(SubmittedJob, to_json_text(ended), source="job.json") == ended
+    of_an_earlier_version = {name: value for name, value in json.loads(to_json_text(job)).items() if name != "end"}
+    assert from_json_text(SubmittedJob, json.dumps(of_an_earlier_version), source="job.json") == job
     with pytest.raises(RecordError, match=r"end\.state is 'ready', not one of failed, stopped"):
-        SubmittedJob.from_json(ended.to_json().replace('"stopped"', '"ready"'))
+        from_json_text(SubmittedJob, to_json_text(ended).replace('"stopped"', '"ready"'), source="job.json")
     assert job.name == "local-77.json"
     with pytest.raises(RecordError, match=r"job\.json has no field submitted_at"):
-        SubmittedJob.from_json(job.to_json().replace("submitted_at", "submitted"), source="job.json")
+        from_json_text(SubmittedJob, to_json_text(job).replace("submitted_at", "submitted"), source="job.json")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from hpc_serve.errors import InvalidRequestError, RecordError, StoreError
 from hpc_serve.rendezvous import files
 from hpc_serve.rendezvous.claims import claim
+from hpc_serve.rendezvous.fields import to_json_text
 from hpc_serve.rendezvous.record import JobEnd
 from hpc_serve.rendezvous.store import WEEK_S, ServiceStore, default_home
 from tests.support.stubs import make_record, make_submitted
@@ -169,13 +170,13 @@ def test_files_that_cannot_be_trusted_are_problems(store):
     good = make_record(job_id="1")
     store.write(good)
     folder = store.service_dir("405b")
-    (folder / "2-r0-0.json").write_text(good.to_json()[:40])
+    (folder / "2-r0-0.json").write_text(to_json_text(good)[:40])
     (folder / "3-r0-0.json").write_bytes(b"\xff\xfe")
-    (folder / "4-r0-0.json").write_text(good.to_json())
+    (folder / "4-r0-0.json").write_text(to_json_text(good))
     (folder / "5-r0-0.json").symlink_to("1-r0-0.json")
     os.mkfifo(folder / "6-r0-0.json")
     (folder / "7-r0-0.json").mkdir()
-    (folder / "8-r0-0.json").write_text(make_record(job_id="8", service="other").to_json())
+    (folder / "8-r0-0.json").write_text(to_json_text(make_record(job_id="8", service="other")))
     (folder / "9-r0-0.json").write_text("x" * (files._MAX_FILE_BYTES + 1))
     found = store.read("405b")
     assert found.records == (good,)
