@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.cache.cache_archive import READY, CacheArchive
-from hpc_serve.job.cache.cache_key import machine_key
+from hpc_serve.job.cache.cache_key import machine_key, text_of
 from hpc_serve.job.machine import guarded_folders
 from hpc_serve.job.machine.guarded_folders import lock_beside, others_file, remove_tree
 from hpc_serve.rendezvous.files import make_folders
@@ -187,14 +187,14 @@ def _lock_cache(root: Path, key: str, first: int, *, is_ready_until_it_fails: bo
     path, lock = lock_folder(root, key, first=first)
     try:
         os.utime(lock)  # of many folders, those used last are kept
-        ready_on = _read(path / READY)
+        ready_on = text_of(path / READY)
         if ready_on == machine_key():
             words, is_warm = f"warm, from {path} on this node", True
             if not is_ready_until_it_fails:
                 (path / READY).unlink()
         else:
             # Another machine, or an engine that did not become ready: what it left may be half written.
-            why = "no engine was ready with it yet" if ready_on is None else "it was of another kind of machine"
+            why = "no engine was ready with it yet" if not ready_on else "it was of another kind of machine"
             words, is_warm = f"cold, kept in {path} ({why})", False
             empty_folder(path)
     except OSError:
@@ -216,13 +216,6 @@ def _seeded(cache: EngineCache) -> EngineCache:
         empty_folder(cache.path)
         return cache
     return replace(cache, is_warm=True, words=f"warm, from {archive.path} in {cache.path}")
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return None
 
 
 def _root(environ: Mapping[str, str]) -> Path:

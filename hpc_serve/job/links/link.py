@@ -56,8 +56,7 @@ class Link:
     async def send(self, kind: str, **fields: Any) -> None:
         """Send a message. A closed connection raises nothing here; `receive` reports it."""
         with contextlib.suppress(OSError):
-            self._writer.write(json.dumps({"kind": kind, **fields}).encode() + b"\n")
-            await self._writer.drain()
+            await write_message(self._writer, {"kind": kind, **fields})
 
     async def ask(self, kind: str, **fields: Any) -> Message:
         """Send a message, and return the other end's answer to it. It comes while somebody receives."""
