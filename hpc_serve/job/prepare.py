@@ -73,13 +73,12 @@ def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) ->
     else:
         address = node_address(interface=environ.get("HPC_SERVE_INTERFACE"), towards=None)
     remove_old_run_dirs(store)
-    job_id, restart, replica = allocation.job_id, allocation.restart, allocation.share.index
-    drain_request = drain_file(store, service, job_id=job_id, restart=restart, replica=replica)
+    drain_request = drain_file(store, service, allocation.record_name)
     remove_file(drain_request)  # a job on this machine may have the pid of one before
     run_dir = make_run_dir(store.home, allocation)  # the last step that can fail: it leaves a secret
     return {
         "HPC_SERVE_HOME": str(store.home),
-        "HPC_SERVE_JOB_ID": job_id,
+        "HPC_SERVE_JOB_ID": allocation.job_id,
         "HPC_SERVE_JOB_DIR": str(run_dir),
         "HPC_SERVE_LOG_DIR": str(log_dir),
         "HPC_SERVE_NODE_TMP": node_dir_name,

@@ -24,7 +24,7 @@ from hpc_serve.rendezvous.files import (
     write_private,
 )
 from hpc_serve.rendezvous.key_file import make_key, read_key
-from hpc_serve.rendezvous.names import forgotten_file_name, is_service_name, record_file_name, validate_service_name
+from hpc_serve.rendezvous.names import forgotten_file_name, is_service_name, validate_service_name
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 
 WEEK_S = 7 * 24 * 3600.0
@@ -58,9 +58,9 @@ class ServiceStore:
         """Raises InvalidRequestError if `service` cannot be a folder's name."""
         return self.home / "services" / validate_service_name(service)
 
-    def beside_record(self, service: str, job_id: str, restart: int, replica: int, ending: str) -> Path:
-        """Return a file beside a replica's record. Raises InvalidRequestError for names that cannot be files."""
-        return (self.service_dir(service) / record_file_name(job_id, restart, replica)).with_suffix(ending)
+    def beside_record(self, service: str, record_name: str, ending: str) -> Path:
+        """Return a file beside a replica's record. Raises InvalidRequestError for a name that no service has."""
+        return (self.service_dir(service) / record_name).with_suffix(ending)
 
     def log_dir(self, service: str) -> Path:
         return self.service_dir(service) / "logs"

@@ -143,8 +143,7 @@ class Keeper:
             return None
 
     def _is_asked_to_drain(self) -> bool:
-        run = {"job_id": self.job_id, "restart": self.restart, "replica": self.replica}
-        return read_drain_request(drain_file(self.store, self.service, **run)) is not None  # type: ignore[arg-type]
+        return read_drain_request(drain_file(self.store, self.service, self.own_name)) is not None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

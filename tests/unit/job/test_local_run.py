@@ -167,7 +167,7 @@ def signal_all(run: Run) -> None:
 def ask(run: Run) -> None:
     record = run.record
     assert record is not None
-    path = drain_file(run.store, "8b", job_id=record.job_id, restart=0, replica=0)
+    path = drain_file(run.store, "8b", f"{record.job_id}-r0-0.json")
     ask_to_drain(path, DrainRequest(by="a test", deadline_s=60))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file_of
+from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file
 from hpc_serve.rendezvous.record import EndpointRecord
 from tests.support.local_run import Run
 
@@ -34,7 +34,7 @@ def started(folder: Path, caches: Path, *flags: str) -> Iterator[Run]:
 
 def end(run: Run, record: EndpointRecord) -> None:
     """End it as `stop` does, so that its launcher has given back the lock."""
-    ask_to_drain(drain_file_of(run.store, record), DrainRequest(by="a test", deadline_s=0.0))
+    ask_to_drain(drain_file(run.store, record.service, record.name), DrainRequest(by="a test", deadline_s=0.0))
     assert run.process.wait(180) == 0, run.node_log()
 
 

@@ -665,7 +665,7 @@ class Replica:
     def __init__(self, store: ServiceStore, service: StubService) -> None:
         service.start(service="8b", model=MODEL, job_id="7")
         (self.record,) = store.read("8b").records
-        self.path = drain_file(store, "8b", job_id="7", restart=0, replica=0)
+        self.path = drain_file(store, "8b", "7-r0-0.json")
 
     @contextlib.contextmanager
     def asked(self, answer: Callable[[DrainRequest], None]) -> Iterator[None]:
