@@ -84,6 +84,12 @@ def until(connection: socket.socket, words: bytes) -> bytes:
     return received
 
 
+def let_in(connection: socket.socket) -> bool:
+    """Whether a request with the key is answered on this connection."""
+    connection.sendall(request(WITH_KEY))
+    return b"let in" in until(connection, b"let in")
+
+
 def pour(connection: socket.socket, head: bytes, endless: bytes, total: int) -> int:
     """Send `head`, then `endless` again and again; how many bytes went before the other end closed."""
     sent = 0
@@ -117,8 +123,7 @@ def test_what_has_no_end_is_cut_off(what):
         assert pour(connection, *ENDLESS[what], total=400 << 20) < 64 << 20  # what the kernel's buffers hold
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
         with connect(port) as another:
-            another.sendall(request(WITH_KEY, b"Connection: close\r\n"))
-            assert b"let in" in all_of(another)
+            assert let_in(another)
 
 
 @pytest.mark.parametrize("with_key", [WITH_KEY, b""], ids=["with the key", "without it"])
@@ -185,26 +190,21 @@ def test_without_the_key_a_connection_ends(monkeypatch, sent):
 def test_with_the_key_a_connection_stays(monkeypatch):
     monkeypatch.setattr(limits, "HEADERS_TIMEOUT_S", 0.1)
     with served(timeout_keep_alive=600) as (port, _), connect(port) as connection, connect(port) as stranger:
-        connection.sendall(request(WITH_KEY))
-        assert b"let in" in until(connection, b"let in")
+        assert let_in(connection)
         monkeypatch.setattr(limits, "CONNECTION_WITHOUT_KEY_S", 0.3)  # not before: the key has all the time it needs
         assert all_of(stranger) == b""  # the same time later
-        connection.sendall(request(WITH_KEY))
-        assert b"let in" in until(connection, b"let in")
+        assert let_in(connection)
 
 
 def test_a_flood_of_connections_takes_no_place_from_who_has_the_key(monkeypatch):
     monkeypatch.setattr(limits, "MAX_CONNECTIONS_WITHOUT_KEY", 20)
     with served(timeout_keep_alive=600) as (port, protocol), ExitStack() as held, connect(port) as connection:
-        connection.sendall(request(WITH_KEY))
-        assert b"let in" in until(connection, b"let in")
+        assert let_in(connection)
         for _ in range(200):
             held.enter_context(connect(port)).sendall(b"GET /health HTTP/1.1\r\n")
         with connect(port) as another:
-            another.sendall(request(WITH_KEY))
-            assert b"let in" in until(another, b"let in")
-        connection.sendall(request(WITH_KEY))
-        assert b"let in" in until(connection, b"let in")
+            assert let_in(another)
+        assert let_in(connection)
         assert len(protocol._without_key) <= 20
 
 
@@ -225,8 +225,7 @@ def test_the_limits_hold_over_tls(tmp_path, monkeypatch):
     files = {"ssl_certfile": str(made.certificate_file), "ssl_keyfile": str(made.key_file)}
     with served(**files) as (port, _):
         with context.wrap_socket(connect(port), server_hostname="127.0.0.1") as connection:
-            connection.sendall(request(WITH_KEY))
-            assert b"let in" in until(connection, b"let in")
+            assert let_in(connection)
         for what in ("headers", "one header", "trailers"):
             with context.wrap_socket(connect(port), server_hostname="127.0.0.1") as connection:
                 assert pour(connection, *ENDLESS[what], total=4 << 30) < 1 << 30

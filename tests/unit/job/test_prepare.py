@@ -11,6 +11,7 @@ import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -25,6 +26,18 @@ from hpc_serve.rendezvous.store import ServiceStore
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
     return {"HPC_SERVE_HOME": str(tmp_path / "home"), "HPC_SERVE_CLUSTER": "local", "HPC_SERVE_JOB_ID": "local-1"}
+
+
+@pytest.fixture
+def run_main(environ, monkeypatch):
+    """Runs the program in this environment, with `variables` of its own."""
+
+    def run(**variables: str) -> int:
+        for name, value in {**environ, **variables}.items():
+            monkeypatch.setenv(name, value)
+        return main(["--service", "8b"])
+
+    return run
 
 
 def mode(path: str | Path) -> int:
@@ -64,10 +77,8 @@ def test_a_long_node_local_folder_is_refused_before_ray_trips_over_it():
     assert choose_node_dir("/tmp").startswith("/tmp/hs-")
 
 
-def test_what_it_prints_is_quoted_for_the_shell(environ, monkeypatch, capsys, tmp_path):
-    for name, value in {**environ, "HPC_SERVE_LOG_DIR": str(tmp_path / "a'b c")}.items():
-        monkeypatch.setenv(name, value)
-    assert main(["--service", "8b"]) == 0
+def test_what_it_prints_is_quoted_for_the_shell(run_main, capsys, tmp_path):
+    assert run_main(HPC_SERVE_LOG_DIR=str(tmp_path / "a'b c")) == 0
     assert "export HPC_SERVE_LOG_DIR=" in capsys.readouterr().out
 
 
@@ -87,10 +98,8 @@ def test_outside_a_job_it_fails_with_words(monkeypatch, capsys):
         ("HPC_SERVE_LOG_DIR", "/tmp/%N-%j", "of Slurm's patterns"),
     ],
 )
-def test_a_run_that_cannot_begin_leaves_a_record_that_says_why(environ, monkeypatch, variable, value, why):
-    for name, text in {**environ, variable: value}.items():
-        monkeypatch.setenv(name, text)
-    assert main(["--service", "8b"]) == 2
+def test_a_run_that_cannot_begin_leaves_a_record_that_says_why(environ, run_main, variable, value, why):
+    assert run_main(**{variable: value}) == 2
     (record,) = ServiceStore(Path(environ["HPC_SERVE_HOME"])).read("8b").records
     assert (record.state, record.failed_part, record.exit_code) == ("failed", "launcher", 2)
     assert why in record.reason
@@ -109,12 +118,10 @@ def test_the_head_tells_the_other_nodes_where_it_listens_in_a_file_that_prepare_
     assert (read_control_port(run_dir), file.stat().st_ino, mode(file)) == (40_001, made, 0o600)
 
 
-def test_under_any_umask_everything_that_it_makes_is_the_users_alone(environ, monkeypatch, tmp_path):
-    for name, text in {**environ, "HPC_SERVE_LOG_DIR": str(tmp_path / "a" / "b")}.items():
-        monkeypatch.setenv(name, text)
+def test_under_any_umask_everything_that_it_makes_is_the_users_alone(run_main, tmp_path):
     before = os.umask(0)
     try:
-        assert main(["--service", "8b"]) == 0
+        assert run_main(HPC_SERVE_LOG_DIR=str(tmp_path / "a" / "b")) == 0
     finally:
         os.umask(before)
     made = [path for root in ("home", "a") for path in (tmp_path / root, *(tmp_path / root).rglob("*"))]
@@ -124,19 +131,14 @@ def test_under_any_umask_everything_that_it_makes_is_the_users_alone(environ, mo
 
 @pytest.mark.parametrize(("is_there", "words"), [(True, "which is too old"), (False, "has no filelock")])
 def test_a_filelock_that_is_missing_or_too_old_ends_the_job_before_it_has_launchers(
-    environ, monkeypatch, capsys, is_there, words
+    environ, run_main, monkeypatch, capsys, is_there, words
 ):
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
     old: Any = types.ModuleType("filelock") if is_there else None
     monkeypatch.setitem(sys.modules, "filelock", old)
     if not is_there:
-
-        def version(name: str) -> str:
-            raise importlib.metadata.PackageNotFoundError(name)
-
-        monkeypatch.setattr(importlib.metadata, "version", version)
-    assert main(["--service", "8b"]) == StoreError.exit_code
+        missing = Mock(side_effect=importlib.metadata.PackageNotFoundError("filelock"))
+        monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert run_main() == StoreError.exit_code
     out, err = capsys.readouterr()
     assert out == ""
     assert words in err

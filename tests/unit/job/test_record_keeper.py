@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 
 import pytest
@@ -33,6 +34,18 @@ class SlowStore(ServiceStore):
         return super().write(record, **options)
 
 
+class FullStore(ServiceStore):
+    """A filesystem that is full for the next `times` writes of a record."""
+
+    times = math.inf
+
+    def write(self, record, **options):
+        if self.times > 0:
+            self.times -= 1
+            raise OSError(28, "No space left on device")
+        return super().write(record, **options)
+
+
 @in_a_loop
 async def test_a_renewal_that_is_slow_to_be_written_does_not_undo_the_end(tmp_path):
     store = SlowStore(tmp_path)
@@ -51,10 +64,6 @@ async def test_a_renewal_that_is_slow_to_be_written_does_not_undo_the_end(tmp_pa
 
 
 def test_a_disk_that_is_full_ends_nothing(tmp_path, caplog):
-    class FullStore(ServiceStore):
-        def write(self, record, **options):
-            raise OSError(28, "No space left on device")
-
     with caplog.at_level("WARNING", logger="hpc_serve"):
         RecordKeeper(FullStore(tmp_path), make_record()).update(state="draining")
     assert caplog.text.count("No space left on device") == 1
@@ -74,15 +83,10 @@ def test_a_record_says_since_when_it_is_in_its_state(tmp_path):
 @in_a_loop
 async def test_the_last_record_is_tried_again_when_the_disk_was_full(tmp_path, monkeypatch):
     monkeypatch.setattr(record_keeper, "_WRITE_INTERVAL_S", 0.01)
-    full = [True, True, True]
-
-    class FullForAWhile(ServiceStore):
-        def write(self, record, **options):
-            if record.state == "stopped" and full and full.pop():
-                raise OSError(28, "No space left on device")
-            return super().write(record, **options)
-
-    keeper = RecordKeeper(FullForAWhile(tmp_path), make_record())
+    store = FullStore(tmp_path)
+    store.times = 0
+    keeper = RecordKeeper(store, make_record())
+    store.times = 3
     keeper.update(state="stopped", reason="the time limit")
     assert ServiceStore(tmp_path).read("405b").records[0].state == "ready"
     await keeper.finish()
@@ -96,11 +100,6 @@ async def test_the_last_record_is_tried_again_when_the_disk_was_full(tmp_path, m
 @in_a_loop
 async def test_a_disk_that_stays_full_does_not_keep_the_job(tmp_path, monkeypatch):
     monkeypatch.setattr(record_keeper, "_WRITE_INTERVAL_S", 0.01)
-
-    class FullStore(ServiceStore):
-        def write(self, record, **options):
-            raise OSError(28, "No space left on device")
-
     keeper = RecordKeeper(FullStore(tmp_path), make_record())
     await asyncio.wait_for(keeper.finish(within_s=0.1), 60)
 

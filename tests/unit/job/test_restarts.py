@@ -129,15 +129,6 @@ def test_after_the_last_start_the_run_ends_with_the_last_reason(start):
     assert not run.engines()
 
 
-def test_without_restarts_the_run_ends_at_once(start):
-    run = start(engine_restarts=0)
-    run.wait_for_state("ready")
-    kill_engine(run)
-    record = run.wait_for_state("failed")
-    assert KILLED.fullmatch(str(record.reason)), record.reason
-    assert record.exit_code == 137
-
-
 @pytest.mark.parametrize("when", ["waiting", "loading"])
 def test_a_run_that_is_stopped_during_a_restart_ends_well(start, tmp_path, when):
     hold_file = tmp_path / "hold"
