@@ -12,10 +12,9 @@ import pytest
 from hpc_serve.job.cache import engine_cache
 from hpc_serve.job.cache.cache_archive import CacheArchive
 from hpc_serve.job.cache.engine_cache import open_cache
+from tests.support.strangers import give_away
 
 KEY = "0123456789abcdef"
-STRANGER = 64_999
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
 
 @pytest.fixture
@@ -90,9 +89,7 @@ def test_one_that_a_stranger_can_have_changed_is_not_used(environ, tmp_path, att
     start(environ)
     (archive,) = archives(environ)
     if attack in ("its file", "its folder"):
-        if os.geteuid() != 0:
-            pytest.skip("only root can give files away")
-        os.chown(archive if attack == "its file" else archive.parent, STRANGER, STRANGER)
+        give_away(archive if attack == "its file" else archive.parent)
     elif attack == "a link":
         archive.rename(tmp_path / "strangers.tar.gz")
         archive.symlink_to(tmp_path / "strangers.tar.gz")

@@ -21,11 +21,10 @@ import pytest
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.rendezvous import ownership
 from hpc_serve.rendezvous.ownership import fault, require
+from tests.support.strangers import STRANGER, give_away, needs_root
 from tests.unit.rendezvous.conftest import set_acl
 
-STRANGER = 64_999
 CHECKOUT = Path(__file__).parents[3]
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
 
 @pytest.fixture
@@ -71,11 +70,10 @@ def test_a_folder_above_that_everybody_can_write_to_is_seen(home, mode):
     assert fault(below, "own") is None
 
 
-@needs_root
 def test_what_belongs_to_a_stranger_is_not_used_nor_what_is_below(home):
     below = home / "below"
     below.mkdir(mode=0o700)
-    os.chown(home, STRANGER, STRANGER)
+    give_away(home)
     assert fault(home, "read") == f"{home} belongs to user {STRANGER}, not to you"
     assert fault(below, "own") == f"{home} belongs to user {STRANGER}, who can replace what is below it"
 
@@ -102,22 +100,20 @@ def test_links_of_ones_own_are_followed_and_judged_by_where_they_lead(home, tmp_
     assert "too many symbolic links" in (fault(home / "loop", "own") or "")
 
 
-@needs_root
 def test_a_strangers_link_in_tmp_is_not_followed(tmp_path, home):
     shared = tmp_path / "tmp"
     shared.mkdir()
     shared.chmod(0o1777)
     link = shared / "cache"
     link.symlink_to(home)
-    os.lchown(link, STRANGER, STRANGER)
+    give_away(link)
     assert f"{link} belongs to" in (fault(link, "own") or "")
 
 
-@needs_root
 def test_in_a_container_that_shows_no_root_the_unknown_owner_of_a_parent_is_root(home, monkeypatch):
     below = home / "below"
     below.mkdir(mode=0o700)
-    os.chown(home, 65_534, 65_534)
+    give_away(home, user=65_534)
     assert fault(below, "own")
     monkeypatch.setattr(ownership, "_unseen_owner", lambda: 65_534)
     assert fault(below, "own") is None

@@ -18,10 +18,8 @@ from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.fields import to_json_text
 from hpc_serve.rendezvous.record import JobEnd
 from hpc_serve.rendezvous.store import WEEK_S, ServiceStore, default_home
+from tests.support.strangers import give_away
 from tests.support.stubs import make_record, make_submitted
-
-NOBODY = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of somebody else")
 
 
 def tree(folder):
@@ -91,12 +89,11 @@ def test_folders_that_were_left_open_are_closed_but_for_the_home(store):
     assert [stat.S_IMODE((store.home / folder).stat().st_mode) for folder in folders] == [0o755, 0o700, 0o700]
 
 
-@as_root
 @pytest.mark.parametrize("which", ["", "services", "services/405b"])
 def test_a_folder_of_somebody_else_is_refused(store, which):
     store.ensure_service("405b")
-    os.chown(store.home / which, NOBODY, NOBODY)
-    with pytest.raises(StoreError, match=r"belongs to user 65534.*HPC_SERVE_HOME"):
+    give_away(store.home / which)
+    with pytest.raises(StoreError, match=r"belongs to user 64999.*HPC_SERVE_HOME"):
         store.write(make_record())
 
 
@@ -189,14 +186,13 @@ def test_files_that_cannot_be_trusted_are_problems(store):
         assert why in problem.lower()
 
 
-@as_root
 def test_a_record_or_a_key_of_somebody_else_is_not_trusted(store):
-    os.chown(store.write(make_record()), NOBODY, NOBODY)
+    give_away(store.write(make_record()))
     found = store.read("405b")
     assert found.records == ()
-    assert "belongs to user 65534" in found.problems[0]
-    os.chown(store.ensure_api_key("405b"), NOBODY, NOBODY)
-    with pytest.raises(RecordError, match="belongs to user 65534"):
+    assert "belongs to user 64999" in found.problems[0]
+    give_away(store.ensure_api_key("405b"))
+    with pytest.raises(RecordError, match="belongs to user 64999"):
         store.ensure_api_key("405b")
 
 
