@@ -105,16 +105,12 @@ def test_the_group_changes_nothing(shared):
 
 
 @pytest.mark.parametrize(
-    "later",
-    [
-        "store.write(make_record(service='70b', job_id='124'))",
-        "store.api_key_path('70b').unlink(); store.ensure_api_key('70b')\n"
-        "store.write(make_record(service='70b', job_id='124'))",
-        "store.ensure_service('70b'); store.write(make_record(service='70b', job_id='124'), makes_folders=False)",
-    ],
+    "before", ["", "store.api_key_path('70b').unlink(); store.ensure_api_key('70b')", "store.ensure_service('70b')"]
 )
-def test_what_later_jobs_write_is_shared_also_by_a_process_without_the_group(shared, later):
-    assert not shared.owner(f"os.umask(0o077); {later}", OTHER)
+@pytest.mark.parametrize("makes_folders", [True, False])
+def test_what_later_jobs_write_is_shared_also_by_a_process_without_the_group(shared, before, makes_folders):
+    write = f"store.write(make_record(service='70b', job_id='124'), makes_folders={makes_folders})"
+    assert not shared.owner(f"os.umask(0o077); {before}\n{write}", OTHER)
     names, length, problems, _ = shared.read(MEMBER, "70b", GROUP)
     assert (names, length, problems) == (["123-r0-0.json", "124-r0-0.json"], 43, [])
     assert shared.service.seen(MEMBER, GROUP) == ["", "/123-r0-0.json", "/124-r0-0.json", "/api_key"]
