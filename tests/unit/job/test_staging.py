@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,12 +81,20 @@ def planned(model: Path | str, environ) -> Staging:
     return plan_staging(command(model), stage_base(environ), environ)
 
 
+@pytest.fixture
+def copy(model, environ) -> Iterator[Staging]:
+    """The copy that a run of the model wants; it is let go at the end."""
+    copy = planned(model, environ)
+    yield copy
+    copy.close()
+
+
 def ignore(done: int, total: int) -> None:
     pass
 
 
-def test_what_the_engine_reads_is_copied_with_the_content_of_links(model, environ):
-    copy, told = planned(model, environ), list[tuple[int, int]]()
+def test_what_the_engine_reads_is_copied_with_the_content_of_links(copy, model):
+    told = list[tuple[int, int]]()
     copy.open(lambda done, total: told.append((done, total)))
     found = {str(path.relative_to(copy.target)): path for path in copy.target.rglob("*") if path.is_file()}
     assert set(found) == {"config.json", "1_Pooling/config.json", "a.safetensors", "b.safetensors", ".whole"}
@@ -113,12 +122,8 @@ def test_runs_of_one_node_share_a_copy_and_the_last_one_removes_it(model, enviro
 
 
 def test_a_second_run_waits_while_the_first_copies(model, environ):
-    first, second, begun, may_go_on = (
-        planned(model, environ),
-        planned(model, environ),
-        threading.Event(),
-        threading.Event(),
-    )
+    first, second = planned(model, environ), planned(model, environ)
+    begun, may_go_on = threading.Event(), threading.Event()
 
     def hold(done: int, total: int) -> None:
         begun.set()
@@ -146,8 +151,7 @@ def test_changed_files_are_another_copy(model, environ):
     assert planned(model, environ).target != before
 
 
-def test_a_run_that_ends_meanwhile_stops_the_copy_and_leaves_nothing(model, environ):
-    copy = planned(model, environ)
+def test_a_run_that_ends_meanwhile_stops_the_copy_and_leaves_nothing(copy, environ):
     with pytest.raises(CopyStoppedError):
         copy.open(lambda done, total: copy.stop.set())
     assert not copy.target.exists()
@@ -194,16 +198,14 @@ def test_what_a_killed_run_left_is_swept_or_used(killed, environ):
     assert list(killed.target.parent.iterdir()) == []
 
 
-def test_a_copy_that_is_not_whole_is_made_anew(model, environ):
-    copy = planned(model, environ)
+def test_a_copy_that_is_not_whole_is_made_anew(copy, model, environ):
+    left = planned(model, environ)
+    left.open(ignore)
+    os.close(left._lock)
+    (left.target / ".whole").unlink()
+    (left.target / "a.safetensors").write_bytes(b"half")
     copy.open(ignore)
-    os.close(copy._lock)
-    (copy.target / ".whole").unlink()
-    (copy.target / "a.safetensors").write_bytes(b"half")
-    again = planned(model, environ)
-    again.open(ignore)
-    assert (again.target / "a.safetensors").read_bytes() == (model / "a.safetensors").read_bytes()
-    again.close()
+    assert (copy.target / "a.safetensors").read_bytes() == (model / "a.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("what", ["an open folder", "a file", "a link", "a stranger's folder"])
@@ -249,15 +251,13 @@ def test_no_room_is_said_with_its_number(model, environ, monkeypatch):
     assert not copy.target.exists()
 
 
-def test_of_memory_half_may_be_used(model, environ, monkeypatch):
+def test_of_memory_half_may_be_used(copy, monkeypatch):
     monkeypatch.setattr(staging, "is_in_memory", lambda _: True)
     monkeypatch.setattr(staging, "available_memory", lambda: 6 * MIB)
     with pytest.raises(DoesNotFitError, match="which is memory, and 6 MiB of it are free for this job; at most half"):
-        planned(model, environ).open(ignore)
+        copy.open(ignore)
     monkeypatch.setattr(staging, "available_memory", lambda: 16 * MIB)
-    copy = planned(model, environ)
     copy.open(ignore)
-    copy.close()
 
 
 def test_a_file_that_is_damaged_is_not_loaded(model, environ):
@@ -269,16 +269,14 @@ def test_a_file_that_is_damaged_is_not_loaded(model, environ):
     assert not copy.target.exists()
 
 
-def test_a_file_that_becomes_shorter_meanwhile_is_an_error(model, environ):
-    copy = planned(model, environ)
+def test_a_file_that_becomes_shorter_meanwhile_is_an_error(copy, model):
     (model / "a.safetensors").resolve().write_bytes(b"short")
     with pytest.raises(InvalidRequestError, match="has become shorter"):
         copy.open(ignore)
     assert not copy.target.exists()
 
 
-def test_the_engine_loads_the_copy_and_answers_to_the_models_names(model, environ):
-    copy = planned(model, environ)
+def test_the_engine_loads_the_copy_and_answers_to_the_models_names(copy, model, environ):
     asked = command(model, "--max-num-seqs", "4")
     assert copy.command(asked).argv == (
         *("vllm", "serve", str(copy.target), "--max-num-seqs", "4"),
