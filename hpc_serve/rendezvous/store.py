@@ -164,16 +164,14 @@ class ServiceStore:
         """Return whether `forget` was told of a job lately."""
         return (self.service_dir(service) / forgotten_file_name(job_id)).exists()
 
-    def sweep(
-        self, service: str, *, older_than_s: float = WEEK_S, is_over: Callable[[JobEntry], bool] | None = None
-    ) -> int:
+    def sweep(self, service: str, *, is_over: Callable[[JobEntry], bool] | None = None) -> int:
         """Remove old files of a service, and return their number.
 
-        These are records that were not renewed for `older_than_s`, temporary files of dead writers, and requests to
+        These are records that were not renewed for a week, temporary files of dead writers, and requests to
         drain that nobody took back. Files about successors, preflights and forgotten jobs are removed too. A submitted
         job of that age is removed only if `is_over` says so: it may still wait in the queue. Raises StoreError.
         """
-        oldest = time.time() - older_than_s
+        oldest = time.time() - WEEK_S
         folder = self.service_dir(service)
         found = self.read(service)
         removed = [folder / record.name for record in found.records if record.updated_at < oldest]

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.job.cache.cache_archive import READY, CacheArchive
+from hpc_serve.job.cache.cache_archive import CacheArchive
 from hpc_serve.job.cache.cache_key import machine_key, text_of
 from hpc_serve.job.machine import guarded_folders
-from hpc_serve.job.machine.guarded_folders import lock_beside, others_file, remove_tree
+from hpc_serve.job.machine.guarded_folders import READY, lock_beside, others_file, remove_tree
 from hpc_serve.rendezvous.files import make_folders
 from hpc_serve.rendezvous.named_folder import make_own_folder
 from hpc_serve.rendezvous.ownership import fault
@@ -54,7 +54,7 @@ def lock_folder(root: Path, key: str, *, first: int = 0) -> tuple[Path, int]:
         try:
             if (reason := others_file(path)) is not None:
                 _log.warning("caches of an earlier start are removed: %s", reason)
-                remove_tree(path, mark=READY)
+                remove_tree(path)
             path.mkdir(mode=0o700, exist_ok=True)
             if others_file(path) is None:
                 return path, descriptor
@@ -67,7 +67,7 @@ def lock_folder(root: Path, key: str, *, first: int = 0) -> tuple[Path, int]:
 
 def empty_folder(path: Path) -> None:
     """Remove all that is in a locked folder. Raises OSError for what cannot be removed."""
-    remove_tree(path, mark=READY)
+    remove_tree(path)
     path.mkdir(mode=0o700)
 
 
@@ -180,7 +180,7 @@ def open_cache(
 def remove_unused(root: Path, *, limit_bytes: int) -> list[Path]:
     """Remove folders that are not in use: after a month without use, and the longest unused while all take more than
     `limit_bytes`. Returns the removed ones."""
-    return guarded_folders.remove_unused(root, _FOLDER, mark=READY, limit_bytes=limit_bytes, keep_s=_UNUSED_S)
+    return guarded_folders.remove_unused(root, _FOLDER, limit_bytes=limit_bytes, keep_s=_UNUSED_S)
 
 
 def _lock_cache(root: Path, key: str, first: int, *, is_ready_until_it_fails: bool) -> EngineCache:

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.job.cache import engine_cache
-from hpc_serve.job.cache.cache_archive import READY
 from hpc_serve.job.cache.engine_cache import lock_folder, remove_unused
-from hpc_serve.job.machine.guarded_folders import folder_bytes
+from hpc_serve.job.machine.guarded_folders import READY, folder_bytes
 from tests.support.strangers import give_away
 
 KEY = "0123456789abcdef"

@@ -97,8 +97,8 @@ def test_what_the_engine_reads_is_copied_with_the_content_of_links(copy, model):
     told = list[tuple[int, int]]()
     copy.open(lambda done, total: told.append((done, total)))
     found = {str(path.relative_to(copy.target)): path for path in copy.target.rglob("*") if path.is_file()}
-    assert set(found) == {"config.json", "1_Pooling/config.json", "a.safetensors", "b.safetensors", ".whole"}
-    for name in set(found) - {".whole"}:
+    assert set(found) == {"config.json", "1_Pooling/config.json", "a.safetensors", "b.safetensors", "ready"}
+    for name in set(found) - {"ready"}:
         assert not found[name].is_symlink()
         assert found[name].read_bytes() == (model / name).read_bytes()
     assert told[-1] == (copy.total_bytes, copy.total_bytes)
@@ -202,7 +202,7 @@ def test_a_copy_that_is_not_whole_is_made_anew(copy, model, environ):
     left = planned(model, environ)
     left.open(ignore)
     os.close(left._lock)
-    (left.target / ".whole").unlink()
+    (left.target / "ready").unlink()
     (left.target / "a.safetensors").write_bytes(b"half")
     copy.open(ignore)
     assert (copy.target / "a.safetensors").read_bytes() == (model / "a.safetensors").read_bytes()
@@ -328,5 +328,5 @@ def test_files_that_an_index_names_outside_of_the_model_are_not_of_it(model, env
 
 
 def test_a_file_of_the_model_does_not_say_that_its_copy_is_whole(model, environ):
-    (model / ".whole").write_text("yes")
-    assert ".whole" not in {file.path for file in planned(model, environ).files}
+    (model / "ready").write_text("yes")
+    assert "ready" not in {file.path for file in planned(model, environ).files}
