@@ -15,6 +15,7 @@ import pytest
 from hpc_serve.job.cache import engine_cache
 from hpc_serve.job.cache.engine_cache import lock_folder, remove_unused
 from hpc_serve.job.machine.guarded_folders import READY, folder_bytes
+from tests.support.refusals import refuse
 from tests.support.strangers import give_away
 
 KEY = "0123456789abcdef"
@@ -104,10 +105,7 @@ def test_a_link_in_place_of_a_lock_is_not_followed(root, tmp_path):
 
 
 def test_a_filesystem_without_locks_is_said(root, monkeypatch):
-    def refuse(descriptor, operation):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    refuse(monkeypatch, fcntl, "flock", errno.ENOLCK)
     with pytest.raises(OSError, match=os.strerror(errno.ENOLCK)):
         lock_folder(root, KEY)
 

@@ -17,6 +17,7 @@ from hpc_serve.job.cleanup import node_dir
 from hpc_serve.job.cleanup.node_dir import DirOwner
 from hpc_serve.job.cleanup.shared_memory import Segment
 from hpc_serve.job.machine.network import PortsInUseError
+from tests.support.refusals import refuse
 from tests.support.strangers import give_away
 
 OWNER = DirOwner(run_mark="hs-0000000a-0")
@@ -51,13 +52,6 @@ def test_a_folder_is_private_and_its_name_is_taken_once(path):
     with pytest.raises(PortsInUseError, match="another name"):
         node_dir.make(path, OWNER)
     os.close(lock)
-
-
-def refuse(monkeypatch, module, call, number):
-    def fail(*_):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(module, call, fail)
 
 
 def test_a_folder_that_cannot_be_made_is_told_and_nothing_is_left(root, monkeypatch):

@@ -20,12 +20,3 @@ def set_acl(path, name, *entries):
         os.setxattr(path, f"system.posix_acl_{name}", content)
     except OSError as error:
         pytest.skip(f"the file system of {path} takes no ACL: {error}")
-
-
-def refuse(monkeypatch, call, number):
-    """Let one of the system's calls fail."""
-
-    def fail(*args, **options):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, call, fail)

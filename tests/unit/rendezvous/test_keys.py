@@ -9,8 +9,8 @@ import pytest
 
 from hpc_serve.errors import RecordError, StoreError
 from hpc_serve.rendezvous import shares
+from tests.support.refusals import refuse
 from tests.support.strangers import needs_root
-from tests.unit.rendezvous.conftest import refuse
 
 
 def test_a_key_is_made_once(store):
@@ -37,7 +37,7 @@ def test_makers_at_once_end_with_one_key(store):
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP])
 def test_a_filesystem_without_links_has_keys_too(store, monkeypatch, number):
-    refuse(monkeypatch, "link", number)
+    refuse(monkeypatch, os, "link", number)
     store.ensure_api_key("405b")
     key = store.read_api_key("405b")
     store.ensure_api_key("405b")

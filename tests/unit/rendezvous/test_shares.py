@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -9,13 +10,13 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hpc_serve.errors import StoreError
 from hpc_serve.rendezvous import shares
 from hpc_serve.rendezvous.store import ServiceStore
+from tests.support.refusals import refuse
 from tests.support.strangers import give_away
 from tests.unit.rendezvous.conftest import set_acl
 from tests.unit.rendezvous.people import (
@@ -231,18 +232,14 @@ def test_a_home_that_the_group_cannot_reach_is_refused_until_a_mode_or_an_acl_le
 def test_a_file_system_that_keeps_no_group_or_mode_is_refused(tmp_path, monkeypatch):
     store = ServiceStore(tmp_path / "home")
     store.ensure_api_key("70b")
-    monkeypatch.setattr("hpc_serve.rendezvous.files.os.fchmod", lambda *_: None)
+    monkeypatch.setattr(os, "fchmod", lambda *_: None)
     with pytest.raises(StoreError, match="does not keep its group and mode"):
         shares.share(store, "70b", 60)
     monkeypatch.undo()
-    monkeypatch.setattr("hpc_serve.rendezvous.files.os.fchown", _refuse)
+    refuse(monkeypatch, os, "fchown", errno.EPERM)
     with pytest.raises(StoreError, match="cannot share"):
         shares.share(store, "70b", 60)
     assert store.read_api_key("70b")
-
-
-def _refuse(*_: Any) -> None:
-    raise PermissionError(1, "Operation not permitted")
 
 
 def test_rights_of_others_by_an_acl_do_not_come_to_count(people):

@@ -16,9 +16,9 @@ from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.fields import to_json_text
 from hpc_serve.rendezvous.record import JobEnd
 from hpc_serve.rendezvous.store import WEEK_S, ServiceStore, default_home
+from tests.support.refusals import refuse
 from tests.support.strangers import give_away
 from tests.support.stubs import make_record, make_submitted
-from tests.unit.rendezvous.conftest import refuse
 
 
 def tree(folder):
@@ -108,7 +108,7 @@ def test_a_file_in_the_way_is_named(store, tmp_path):
     ("number", "advice"), [(errno.EROFS, "HPC_SERVE_HOME"), (errno.EDQUOT, "quota"), (errno.EIO, "cannot write")]
 )
 def test_what_the_filesystem_refuses_is_explained(store, monkeypatch, number, advice):
-    refuse(monkeypatch, "replace", number)
+    refuse(monkeypatch, os, "replace", number)
     with pytest.raises(StoreError, match=advice) as refusal:
         store.write(make_record())
     assert os.strerror(number) in str(refusal.value)
