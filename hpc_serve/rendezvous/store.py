@@ -44,7 +44,7 @@ def default_home(environ: Mapping[str, str]) -> Path:
     return path.absolute()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ServiceStore:
     """The files below `home` (see docs/design/record.md). Reading makes nothing; writing makes the folders it needs.
 

@@ -94,9 +94,8 @@ def folder_bytes(path: Path) -> int:
 
 
 def _used_at(path: Path) -> float:
-    for name in (path.with_name(f"{path.name}.lock"), path):
-        with contextlib.suppress(OSError):
-            return os.lstat(name).st_mtime
+    with contextlib.suppress(OSError):
+        return os.lstat(path.with_name(f"{path.name}.lock")).st_mtime
     return 0.0
 
 
