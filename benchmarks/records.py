@@ -26,6 +26,7 @@ from pathlib import Path
 from benchmarks.common import ROOT, Benchmark, Figures, Measured, cost_of, run_alone
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas.status import ProbeResult
+from hpc_serve.rendezvous.fields import to_json_text
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.cluster import wait_for
@@ -60,7 +61,7 @@ def make_records(store: ServiceStore, count: int) -> None:
         )
         descriptor = os.open(folder / record.name, os.O_WRONLY | os.O_CREAT, 0o600)
         with open(descriptor, "w") as file:
-            file.write(record.to_json())
+            file.write(to_json_text(record))
 
 
 def all_ready(records: Sequence[EndpointRecord], _: str) -> dict[str, ProbeResult]:

@@ -2,7 +2,8 @@
 
 Only the sizes differ from Llama 3.1: grouped-query attention, scaled rotary embedding, untied embeddings and the chat
 format are kept, so that the engine runs the same code and the layouts of the large models divide. Answers are
-gibberish, in English words. Needs the standard library alone; how an engine serves the model is left to it.
+gibberish, in English words. `demo_model.json` holds the files of a model as far as they are always the same. Needs the
+standard library alone; how an engine serves the model is left to it.
 """
 
 from __future__ import annotations
@@ -14,25 +15,15 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.vllm.arguments import ARGS_FILE
 
-VOCAB_SIZE = 512
-MAX_POSITIONS = 131_072
-SPECIAL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] + '<|eot_id|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
-)
-WORDS = (
-    "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not"
-    " what all were we when your can said there use an each which she do how their if will up other about out many then"
-    " them these so some her would make like him into time has look two more write go see number no way could people"
-    " my than first water been call who oil its now find long down day did get come made may part over new sound take"
-    " only little work know place year live back give most very after thing our just name good sentence man think"
-)
+_DATA: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_CONFIG, _TOKENIZER = _DATA["config.json"], _DATA["tokenizer.json"]
+_WORDS = " ".join(_DATA["words"]).split()
+VOCAB_SIZE: int = _CONFIG["vocab_size"]
 
 
 @dataclass(frozen=True)
@@ -78,11 +69,12 @@ def make_demo_model(folder: Path, *, like: str = "8b", seed: int = 0, **sizes: i
         raise FileExistsError(f"{folder} holds something that is not a tiny model; choose another folder")
     (folder / ARGS_FILE).write_text(ENGINE_ARGS)
     vocabulary, merges = _vocabulary()
-    _write_json(folder / "config.json", _config(shape))
-    generation = {"do_sample": True, "temperature": 0.8, "eos_token_id": _token_ids("<|eot_id|>")}
-    _write_json(folder / "generation_config.json", generation)
-    _write_json(folder / "tokenizer.json", _tokenizer(vocabulary, merges))
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config())
+    _write_json(folder / "config.json", _CONFIG | vars(shape))
+    _write_json(
+        folder / "tokenizer.json", _TOKENIZER | {"model": _TOKENIZER["model"] | {"vocab": vocabulary, "merges": merges}}
+    )
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        _write_json(folder / name, _DATA[name])
     _write_weights(folder / "model.safetensors", shape, _speakable(vocabulary), seed)
     return folder
 
@@ -91,37 +83,7 @@ def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _config(shape: TinyShape) -> dict[str, object]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **vars(shape),
-        "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": MAX_POSITIONS,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": _token_ids("<|begin_of_text|>")[0],
-        "eos_token_id": _token_ids("<|eot_id|>")[0],
-    }
-
-
 # The tokenizer: byte-level BPE, special tokens first
-
-
-def _token_ids(*names: str) -> list[int]:
-    return [SPECIAL_TOKENS.index(name) for name in names]
 
 
 def _byte_letters() -> list[str]:
@@ -135,51 +97,23 @@ def _vocabulary() -> tuple[dict[str, int], list[list[str]]]:
     """Return the tokens by number, and the merges that make the longer ones: beginnings of common words, after a
     space."""
     letters = _byte_letters()
-    tokens = dict.fromkeys([*SPECIAL_TOKENS, *letters])
+    tokens = dict.fromkeys([*(token["content"] for token in _TOKENIZER["added_tokens"]), *letters])
     merges = []
-    for word in WORDS.split():
+    for word in _WORDS:
         spaced = letters[ord(" ")] + word
         for end in range(2, len(spaced) + 1):
             if spaced[:end] not in tokens and len(tokens) < VOCAB_SIZE:
                 tokens[spaced[:end]] = None
                 merges.append([spaced[: end - 1], spaced[end - 1]])
-    assert len(tokens) == VOCAB_SIZE, f"WORDS gives {len(tokens)} tokens, not {VOCAB_SIZE}"
+    assert len(tokens) == VOCAB_SIZE, f"the words give {len(tokens)} tokens, not {VOCAB_SIZE}"
     return {token: number for number, token in enumerate(tokens)}, merges
 
 
 def _speakable(vocabulary: dict[str, int]) -> frozenset[int]:
     """Return the tokens that the model may say: whole words, and the end of its turn."""
     space = _byte_letters()[ord(" ")]
-    words = {vocabulary[space + word] for word in WORDS.split() if space + word in vocabulary}
-    return frozenset(words | set(_token_ids("<|eot_id|>")))
-
-
-def _tokenizer(vocabulary: dict[str, int], merges: list[list[str]]) -> dict[str, object]:
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    bpe: dict[str, object] = {"type": "BPE", "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
-    plain = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": number, "content": token, **plain} for number, token in enumerate(SPECIAL_TOKENS)],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": bpe | {"vocab": vocabulary, "merges": merges},
-    }
-
-
-def _tokenizer_config() -> dict[str, object]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|begin_of_text|>",
-        "eos_token": "<|eot_id|>",
-        "model_max_length": MAX_POSITIONS,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
+    words = {vocabulary[space + word] for word in _WORDS if space + word in vocabulary}
+    return frozenset({*words, _CONFIG["eos_token_id"]})
 
 
 # The weights, as bfloat16 in one safetensors file (its format: 8 bytes of header length, JSON, then the tensors)

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpc_serve.rendezvous.files import make_log_dir, make_private_folder
+from hpc_serve.rendezvous.files import make_private_folder
+from hpc_serve.rendezvous.named_folder import make_log_dir
 from hpc_serve.submit.request.job_env import expanded
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.script.program import program_directives, render_program

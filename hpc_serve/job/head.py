@@ -32,7 +32,7 @@ from hpc_serve.job.run.parts import Parts, StopOrder
 from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.job.run.takeover import take_over
 from hpc_serve.rendezvous.claims import claim
-from hpc_serve.rendezvous.drain import drain_file_of
+from hpc_serve.rendezvous.drain import drain_file
 from hpc_serve.rendezvous.files import remove_file, write_private
 from hpc_serve.rendezvous.record import NodeRecord
 from hpc_serve.rendezvous.store import ServiceStore, default_home
@@ -120,7 +120,10 @@ class Head:
         """Return the files that ask this run to drain: its own, and that of each other node's server."""
         own, record = Path(self._node.environ["HPC_SERVE_DRAIN_REQUEST"]), self._keeper.record
         others = range(1, record.num_nodes) if self._node.command.serves_on_each_node else ()
-        return [own, *(drain_file_of(self._keeper.store, replace(record, replica=rank)) for rank in others)]
+        return [
+            own,
+            *(drain_file(self._keeper.store, record.service, replace(record, replica=rank).name) for rank in others),
+        ]
 
     async def _drain(self, stop: Outcome) -> Outcome:
         """Finish the requests under way at all servers of this run; returns how it ended."""

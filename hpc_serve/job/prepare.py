@@ -26,7 +26,8 @@ from hpc_serve.job.run.node import ray_dir
 from hpc_serve.job.run.record_keeper import publish_failure
 from hpc_serve.rendezvous.claims import require_filelock
 from hpc_serve.rendezvous.drain import drain_file
-from hpc_serve.rendezvous.files import make_log_dir, remove_file
+from hpc_serve.rendezvous.files import remove_file
+from hpc_serve.rendezvous.named_folder import make_log_dir
 from hpc_serve.rendezvous.names import expanded_log_dir
 from hpc_serve.rendezvous.ownership import require
 from hpc_serve.rendezvous.store import ServiceStore, default_home
@@ -70,13 +71,12 @@ def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) ->
     is_local, interface = allocation.cluster == "local", environ.get("HPC_SERVE_INTERFACE")
     address = LOOPBACK if is_local else node_address(interface=interface, towards=None)
     remove_old_run_dirs(store)
-    job_id, restart, replica = allocation.job_id, allocation.restart, allocation.share.index
-    drain_request = drain_file(store, service, job_id=job_id, restart=restart, replica=replica)
+    drain_request = drain_file(store, service, allocation.record_name)
     remove_file(drain_request)  # a job on this machine may have the pid of one before
     run_dir = make_run_dir(store.home, allocation)  # the last step that can fail: it leaves a secret
     return {
         "HPC_SERVE_HOME": str(store.home),
-        "HPC_SERVE_JOB_ID": job_id,
+        "HPC_SERVE_JOB_ID": allocation.job_id,
         "HPC_SERVE_JOB_DIR": str(run_dir),
         "HPC_SERVE_LOG_DIR": str(log_dir),
         "HPC_SERVE_NODE_TMP": node_dir_name,

@@ -13,7 +13,6 @@ from typing import Literal
 from hpc_serve.errors import RecordError, StoreError
 from hpc_serve.rendezvous.fields import MAY_BE_MISSING, from_json_text
 from hpc_serve.rendezvous.files import read_private, write_json
-from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
 
 # slurm: before the time limit or a preemption. handover: another replica has taken over. stop: a person ends it.
@@ -36,14 +35,9 @@ class DrainRequest:
     cause: DrainCause = field(default="slurm", metadata=MAY_BE_MISSING)
 
 
-def drain_file(store: ServiceStore, service: str, *, job_id: str, restart: int, replica: int) -> Path:
-    """Return the path of a request to drain a replica. Raises InvalidRequestError for names that cannot be files."""
-    return store.beside_record(service, job_id, restart, replica, ".drain")
-
-
-def drain_file_of(store: ServiceStore, record: EndpointRecord) -> Path:
-    """Return `drain_file` for the replica of a record. Raises InvalidRequestError for names that cannot be files."""
-    return drain_file(store, record.service, job_id=record.job_id, restart=record.restart, replica=record.replica)
+def drain_file(store: ServiceStore, service: str, record_name: str) -> Path:
+    """Return the path of a request to drain the replica of a record. Raises InvalidRequestError for a wrong service."""
+    return store.beside_record(service, record_name, ".drain")
 
 
 def ask_to_drain(path: Path, request: DrainRequest) -> None:

@@ -101,14 +101,14 @@ def _field_type(hint: Any) -> FieldType:
     """Return how to read a field of that type hint. Raises TypeError for a hint that records do not use."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is str:
-        return _checked("a text", lambda value: isinstance(value, str), printable)
+        return _checked("a text", lambda value: isinstance(value, str), lambda value, _: printable(value))
     if hint is bool:
         return _checked("true or false", lambda value: type(value) is bool)
     if hint is float:
-        return _checked("a number", _is_number, float)
+        return _checked("a number", _is_number, lambda value, _: float(value))
     if hint == Timestamp:
         is_time = lambda value: _is_number(value) and 0 <= value <= _LAST_TIMESTAMP  # noqa: E731
-        return _checked("a time in seconds since 1970", is_time, float)
+        return _checked("a time in seconds since 1970", is_time, lambda value, _: float(value))
     if hint is int or (origin is Annotated and arguments[0] is int):
         bounds = arguments[1] if arguments else Bounds()
         return _checked(bounds.words, lambda value: type(value) is int and bounds.least <= value <= bounds.most)
@@ -116,48 +116,42 @@ def _field_type(hint: Any) -> FieldType:
         return _checked(f"one of {', '.join(arguments)}", lambda value: value in arguments)
     if origin in (Union, UnionType) and len(arguments) == 2 and NoneType in arguments:
         inner = _field_type(next(argument for argument in arguments if argument is not NoneType))
-        return FieldType(
-            f"{inner.wanted} or null", lambda value, path: None if value is None else inner.read(value, path)
-        )
+        read = lambda value, path: None if value is None else inner.read(value, path)  # noqa: E731
+        return FieldType(f"{inner.wanted} or null", read)
     if origin is tuple and arguments[1:] == (...,):
-        return _list_of(_field_type(arguments[0]))
+        item = _field_type(arguments[0])
+        return _checked(
+            f"a list, each {item.wanted}",
+            lambda value: isinstance(value, list),
+            lambda value, path: tuple(item.read(one, f"{path}[{place}]") for place, one in enumerate(value)),
+        )
     if origin is Mapping and arguments[0] is str:
-        return _object_of(_field_type(arguments[1]))
+        item = _field_type(arguments[1])
+        return _checked(
+            f"an object, each {item.wanted}",
+            _is_object,
+            lambda value, path: {printable(name): item.read(one, f"{path}.{name}") for name, one in value.items()},
+        )
     if isinstance(hint, type) and is_dataclass(hint):
-        plain = _checked("an object", lambda value: isinstance(value, dict))
-        return FieldType(plain.wanted, lambda value, path: _read_object(hint, plain.read(value, path), f"{path}."))
+        return _checked("an object", _is_object, lambda value, path: _read_object(hint, value, f"{path}."))
     raise TypeError(f"fields of type {hint} cannot be read from JSON")
 
 
 def _checked(
-    wanted: str, fits: Callable[[Any], bool], convert: Callable[[Any], Any] = lambda value: value
+    wanted: str, fits: Callable[[Any], bool], convert: Callable[[Any, str], Any] = lambda value, path: value
 ) -> FieldType:
+    """Return the type of values that fit; `convert` makes a value of a value of JSON and the path of its field."""
+
     def read(value: Any, path: str) -> Any:
         if not fits(value):
             raise _UnfitError(f": {path} is {_shown(value)}, not {wanted}.")
-        return convert(value)
+        return convert(value, path)
 
     return FieldType(wanted, read)
 
 
-def _list_of(item: FieldType) -> FieldType:
-    whole = _checked(f"a list, each {item.wanted}", lambda value: isinstance(value, list))
-    return FieldType(
-        whole.wanted,
-        lambda value, path: tuple(
-            item.read(one, f"{path}[{place}]") for place, one in enumerate(whole.read(value, path))
-        ),
-    )
-
-
-def _object_of(item: FieldType) -> FieldType:
-    whole = _checked(f"an object, each {item.wanted}", lambda value: isinstance(value, dict))
-    return FieldType(
-        whole.wanted,
-        lambda value, path: {
-            printable(name): item.read(one, f"{path}.{name}") for name, one in whole.read(value, path).items()
-        },
-    )
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def _is_number(value: Any) -> bool:

@@ -27,8 +27,7 @@ from hpc_serve.rendezvous.group_access import (
     is_open_to_group,
     open_to_group,
 )
-from hpc_serve.rendezvous.names import check_log_path
-from hpc_serve.rendezvous.ownership import fault, require, stat_fault
+from hpc_serve.rendezvous.ownership import fault, stat_fault
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -78,37 +77,6 @@ def make_folders(path: Path) -> None:
     except FileExistsError:
         if not path.is_dir():
             raise
-
-
-def make_own_folder(path: Path, *, called: str, why: str) -> None:
-    """Make a folder that a person has named, 0700, if it is missing. OSErrors are the caller's to explain.
-
-    Raises InvalidRequestError, which says `why`, where others can change what is in it.
-    """
-    advice = f"{why}: set it to a folder of your own, below folders that only you and root can write to."
-    require(path, "own", called=called, advice=advice)
-    make_folders(path)
-    require(path, "own", called=called, advice=advice)  # others may have made it, or one above it, a moment ago
-
-
-def make_log_dir(path: Path, *, called: str) -> Path:
-    """Make the folder of logs if it is missing, 0700, and return it. `called` is how a person named it.
-
-    Raises InvalidRequestError where Slurm would not find it or others can change what is in it, StoreError where it
-    cannot be made or written to.
-    """
-    check_log_path(str(path), called)
-    try:
-        make_own_folder(
-            path,
-            called=f"{called}={path}",
-            why="Other users could put links in it, and logs would be written to wherever those lead",
-        )
-    except OSError as error:
-        raise StoreError(f"the log folder {path} cannot be made: {error.strerror}. Set {called}.") from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise StoreError(f"the log folder {path} cannot be written to. Set {called} to one that can.")
-    return path
 
 
 def check_folder(path: Path, *, owner: int | None = None) -> None:
@@ -175,9 +143,9 @@ def read_private(path: Path, *, secret: bool = False, owner: int | None = None) 
         raise RecordError(f"{path} is not text: it is damaged or not ours; remove it.") from None
 
 
-def write_json(path: Path, value: DataclassInstance) -> None:
+def write_json(path: Path, value: DataclassInstance, *, is_shared: bool = False) -> None:
     """Replace `path` by the JSON of a dataclass, as `write_private` does. Raises StoreError."""
-    write_private(path, to_json_text(value))
+    write_private(path, to_json_text(value), is_shared=is_shared)
 
 
 def read_json(kind: type[D], path: Path) -> D:
@@ -224,18 +192,16 @@ def remove_file(path: Path) -> None:
 
 
 def _retry_stale_handle(read: Callable[[], T], what: str, path: Path) -> T:
-    for _ in range(_STALE_HANDLE_TRIES - 1):
+    left = _STALE_HANDLE_TRIES
+    while True:
+        left -= 1
         try:
             return read()
+        except (FileNotFoundError, StoreError):
+            raise
         except OSError as error:
-            if error.errno != errno.ESTALE:
-                break
-    try:
-        return read()
-    except (FileNotFoundError, StoreError):
-        raise
-    except OSError as error:
-        raise StoreError(f"cannot {what} {path}: {error.strerror}.") from error
+            if error.errno != errno.ESTALE or not left:
+                raise StoreError(f"cannot {what} {path}: {error.strerror}.") from error
 
 
 def _read_own(path: Path, *, secret: bool, owner: int | None) -> bytes:

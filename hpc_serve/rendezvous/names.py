@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from hpc_serve.errors import InvalidRequestError
 
-_SERVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _LOG_PATTERN = re.compile(r"%([xujAa])")
 _NO_TASK = "4294967294"  # of a job that is no array, as Slurm writes it
 _RECORD_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}-r\d{1,9}-\d{1,9}\.json")
@@ -16,7 +15,7 @@ _RECORD_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}-r\d{1,9}-\d{1,9}\.js
 
 def is_service_name(name: str) -> bool:
     """Return whether `name` can name a service: its folder and its jobs."""
-    return _SERVICE.fullmatch(name) is not None
+    return _NAME.fullmatch(name) is not None
 
 
 def validate_service_name(service: str) -> str:
@@ -40,7 +39,7 @@ def validate_job_id(job_id: str) -> str:
     >>> validate_job_id("123_4")
     '123_4'
     """
-    if not _JOB_ID.fullmatch(job_id):
+    if not _NAME.fullmatch(job_id):
         raise InvalidRequestError(f"{job_id!r} is no job id: it should look like 123 or 123_4 (Slurm's) or local-4567.")
     return job_id
 

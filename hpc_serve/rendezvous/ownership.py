@@ -92,7 +92,7 @@ def stat_fault(
     `is_roots`: it is root's, in a container that does not show that. `user` is as in `fault`.
     """
     if use == "chosen":
-        return _write_fault(path, found, user, sticky_counts=False, counted=stat.S_IWOTH)
+        return _write_fault(path, found, use, user, sticky_counts=False)
     if _unseen_owner() in {os.geteuid(), user} - {None}:
         return (
             f"{path} cannot be judged: this container (user namespace) shows you and all other users as user "
@@ -107,7 +107,7 @@ def stat_fault(
         return f"{path} can be read by others (mode {mode:04o})"
     if use == "private" and (reader := _foreign(acl.grants(path) or (), acl.READ, found, user)):
         return f"{path} can be read by {reader} by its ACL"
-    if reason := _write_fault(path, found, user, sticky_counts=use == "scratch"):
+    if reason := _write_fault(path, found, use, user, sticky_counts=use == "scratch"):
         return reason
     can_be_entered = stat.S_ISDIR(mode := found.st_mode) and mode & (stat.S_IXGRP | stat.S_IXOTH)
     inherited = acl.inherited_grants(path) if use != "scratch" and can_be_entered else ()
@@ -122,21 +122,18 @@ def _folder_fault(path: Path, found: os.stat_result, use: Use, is_roots: bool, u
         return f"{path} belongs to {_user(found.st_uid)}, who can replace what is below it"
     if stat.S_ISLNK(found.st_mode):
         return None
-    counted = stat.S_IWOTH if use == "chosen" else _OTHERS_WRITE
-    return _write_fault(path, found, user, sticky_counts=True, counted=counted)
+    return _write_fault(path, found, use, user, sticky_counts=True)
 
 
-def _write_fault(
-    path: Path, found: os.stat_result, user: int | None, *, sticky_counts: bool, counted: int = _OTHERS_WRITE
-) -> str | None:
+def _write_fault(path: Path, found: os.stat_result, use: Use, user: int | None, *, sticky_counts: bool) -> str | None:
     mode = stat.S_IMODE(found.st_mode)
     if sticky_counts and mode & stat.S_ISVTX:
         return None
     sticky = ", without the sticky bit" if sticky_counts else ""
     shown = f"(mode {mode:04o}{sticky})"
-    if mode & counted & stat.S_IWOTH:
+    if mode & stat.S_IWOTH:
         return f"{path} can be changed by everybody {shown}"
-    if not counted & stat.S_IWGRP:
+    if use == "chosen":
         return None
     granted = acl.grants(path)
     if writer := _foreign(granted or (), acl.WRITE, found, user):
@@ -235,10 +232,8 @@ def _name_of(user: int) -> str | None:
 def _user(number: int) -> str:
     if number == _unseen_owner():
         return f"a user that this container does not show (user {number})"
-    try:
-        return f"user {number} ({pwd.getpwuid(number).pw_name})"
-    except KeyError:
-        return f"user {number}"
+    name = _name_of(number)
+    return f"user {number} ({name})" if name else f"user {number}"
 
 
 def group_name(number: int) -> str:
@@ -251,7 +246,4 @@ def group_name(number: int) -> str:
 
 def user_name() -> str:
     """Return the user's name, as Slurm knows it; the number in a container without the site's user database."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
+    return _name_of(os.getuid()) or str(os.getuid())

@@ -64,9 +64,9 @@ class PreflightReport:
         return f"preflight of {nodes} in {self.took_s:.1f} s: {words}"
 
 
-def preflight_file(store: ServiceStore, service: str, *, job_id: str, restart: int, replica: int) -> Path:
-    """Return the path of a replica's report. Raises InvalidRequestError for names that cannot be files."""
-    return store.beside_record(service, job_id, restart, replica, ".preflight")
+def preflight_file(store: ServiceStore, service: str, record_name: str) -> Path:
+    """Return the path of the report of a record's replica. Raises InvalidRequestError for a wrong service."""
+    return store.beside_record(service, record_name, ".preflight")
 
 
 def read_preflight(path: Path) -> PreflightReport | None:

@@ -1,4 +1,4 @@
-"""The record of a replica, written by its head, and the note that `submit` writes about a job: values, and their JSON.
+"""The record of a replica, written by its head, and the note that `submit` writes about a job: the values.
 
 A record is a hint that expires when it is not renewed. This module decides its fields. It does not find out whether an
 engine answers at the address: readers do.
@@ -12,7 +12,7 @@ from typing import Annotated, Literal, get_args
 
 from hpc_serve.redact import redact, redact_lines
 from hpc_serve.rendezvous.adapters import Adapter
-from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Bounds, SignedInt, Timestamp, from_json_text, to_json_text
+from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Bounds, SignedInt, Timestamp
 from hpc_serve.rendezvous.names import record_file_name, replica_name, validate_job_id
 from hpc_serve.sizes import layout_text
 
@@ -22,7 +22,6 @@ DEFAULT_MACHINE = "default"
 
 # unresponsive: the engine runs, and its launcher has found that it answers nothing.
 RecordState = Literal["starting", "ready", "unresponsive", "draining", "stopped", "failed"]
-RECORD_STATES: tuple[RecordState, ...] = get_args(RecordState)
 FinalState = Literal["failed", "stopped"]
 FINAL_STATES: frozenset[FinalState] = frozenset(get_args(FinalState))
 
@@ -170,18 +169,6 @@ class EndpointRecord:
         """Return whether the replica has ended, so that the record will not change any more."""
         return self.state in FINAL_STATES
 
-    def to_json(self) -> str:
-        """Return the record as one JSON object, with every field."""
-        return to_json_text(self)
-
-    @classmethod
-    def from_json(cls, text: str, *, source: str = "record") -> EndpointRecord:
-        """Read a record without the secrets that its words may hold. Raises RecordError: `source` and field.
-
-        Fields that a newer version added are ignored.
-        """
-        return from_json_text(cls, text, source=source).without_secrets()
-
     def without_secrets(self) -> EndpointRecord:
         """Return the same without the secrets that its words may hold: they are those of engines and logs."""
         if self.reason is None and not self.last_log_lines:
@@ -247,12 +234,3 @@ class SubmittedJob:
         return tuple(
             replica_name(self.job_id, replica, self.replicas_per_job) for replica in range(self.replicas_per_job)
         )
-
-    def to_json(self) -> str:
-        """Return the job as one JSON object, with every field."""
-        return to_json_text(self)
-
-    @classmethod
-    def from_json(cls, text: str, *, source: str = "submitted job") -> SubmittedJob:
-        """Read a submitted job; unknown fields are ignored. Raises RecordError: `source` and field."""
-        return from_json_text(cls, text, source=source)

@@ -108,17 +108,11 @@ def _lets_through(folder: Path, group: int) -> bool:
     found = folder.stat()
     if found.st_mode & stat.S_IXOTH or (found.st_mode & stat.S_IXGRP and found.st_gid == group):
         return True
-    named = (group, group_name(group))
+    named = (str(group), group_name(group))
     return any(
-        one.kind == "group"
-        and one.rights & acl.SEARCH
-        and (one.who if isinstance(one.who, int) else _name(one)) in named
+        one.kind == "group" and one.rights & acl.SEARCH and str(one.who).partition("@")[0] in named
         for one in acl.grants(folder) or ()
     )
-
-
-def _name(grant: acl.Grant) -> str:
-    return str(grant.who).partition("@")[0]
 
 
 def _let_through(store: ServiceStore, folder: Path, group: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_serve.errors import StoreError
@@ -19,10 +20,11 @@ from hpc_serve.rendezvous.files import (
     list_newest_first,
     make_private_folder,
     remove_file,
+    write_json,
     write_private,
 )
 from hpc_serve.rendezvous.key_file import make_key, read_key
-from hpc_serve.rendezvous.names import forgotten_file_name, is_service_name, record_file_name, validate_service_name
+from hpc_serve.rendezvous.names import forgotten_file_name, is_service_name, validate_service_name
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 
 WEEK_S = 7 * 24 * 3600.0
@@ -42,26 +44,23 @@ def default_home(environ: Mapping[str, str]) -> Path:
     return path.absolute()
 
 
+@dataclass(eq=False)
 class ServiceStore:
     """The files below `home` (see docs/design/record.md). Reading makes nothing; writing makes the folders it needs.
 
     `owner` is the number of another user who shares services of theirs; nothing can be written then.
     """
 
-    def __init__(self, home: Path, *, owner: int | None = None) -> None:
-        self.home = home
-        self.owner = owner
-
-    def __repr__(self) -> str:
-        return f"ServiceStore({str(self.home)!r})"
+    home: Path
+    owner: int | None = field(default=None, kw_only=True)
 
     def service_dir(self, service: str) -> Path:
         """Raises InvalidRequestError if `service` cannot be a folder's name."""
         return self.home / "services" / validate_service_name(service)
 
-    def beside_record(self, service: str, job_id: str, restart: int, replica: int, ending: str) -> Path:
-        """Return a file beside a replica's record. Raises InvalidRequestError for names that cannot be files."""
-        return (self.service_dir(service) / record_file_name(job_id, restart, replica)).with_suffix(ending)
+    def beside_record(self, service: str, record_name: str, ending: str) -> Path:
+        """Return a file beside a replica's record. Raises InvalidRequestError for a name that no service has."""
+        return (self.service_dir(service) / record_name).with_suffix(ending)
 
     def log_dir(self, service: str) -> Path:
         return self.service_dir(service) / "logs"
@@ -106,7 +105,7 @@ class ServiceStore:
             self.ensure_service(record.service)
         else:
             self.require_service(record.service)
-        write_private(folder / record.name, record.without_secrets().to_json(), is_shared=True)
+        write_json(folder / record.name, record.without_secrets(), is_shared=True)
         return folder / record.name
 
     def require_service(self, service: str) -> None:
@@ -119,7 +118,7 @@ class ServiceStore:
     def write_submitted(self, job: SubmittedJob) -> Path:
         """Write down that a job was handed to the scheduler, or how it ended before it began. Raises StoreError."""
         path = self.ensure_service(job.service) / "submitted" / job.name
-        write_private(path, job.to_json())
+        write_json(path, job)
         return path
 
     def read_submitted(self, service: str) -> tuple[SubmittedJob, ...]:
@@ -165,16 +164,14 @@ class ServiceStore:
         """Return whether `forget` was told of a job lately."""
         return (self.service_dir(service) / forgotten_file_name(job_id)).exists()
 
-    def sweep(
-        self, service: str, *, older_than_s: float = WEEK_S, is_over: Callable[[JobEntry], bool] | None = None
-    ) -> int:
+    def sweep(self, service: str, *, is_over: Callable[[JobEntry], bool] | None = None) -> int:
         """Remove old files of a service, and return their number.
 
-        These are records that were not renewed for `older_than_s`, temporary files of dead writers, and requests to
+        These are records that were not renewed for a week, temporary files of dead writers, and requests to
         drain that nobody took back. Files about successors, preflights and forgotten jobs are removed too. A submitted
         job of that age is removed only if `is_over` says so: it may still wait in the queue. Raises StoreError.
         """
-        oldest = time.time() - older_than_s
+        oldest = time.time() - WEEK_S
         folder = self.service_dir(service)
         found = self.read(service)
         removed = [folder / record.name for record in found.records if record.updated_at < oldest]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_serve.demo_model import make_demo_model
+from hpc_serve.rendezvous.fields import from_json_text
 from hpc_serve.rendezvous.record import EndpointRecord
 from tests.cluster import wait_for
 from tests.faults.catalogue import FAULTS
@@ -80,7 +81,8 @@ class FrontedService(Service):
         return argv, r"OPENAI_BASE_URL=http://(\S+)/v1", key_file
 
     def _vllm_router(self) -> tuple[list[str], str, Path]:
-        records = [EndpointRecord.from_json(path.read_text()) for path in sorted(self.records())]
+        texts = {str(path): path.read_text() for path in sorted(self.records())}
+        records = [from_json_text(EndpointRecord, text, source=path) for path, text in texts.items()]
         self._plain = PlainPorts(records)
         workers = [f"http://127.0.0.1:{port}" for port in self._plain.ports]
         ports = ("--port", str(_free_port()), "--prometheus-port", str(_free_port()))

@@ -29,6 +29,7 @@ from hpc_serve.job.links.admission import make_ticket
 from hpc_serve.job.links.control import ControlServer, connect
 from hpc_serve.job.machine.network import choose_port, listen_on
 from hpc_serve.plan import model_from_config
+from hpc_serve.rendezvous.fields import from_json_text, to_json_text
 from hpc_serve.rendezvous.record import EndpointRecord, JobEnd, SubmittedJob
 from hpc_serve.submit.site.site import load_site
 from hpc_serve.vllm.allowed import check_file_arguments
@@ -169,13 +170,14 @@ def only_our_errors(use: Callable[[], object], told: object) -> None:
         raise AssertionError(f"{type(error).__name__} for {told!r}") from error
 
 
-RECORD = json.loads(make_record(state="failed", reason="why", last_log_lines=("a", "b"), measured={"x": 1}).to_json())
-SUBMITTED = json.loads(make_submitted(end=JobEnd(state="failed", reason="why", at=1.0), predicted={"x": 1}).to_json())
+FAILED = make_record(state="failed", reason="why", last_log_lines=("a", "b"), measured={"x": 1})
+ENDED = make_submitted(end=JobEnd(state="failed", reason="why", at=1.0), predicted={"x": 1})
+RECORD, SUBMITTED = (json.loads(to_json_text(one)) for one in (FAILED, ENDED))
 
 
 def rewritten(kind: Any, text: str) -> str:
-    written: str = kind.from_json(text).to_json()
-    return written
+    read = from_json_text(kind, text, source="a file")
+    return to_json_text(read.without_secrets() if isinstance(read, EndpointRecord) else read)
 
 
 def checked_arguments(text: str) -> None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc_serve.demo_model import make_demo_model
-from hpc_serve.rendezvous.drain import drain_file_of, read_drain_request
+from hpc_serve.rendezvous.drain import drain_file, read_drain_request
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.fake_slurm import FakeSlurm
@@ -126,7 +126,7 @@ class PageWorld:
                     self.begin(*found)
             for job_id, (record, engine) in list(self.jobs.items()):
                 cancelled = job_id in self.slurm.cancelled
-                asked = read_drain_request(drain_file_of(self.services[record.service].store, record))
+                asked = read_drain_request(drain_file(self.services[record.service].store, record.service, record.name))
                 if cancelled or asked is not None:
                     self.end(job_id, record, engine)
 

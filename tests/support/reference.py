@@ -6,9 +6,9 @@ import contextlib
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
@@ -93,7 +93,10 @@ def site_file() -> str:
 
 def records() -> str:
     """The fields of a record and of a submitted job."""
-    states = [(f"`{name}`", "yes" if name in record.RECORD_STATES else "", cell(text)) for name, text in STATES.items()]
+    states = [
+        (f"`{name}`", "yes" if name in get_args(record.RecordState) else "", cell(text))
+        for name, text in STATES.items()
+    ]
     lines = [
         block("hpc-serve status 405b --json"),
         "Each replica has a record: one JSON object in `$HPC_SERVE_HOME/services/<service>/`. "
@@ -214,7 +217,7 @@ def _sample() -> str:
         updated_at=1_790_000_130.0,
         counter=14,
     )
-    return json.dumps(json.loads(sample.to_json()), indent=1, ensure_ascii=False)
+    return json.dumps(asdict(sample), indent=1, ensure_ascii=False)
 
 
 def _default(one: Field[Any]) -> str:

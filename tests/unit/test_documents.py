@@ -17,7 +17,7 @@ DESIGN = ("ARCHITECTURE.md", *(page for page in PAGES if page.startswith("docs/d
 # A file or a room below hpc_serve/.
 OF_THE_CODE = re.compile(r"`([\w/]+\.(?:py|json)|[a-z_]+(?:/[a-z_]+)*/)`")
 WRITTEN_WHEN_IT_RUNS = {"service.json", "start_times.json", "wanted.json", "config.json"}
-LINK = re.compile(r"\]\(([^)#:\s]+)[^)\s]*\)")
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
 def text_of(document: str) -> str:
@@ -48,14 +48,24 @@ def test_architecture_has_a_line_for_every_room_of_the_code() -> None:
 
 
 def test_architecture_leads_to_every_design_page() -> None:
-    linked = set(LINK.findall(text_of("ARCHITECTURE.md")))
+    linked = {page for page, _ in LINK.findall(text_of("ARCHITECTURE.md"))}
     assert {page for page in DESIGN if page != "ARCHITECTURE.md"} - linked == set()
 
 
+def anchors(page: Path) -> set[str]:
+    """The heads of a page, and of the files that it includes, as links name them."""
+    text = page.read_text(encoding="utf-8")
+    text += "".join(map(text_of, re.findall(r'^--8<-- "(.*)"$', text, re.MULTILINE)))
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head).strip().lower().replace(" ", "-") for head in heads}
+
+
 @pytest.mark.parametrize("document", [*DOCUMENTS, *PAGES])
-def test_files_that_are_linked_are_there(document: str) -> None:
-    links = LINK.findall(text_of(document))
-    assert [link for link in links if not ((CHECKOUT / document).parent / link).exists()] == []
+def test_pages_and_heads_that_are_linked_are_there(document: str) -> None:
+    for link, anchor in LINK.findall(text_of(document)):
+        page = (CHECKOUT / document).parent / link if link else CHECKOUT / document
+        assert page.exists(), link
+        assert not anchor or anchor in anchors(page), f"{link}#{anchor}"
 
 
 def test_contributing_names_files_at_all() -> None:

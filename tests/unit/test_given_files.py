@@ -27,6 +27,15 @@ NO_WATCH: dict[str, Any] = {"on_copied": lambda done, total: None, "stop": threa
 LESS_DEEP = "[" * 500 + "]" * 500  # Python reads it, and a program that walks it may still break
 
 
+def load_models(path: Path) -> Any:
+    return load_site_models(str(path))
+
+
+def written(folder: Path, text: str) -> Path:
+    (folder / "file.yaml").write_text(text)
+    return folder / "file.yaml"
+
+
 def test_a_pipe_in_place_of_weights_hangs_nobody(tmp_path: Path):
     pipe = tmp_path / "a.safetensors"
     os.mkfifo(pipe)
@@ -45,10 +54,9 @@ def test_a_pipe_in_place_of_any_other_file_of_a_model_hangs_nobody(tmp_path: Pat
     assert missing_weights(tmp_path) is not None
     assert weight_files(tmp_path) == ()
     os.mkfifo(tmp_path / "site.yaml")
-    with pytest.raises(SiteFileError, match="no regular file"):
-        load_site(tmp_path / "site.yaml")
-    with pytest.raises(SiteFileError, match="no regular file"):
-        load_site_models(str(tmp_path / "site.yaml"))
+    for load in (load_site, load_models):
+        with pytest.raises(SiteFileError, match="no regular file"):
+            load(tmp_path / "site.yaml")
 
 
 def test_a_huge_index_is_not_read(tmp_path: Path):
@@ -104,12 +112,9 @@ DEEP_YAML = ["[" * 2000, "{a: " * 2000, "- " * 2000, "? " * 2000]
 
 @pytest.mark.parametrize("text", [*DEEP_YAML, "a: " + "x" * 200_000])
 def test_yaml_is_bounded(tmp_path: Path, text: str):
-    (tmp_path / "file.yaml").write_text(text)
-    says = "longer than 131,072 bytes|nested more than 20 levels deep"
-    with pytest.raises(SiteFileError, match=says):
-        load_site(tmp_path / "file.yaml")
-    with pytest.raises(SiteFileError, match=says):
-        load_site_models(str(tmp_path / "file.yaml"))
+    for load in (load_site, load_models):
+        with pytest.raises(SiteFileError, match=r"longer than 131,072 bytes|nested more than 20 levels deep"):
+            load(written(tmp_path, text))
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "2026-99-99", "0x" + "f" * 5000, "1:" * 3000 + "1"])
@@ -117,17 +122,12 @@ def test_a_value_of_yaml_that_is_none_is_an_error_of_its_file(tmp_path: Path, va
     for name in ("time", "gpus_per_node", "cpus_per_task", "gpu_memory"):
         with pytest.raises(SiteFileError):
             load_site(written(tmp_path, f"{name}: {value}\n"))
-    (model,) = load_site_models(str(written(tmp_path, f"- {{name: a, model: b, note: {value}}}\n"))).values()
+    (model,) = load_models(written(tmp_path, f"- {{name: a, model: b, note: {value}}}\n")).values()
     assert model.note == value
-
-
-def written(folder: Path, text: str) -> Path:
-    (folder / "file.yaml").write_text(text)
-    return folder / "file.yaml"
 
 
 def test_aliases_that_make_short_yaml_long_are_not_written_out(tmp_path: Path):
     lists = "".join(f", &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 18))
     text = f"- {{name: a, model: b, note: [&a0 [x]{lists}]}}\n"
     with pytest.raises(SiteFileError, match="note must be one value"):
-        load_site_models(str(written(tmp_path, text)))
+        load_models(written(tmp_path, text))

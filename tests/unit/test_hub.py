@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,9 +11,8 @@ import httpx
 import pytest
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
-from hpc_serve.hub.hub import find_model, find_spec, stored_weights
+from hpc_serve.hub.hub import find_model, find_spec
 from hpc_serve.hub.local_weights import cached_folder
-from hpc_serve.plan.model.checkpoint import StoredTensor, StoredWeights, loaded_bytes
 from tests.unit.conftest import HubAnswers
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64}
@@ -174,78 +172,27 @@ def test_names_that_are_nothing_get_a_suggestion(hub_answers: HubAnswers, enviro
         find_model("meta-llama/Llama-3.1-70B-Instrukt", environ=environ)
 
 
-def safetensors(file: Path, tensors: dict[str, tuple[str, list[int], int]]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    place = 0
-    for name, (dtype, shape, size) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [place, place + size]}
-        place += size
-    file.write_bytes(with_header(header))
-
-
-def test_headers_of_weights(tmp_path: Path) -> None:
-    assert stored_weights(tmp_path) is None
-    safetensors(tmp_path / "a.safetensors", {"x": ("BF16", [4, 8], 64), "y": ("F32", [3], 12)})
-    safetensors(tmp_path / "b.safetensors", {"z": ("F8_E4M3", [16, 16], 256)})
-    stored = stored_weights(tmp_path)
-    assert stored is not None
-    assert stored.tensors == (
-        StoredTensor(name="x", dtype="BF16", elements=32, size_bytes=64),
-        StoredTensor(name="y", dtype="F32", elements=3, size_bytes=12),
-        StoredTensor(name="z", dtype="F8_E4M3", elements=256, size_bytes=256),
-    )
-
-
 TINY: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, "torch_dtype": "bfloat16"}
 TINY |= {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
 TINY |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
-def tiny_tensors(dtype: str = "BF16", size: int = 2) -> dict[str, tuple[str, list[int], int]]:
-    shapes = {"model.embed_tokens.weight": [512, 256], "model.norm.weight": [256], "lm_head.weight": [512, 256]}
-    for layer in range(5):  # the last is beyond the config: multi-token prediction, which vLLM does not load
-        for names, shape in (
-            (("self_attn.q_proj", "self_attn.o_proj"), [256, 256]),
-            (("self_attn.k_proj", "self_attn.v_proj"), [128, 256]),
-            (("mlp.gate_proj", "mlp.up_proj"), [512, 256]),
-            (("mlp.down_proj",), [256, 512]),
-            (("input_layernorm", "post_attention_layernorm"), [256]),
-        ):
-            shapes |= {f"model.layers.{layer}.{name}.weight": shape for name in names}
-    return {name: (dtype, shape, math.prod(shape) * size) for name, shape in shapes.items()}
-
-
-@pytest.mark.parametrize(("dtype", "size"), [("BF16", 2), ("F32", 4)])
-def test_files_that_agree_with_the_config(tmp_path: Path, dtype: str, size: int) -> None:
-    """A tied head and a further layer are in the files and not loaded; 32 bit becomes 16."""
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """The folder of a small model, without weights."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
-    safetensors(tmp_path / "model.safetensors", tiny_tensors(dtype, size))
-    found, spec, _ = find_spec(str(tmp_path))
-    assert found.warning is None
-    assert spec.weight_bytes == 2 * spec.parameters == 2 * (512 * 256 + 4 * (9 * 256 * 256 + 512) + 256)
-
-
-def test_files_that_are_heavier_are_believed(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    tensors = tiny_tensors()
-    tensors["model.layers.0.extra"] = ("BF16", [512, 1024], 512 * 1024 * 2)
-    safetensors(tmp_path / "model.safetensors", tensors)
-    found, spec, _ = find_spec(str(tmp_path))
-    assert found.warning is not None
-    assert "the plan uses the size of the files" in found.warning
-    assert spec.weight_bytes == pytest.approx(2 * (2_493_696 + 512 * 1024), rel=0.03)
+    return tmp_path
 
 
 FP8 = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "group_size": None, "exclude_modules": ["lm_head"]}
 SIDECAR = {"producer": {"name": "modelopt", "version": "0.23.0"}, "quantization": FP8}
 
 
-def test_modelopts_file_beside_the_config_says_how_it_is_quantized(tmp_path: Path, environ: dict[str, str]) -> None:
+def test_modelopts_file_beside_the_config_says_how_it_is_quantized(tiny: Path, environ: dict[str, str]) -> None:
     """As vLLM's `get_config` reads it: only where the config itself says nothing."""
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    assert find_spec(str(tmp_path))[1].quantization.method == "none"
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(SIDECAR))
-    _, spec, _ = find_spec(str(tmp_path))
+    assert find_spec(str(tiny))[1].quantization.method == "none"
+    (tiny / "hf_quant_config.json").write_text(json.dumps(SIDECAR))
+    _, spec, _ = find_spec(str(tiny))
     assert (spec.quantization.method, spec.quantization.linear.name) == ("modelopt", "fp8")
     assert spec.quantization.kv_cache_dtype == "fp8"
     assert spec.quantization.skipped == ("lm_head",)
@@ -253,8 +200,8 @@ def test_modelopts_file_beside_the_config_says_how_it_is_quantized(tmp_path: Pat
     (snapshot / "hf_quant_config.json").write_text(json.dumps(SIDECAR))
     assert find_spec("acme/rocket-8b", environ=environ)[1].quantization.method == "modelopt"
     own = {**TINY, "quantization_config": {"quant_method": "fp8"}}
-    (tmp_path / "config.json").write_text(json.dumps(own))
-    assert find_spec(str(tmp_path))[1].quantization.method == "fp8"
+    (tiny / "config.json").write_text(json.dumps(own))
+    assert find_spec(str(tiny))[1].quantization.method == "fp8"
 
 
 def test_the_hub_is_asked_for_modelopts_file(hub_answers: HubAnswers, environ: dict[str, str]) -> None:
@@ -268,76 +215,3 @@ def test_the_hub_is_asked_for_modelopts_file(hub_answers: HubAnswers, environ: d
     _, spec, _ = find_spec("acme/rocket-8b", environ=environ)
     assert spec.quantization.method == "modelopt"
     assert seen == [f"/acme/rocket-8b/resolve/main/{file}" for file in ("config.json", "hf_quant_config.json")]
-
-
-def test_an_index_without_its_files_decides_too(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    names = dict.fromkeys(("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"), "a.safetensors")
-    weight_bytes = 2 * find_spec(str(tmp_path))[1].parameters
-
-    def warning(total: object, *, extra: str = "model.norm.weight") -> str | None:
-        index = {"metadata": {"total_size": total}, "weight_map": {**names, extra: "a.safetensors"}}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-        return find_spec(str(tmp_path))[0].warning
-
-    assert warning(weight_bytes) is None
-    assert "the plan uses the size of the files" in str(warning(2 * weight_bytes))
-    assert warning(2 * weight_bytes, extra="model.layers.7.mlp.up_proj.weight") is None  # not loaded, of unknown size
-    for nonsense in (None, "x", -1, True, [1]):
-        assert warning(nonsense) is None
-
-
-def test_scales_that_bitsandbytes_quantized_twice_are_loaded_in_32_bit() -> None:
-    spec = find_spec("8b")[1]
-    stored = {"": ("U8", 512), ".absmax": ("U8", 16), ".quant_state.bitsandbytes__nf4": ("U8", 90)}
-    stored |= {".nested_absmax": ("F32", 1), ".nested_quant_map": ("F32", 256), ".quant_map": ("F32", 16)}
-    tensors = [
-        StoredTensor(
-            name=f"model.layers.0.mlp.up_proj.weight{end}",
-            dtype=dtype,
-            elements=count,
-            size_bytes=count * (4 if dtype == "F32" else 1),
-        )
-        for end, (dtype, count) in stored.items()
-    ]
-    assert loaded_bytes(tensors, spec) == 512 + 4 * 16
-
-
-def test_an_index_whose_files_are_not_all_there(tmp_path: Path) -> None:
-    safetensors(tmp_path / "a.safetensors", {"x": ("BF16", [4], 8)})
-    index = {"weight_map": {"x": "a.safetensors", "y": "missing.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert stored_weights(tmp_path) == StoredWeights(names=("x", "y"))
-
-
-def with_header(header: dict[str, Any]) -> bytes:
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text  # the header alone: weights are never read
-
-
-INDEX = "model.safetensors.index.json"
-WRONG_ENTRIES: tuple[Any, ...] = ({}, [], {"dtype": "BF16", "shape": [4], "data_offsets": [0]}, {"dtype": "BF16"})
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        *(
-            ("a.safetensors", content, r"a\.safetensors")
-            for content in (b"", b"\xff" * 16, b"\5" + b"\0" * 7 + b'{"a":')
-        ),
-        *(("a.safetensors", with_header({"x": entry}), "is damaged: .* what 'x' is") for entry in WRONG_ENTRIES),
-        *(
-            (INDEX, json.dumps({"weight_map": {"x": name}}).encode(), "not below the model's folder")
-            for name in ("../outside.safetensors", "/etc/passwd")
-        ),
-        *((INDEX, content, "no weight_map") for content in (b"{}", b'{"weight_map": []}', b'{"weight_map": {"x": 3}}')),
-    ],
-)
-def test_weights_that_cannot_be_read_are_named(tmp_path: Path, name: str, content: bytes, says: str) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (tmp_path / "outside.safetensors").write_bytes(b"mine")
-    (folder / name).write_bytes(content)
-    with pytest.raises(InvalidRequestError, match=says):
-        stored_weights(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_serve.printable import printable
+from hpc_serve.rendezvous.fields import from_json_text, to_json_text
 from hpc_serve.rendezvous.record import EndpointRecord
 from tests.support.stubs import make_record
 
@@ -27,6 +28,6 @@ def test_control_characters_are_written_out(text, shown):
 
 def test_a_record_is_read_so():
     record = make_record(state="failed", reason="\x1b[31mred", last_log_lines=("a\x1b[2Jb",))
-    read = EndpointRecord.from_json(record.to_json(), source="a file")
+    read = from_json_text(EndpointRecord, to_json_text(record), source="a file")
     assert read.reason == "\\x1b[31mred"
     assert read.last_log_lines == ("a\\x1b[2Jb",)

@@ -29,21 +29,16 @@ def wheel(tmp_path_factory) -> Path:
     return next(built.glob("hpc_serve-*.whl"))
 
 
-def test_the_wheel_holds_what_is_not_python(wheel):
-    names = set(zipfile.ZipFile(wheel).namelist())
-    packaged = {f"hpc_serve/templates/{path.name}" for path in (CHECKOUT / "templates").glob("*.j2")}
-    assert packaged
-    assert packaged <= names
-    assert "hpc_serve/py.typed" in names
-    assert {f"hpc_serve/plots/plan_page.{kind}" for kind in ("css", "html", "js")} <= names
-    assert "hpc_serve/plots/figure.mplstyle" in names
-    assert any(name.startswith("hpc_serve/plan/catalog/") and name.endswith(".json") for name in names)
-
-
-def test_every_package_is_in_the_wheel(wheel):
-    names = set(zipfile.ZipFile(wheel).namelist())
-    modules = {str(path.relative_to(CHECKOUT)) for path in (CHECKOUT / "hpc_serve").rglob("*.py")}
-    assert modules <= names
+def test_every_module_and_all_data_are_in_the_wheel(wheel):
+    files = {
+        str(path.relative_to(folder.parent))
+        for folder in (CHECKOUT / "hpc_serve", CHECKOUT / "templates")
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    expected = {f"hpc_serve/{name}" if name.startswith("templates/") else name for name in files}
+    assert {"hpc_serve/templates/slurm.sh.j2", "hpc_serve/py.typed", "hpc_serve/demo_model.json"} <= expected
+    assert expected - set(zipfile.ZipFile(wheel).namelist()) == set()
 
 
 def test_the_wheel_alone_renders_the_committed_script(wheel, tmp_path):

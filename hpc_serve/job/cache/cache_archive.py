@@ -21,13 +21,11 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from hpc_serve.errors import StoreError
-from hpc_serve.job.machine.guarded_folders import folder_bytes
+from hpc_serve.job.machine.guarded_folders import READY, folder_bytes
 from hpc_serve.rendezvous.files import make_private_folder, private_temporary
 from hpc_serve.rendezvous.ownership import fault, stat_fault
 
 _log = logging.getLogger(__name__)
-READY = "ready"
-"""The name of the file in a folder that says on which machine an engine became ready with what lies there."""
 _ENDING = ".tar.gz"
 _TEMPORARY_S = 3_600.0
 _COMPRESSION = 1

@@ -20,11 +20,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.job.cache.cache_archive import READY, CacheArchive
-from hpc_serve.job.cache.cache_key import machine_key
+from hpc_serve.job.cache.cache_archive import CacheArchive
+from hpc_serve.job.cache.cache_key import machine_key, text_of
 from hpc_serve.job.machine import guarded_folders
-from hpc_serve.job.machine.guarded_folders import lock_beside, others_file, remove_tree
-from hpc_serve.rendezvous.files import make_folders, make_own_folder
+from hpc_serve.job.machine.guarded_folders import READY, lock_beside, others_file, remove_tree
+from hpc_serve.rendezvous.files import make_folders
+from hpc_serve.rendezvous.named_folder import make_own_folder
 from hpc_serve.rendezvous.ownership import fault
 from hpc_serve.rendezvous.store import default_home
 from hpc_serve.sizes import GIB, parse_size
@@ -53,7 +54,7 @@ def lock_folder(root: Path, key: str, *, first: int = 0) -> tuple[Path, int]:
         try:
             if (reason := others_file(path)) is not None:
                 _log.warning("caches of an earlier start are removed: %s", reason)
-                remove_tree(path, mark=READY)
+                remove_tree(path)
             path.mkdir(mode=0o700, exist_ok=True)
             if others_file(path) is None:
                 return path, descriptor
@@ -66,7 +67,7 @@ def lock_folder(root: Path, key: str, *, first: int = 0) -> tuple[Path, int]:
 
 def empty_folder(path: Path) -> None:
     """Remove all that is in a locked folder. Raises OSError for what cannot be removed."""
-    remove_tree(path, mark=READY)
+    remove_tree(path)
     path.mkdir(mode=0o700)
 
 
@@ -179,21 +180,21 @@ def open_cache(
 def remove_unused(root: Path, *, limit_bytes: int) -> list[Path]:
     """Remove folders that are not in use: after a month without use, and the longest unused while all take more than
     `limit_bytes`. Returns the removed ones."""
-    return guarded_folders.remove_unused(root, _FOLDER, mark=READY, limit_bytes=limit_bytes, keep_s=_UNUSED_S)
+    return guarded_folders.remove_unused(root, _FOLDER, limit_bytes=limit_bytes, keep_s=_UNUSED_S)
 
 
 def _lock_cache(root: Path, key: str, first: int, *, is_ready_until_it_fails: bool) -> EngineCache:
     path, lock = lock_folder(root, key, first=first)
     try:
         os.utime(lock)  # of many folders, those used last are kept
-        ready_on = _read(path / READY)
+        ready_on = text_of(path / READY)
         if ready_on == machine_key():
             words, is_warm = f"warm, from {path} on this node", True
             if not is_ready_until_it_fails:
                 (path / READY).unlink()
         else:
             # Another machine, or an engine that did not become ready: what it left may be half written.
-            why = "no engine was ready with it yet" if ready_on is None else "it was of another kind of machine"
+            why = "no engine was ready with it yet" if not ready_on else "it was of another kind of machine"
             words, is_warm = f"cold, kept in {path} ({why})", False
             empty_folder(path)
     except OSError:
@@ -215,13 +216,6 @@ def _seeded(cache: EngineCache) -> EngineCache:
         empty_folder(cache.path)
         return cache
     return replace(cache, is_warm=True, words=f"warm, from {archive.path} in {cache.path}")
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return None
 
 
 def _root(environ: Mapping[str, str]) -> Path:

@@ -17,7 +17,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from hpc_serve.job.links.link import MAX_MESSAGE_BYTES, Message, read_message, text
 
@@ -60,16 +60,23 @@ async def open_with_ticket(
     """
     nonce = secrets.token_hex(16)
     reader, writer = await asyncio.wait_for(_connect(address, make_ticket(token, nonce)), within_s)
-    try:
+    with aborted_on_error(writer):
         greeted = await asyncio.wait_for(read_message(reader), within_s)
         if not is_proof(greeted, token, role, nonce):
             raise ValueError(f"another program answers at {address[0]}:{address[1]}")
+    return reader, writer, greeted
+
+
+@contextlib.contextmanager
+def aborted_on_error(writer: asyncio.StreamWriter) -> Iterator[None]:
+    """Abort a connection on any error. One of the network becomes EOFError: somebody was reached, and has gone."""
+    try:
+        yield
     except BaseException as error:
         writer.transport.abort()
         if isinstance(error, OSError | asyncio.TimeoutError):
             raise EOFError(str(error)) from error
         raise
-    return reader, writer, greeted
 
 
 async def _connect(address: tuple[str, int], ticket: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from hpc_serve.job.links.admission import Admission, greeting, is_proof, open_with_ticket, proof
+from hpc_serve.job.links.admission import Admission, aborted_on_error, greeting, is_proof, open_with_ticket, proof
 from hpc_serve.job.links.link import (
     MAX_MESSAGE_BYTES,
     MAX_TEXT,
@@ -156,7 +156,7 @@ async def connect(
 async def _try_to_connect(head: tuple[str, int], token: str, about: Message, own_address: Callable[[], str]) -> Link:
     """Try once to connect, and return the link. Raises what `open_with_ticket` raises."""
     reader, writer, greeted = await open_with_ticket(head, token, "head", within_s=_TRY_S)
-    try:
+    with aborted_on_error(writer):
         hello = {**about, "address": own_address(), "proof": proof(token, "node", text(greeted, "nonce"))}
         await write_message(writer, hello)
         answer = await asyncio.wait_for(read_message(reader), _HANDSHAKE_TIMEOUT_S)
@@ -164,8 +164,3 @@ async def _try_to_connect(head: tuple[str, int], token: str, about: Message, own
         if not isinstance(silence_s, int | float):
             raise ValueError("no silence_s")
         return Link(reader, writer, rank=0, name=text(answer, "name"), address=head[0], silence_s=silence_s)
-    except BaseException as error:
-        writer.transport.abort()
-        if isinstance(error, OSError | asyncio.TimeoutError):
-            raise EOFError(str(error)) from error
-        raise

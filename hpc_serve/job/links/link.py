@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from hpc_serve.errors import HpcServeError
@@ -28,6 +29,7 @@ class LinkLostError(HpcServeError):
     """The launcher at the other end has ended, or its node has stopped answering."""
 
 
+@dataclass(eq=False)
 class Link:
     """One end of an open connection.
 
@@ -36,28 +38,21 @@ class Link:
     read by its latest heartbeat. The node counts as lost after `silence_s` seconds without a message.
     """
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        *,
-        rank: int,
-        name: str,
-        address: str,
-        silence_s: float,
-        cache: str = "",
-    ) -> None:
-        self.rank, self.name, self.address, self.cache = rank, name, address, cache
-        self._silence_s = silence_s
-        self.read = ReadSoFar()
-        self._answers: dict[str, asyncio.Future[Message]] = {}
-        self._reader, self._writer = reader, writer
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+    _: KW_ONLY
+    rank: int
+    name: str
+    address: str
+    silence_s: float
+    cache: str = ""
+    read: ReadSoFar = field(default_factory=ReadSoFar, init=False)
+    _answers: dict[str, asyncio.Future[Message]] = field(default_factory=dict, init=False)
 
     async def send(self, kind: str, **fields: Any) -> None:
         """Send a message. A closed connection raises nothing here; `receive` reports it."""
         with contextlib.suppress(OSError):
-            self._writer.write(json.dumps({"kind": kind, **fields}).encode() + b"\n")
-            await self._writer.drain()
+            await write_message(self._writer, {"kind": kind, **fields})
 
     async def ask(self, kind: str, **fields: Any) -> Message:
         """Send a message, and return the other end's answer to it. It comes while somebody receives."""
@@ -78,7 +73,7 @@ class Link:
             try:
                 message = await self._next_message()
             except asyncio.TimeoutError as error:
-                raise LinkLostError(f"node {self.name} has sent nothing for {self._silence_s:g} s") from error
+                raise LinkLostError(f"node {self.name} has sent nothing for {self.silence_s:g} s") from error
             except (OSError, ValueError, EOFError) as error:
                 raise LinkLostError(f"the launcher on node {self.name} ended") from error
             if message.get("kind") == "heartbeat":
@@ -97,7 +92,7 @@ class Link:
         reading = asyncio.ensure_future(read_message(self._reader))
         try:
             for _ in range(_HEARTBEATS_PER_SILENCE):
-                await asyncio.wait({reading}, timeout=self._silence_s / _HEARTBEATS_PER_SILENCE)
+                await asyncio.wait({reading}, timeout=self.silence_s / _HEARTBEATS_PER_SILENCE)
                 if reading.done():
                     return reading.result()
         finally:
@@ -110,7 +105,7 @@ class Link:
         `look` runs in a thread and may take long: /proc is slow for a process that is mapping much memory.
         Heartbeats do not wait for it.
         """
-        interval_s = min(_MAX_HEARTBEAT_INTERVAL_S, self._silence_s / _HEARTBEATS_PER_SILENCE)
+        interval_s = min(_MAX_HEARTBEAT_INTERVAL_S, self.silence_s / _HEARTBEATS_PER_SILENCE)
         latest, reading = ReadSoFar(), asyncio.create_task(asyncio.to_thread(look))
         while True:
             await asyncio.wait({reading}, timeout=interval_s)

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_serve.job.links.link import Link, LinkLostError, Message
@@ -21,23 +22,19 @@ _log = logging.getLogger(__name__)
 _WORKER_GRACE_S = 10.0
 
 
+@dataclass(eq=False)
 class WorkerLinks:
     """The connected workers of a job of `num_nodes` nodes. `on_join` is called with the link of each new one.
 
     `on_fault` gets what a worker says of the engine's processes on its node. Workers are told to stop at `stop_order`.
     """
 
-    def __init__(
-        self,
-        num_nodes: int,
-        parts: Parts,
-        on_join: Callable[[Link], None],
-        on_fault: Callable[[Link, Message], None] = lambda link, message: None,
-        stop_order: StopOrder = StopOrder.WORKERS,
-    ) -> None:
-        self._num_nodes, self._parts, self._on_join = num_nodes, parts, on_join
-        self._on_fault, self._stop_order = on_fault, stop_order
-        self._links: dict[int, Link] = {}
+    num_nodes: int
+    _parts: Parts
+    _on_join: Callable[[Link], None]
+    _on_fault: Callable[[Link, Message], None] = lambda link, message: None
+    stop_order: StopOrder = StopOrder.WORKERS
+    _links: dict[int, Link] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         return len(self._links)
@@ -45,7 +42,7 @@ class WorkerLinks:
     @property
     def absent_ranks(self) -> list[int]:
         """Return the ranks of the nodes without a connected launcher."""
-        return sorted(set(range(1, self._num_nodes)) - set(self._links))
+        return sorted(set(range(1, self.num_nodes)) - set(self._links))
 
     @property
     def names(self) -> dict[str, str]:
@@ -64,7 +61,7 @@ class WorkerLinks:
             return
         _log.info("node %s (%s) has joined", link.name, link.address)
         self._links[link.rank] = link
-        self._parts.add(self._stop_order, functools.partial(self._stop, link))
+        self._parts.add(self.stop_order, functools.partial(self._stop, link))
         self._parts.run_in_background(link.send_heartbeats(ReadSoFar))
         self._parts.run_in_background(self._fail_with(link))
         self._on_join(link)

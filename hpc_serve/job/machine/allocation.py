@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.machine.share import Share
-from hpc_serve.rendezvous.names import run_name
+from hpc_serve.rendezvous.names import record_file_name, run_name
 from hpc_serve.sizes import MIB
 
 _ALL = Share()
@@ -46,6 +46,11 @@ class Allocation:
     def run_name(self) -> str:
         """Return the name of this replica's run of the job. A requeued job runs again under the same id."""
         return run_name(self.job_id, self.restart, self.share.index)
+
+    @property
+    def record_name(self) -> str:
+        """Return the file name of this replica's record."""
+        return record_file_name(self.job_id, self.restart, self.share.index)
 
 
 def read_allocation(environ: Mapping[str, str], share: Share = _ALL) -> Allocation:

@@ -19,6 +19,9 @@ from hpc_serve.job.machine.network import PortsInUseError
 from hpc_serve.rendezvous.files import create_private, make_folders, make_private_folder, read_private, write_private
 from hpc_serve.rendezvous.ownership import fault, require
 
+READY = "ready"
+"""The name of the file in a folder that says that the rest of it may be used."""
+
 
 def make_named_folder(base: Path, kind: str, home: Path, *, called: str) -> Path:
     """Make or find the folder of this user in `base`, by a name that all nodes read in the home; return its path.
@@ -64,9 +67,7 @@ def lock_beside(path: Path, *, shared: bool = False) -> int | None:
         os.close(descriptor)
 
 
-def remove_unused(
-    root: Path, names: re.Pattern[str], *, mark: str, limit_bytes: int = 0, keep_s: float = 0.0
-) -> list[Path]:
+def remove_unused(root: Path, names: re.Pattern[str], *, limit_bytes: int = 0, keep_s: float = 0.0) -> list[Path]:
     """Remove folders of `root` with such `names` that nobody uses; return the removed ones.
 
     Folders that were used in the last `keep_s` seconds stay, as long as all together take at most `limit_bytes`. The
@@ -81,7 +82,7 @@ def remove_unused(
         for path in sorted(used_at, key=used_at.__getitem__):
             if total <= limit_bytes and time.time() - used_at[path] < keep_s:
                 continue
-            if remove_unless_locked(path, mark=mark):
+            if remove_unless_locked(path):
                 removed.append(path)
                 total -= sizes[path]
     return removed
@@ -93,20 +94,19 @@ def folder_bytes(path: Path) -> int:
 
 
 def _used_at(path: Path) -> float:
-    for name in (path.with_name(f"{path.name}.lock"), path):
-        with contextlib.suppress(OSError):
-            return os.lstat(name).st_mtime
+    with contextlib.suppress(OSError):
+        return os.lstat(path.with_name(f"{path.name}.lock")).st_mtime
     return 0.0
 
 
-def remove_unless_locked(path: Path, *, mark: str) -> bool:
+def remove_unless_locked(path: Path) -> bool:
     """Remove a folder unless it is in use; returns whether nothing of it is left. Its lock's file goes with it."""
     with contextlib.suppress(OSError):
         lock = lock_beside(path)
         if lock is None:
             return False
         try:
-            remove_tree(path, mark=mark)
+            remove_tree(path)
             if not os.path.lexists(path):
                 path.with_name(f"{path.name}.lock").unlink()
                 return True
@@ -115,10 +115,10 @@ def remove_unless_locked(path: Path, *, mark: str) -> bool:
     return False
 
 
-def remove_tree(path: Path, *, mark: str) -> None:
-    """Remove what lies at `path`. `mark` is the name of the file in it that says that it may be used."""
+def remove_tree(path: Path) -> None:
+    """Remove what lies at `path`."""
     with contextlib.suppress(OSError):
-        (path / mark).unlink()  # first of all: a removal may be interrupted
+        (path / READY).unlink()  # first of all: a removal may be interrupted
     shutil.rmtree(path, ignore_errors=True)
     if path.is_symlink() or path.is_file():
         path.unlink()

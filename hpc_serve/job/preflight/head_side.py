@@ -97,9 +97,7 @@ def log_report(report: PreflightReport) -> None:
 
 def write_report(node: Node, store: ServiceStore, report: PreflightReport) -> None:
     """Write the report beside the record. A failure is logged: a service goes on when its home is full."""
-    allocation = node.allocation
-    job_id, restart, replica = allocation.job_id, allocation.restart, allocation.share.index
-    path = preflight_file(store, node.options.service, job_id=job_id, restart=restart, replica=replica)
+    path = preflight_file(store, node.options.service, node.allocation.record_name)
     try:
         write_json(path, report)
     except StoreError as error:

@@ -81,8 +81,8 @@ class LoadProgress:
     def rest_s(self, now: float) -> float | None:
         """Return the seconds until all is loaded; None where too little is known."""
         rate = self.rate(now)
-        if rate is None or self.part >= 1:
-            return None if rate is None else 0.0
+        if rate is None:
+            return None
         reached_s, part = self._samples[-1]
         return max((1 - part) / rate - (now - reached_s), 0.0)
 

@@ -15,23 +15,21 @@ from hpc_serve.rendezvous.record import START_STAGES, EndpointRecord, StartRecor
 from hpc_serve.rendezvous.start_times import PastStart, cache_of, layout_of
 from hpc_serve.sizes import MIB
 
-STAGE_OF_PHRASE: Mapping[str, str] = {
-    "waiting for the nodes' launchers": "nodes",
-    "looking at the nodes": "nodes",
-    "starting Ray's head": "nodes",
-    "waiting for Ray nodes": "nodes",
-    "staging the model": "staging",
-    "starting the engine": "engine",
-    "waiting for Ray to place the workers": "engine",
-    "downloading weights": "weights",
-    "loading weights": "weights",
-    "weights loaded": "compile",
-    "compiling": "compile",
-    "profiling": "capture",
-    "capturing CUDA graphs": "capture",
-    "server is up": "server",
-    "answering a first request": "server",
+_PHRASES: Mapping[str, Sequence[str]] = {
+    "nodes": (
+        "waiting for the nodes' launchers",
+        "looking at the nodes",
+        "starting Ray's head",
+        "waiting for Ray nodes",
+    ),
+    "staging": ("staging the model",),
+    "engine": ("starting the engine", "waiting for Ray to place the workers"),
+    "weights": ("downloading weights", "loading weights"),
+    "compile": ("weights loaded", "compiling"),
+    "capture": ("profiling", "capturing CUDA graphs"),
+    "server": ("server is up", "answering a first request"),
 }
+STAGE_OF_PHRASE = {phrase: stage for stage, phrases in _PHRASES.items() for phrase in phrases}
 """The stage that a phrase belongs to. Those that engines say at different places belong to none."""
 
 _LEAST_READ_BYTES = 64 * MIB

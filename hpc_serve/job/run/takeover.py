@@ -13,7 +13,7 @@ from collections.abc import Callable
 from hpc_serve.errors import HpcServeError
 from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.rendezvous.chain import predecessors_of
-from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file_of, read_drain_request
+from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file, read_drain_request
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
 
@@ -54,7 +54,7 @@ def drain_predecessors(store: ServiceStore, own: EndpointRecord, *, now: Callabl
         if record.job_id in earlier and record.replica == own.replica
     }
     for record in last.values():
-        path = drain_file_of(store, record)
+        path = drain_file(store, record.service, record.name)
         if record.is_final or read_drain_request(path) is not None:
             continue
         ends_at = record.started_at + earlier[record.job_id].time_limit_s

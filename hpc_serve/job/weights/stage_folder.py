@@ -12,8 +12,6 @@ from hpc_serve.job.machine.guarded_folders import remove_unused as remove_unused
 from hpc_serve.rendezvous.ownership import fault
 
 VARIABLE = "HPC_SERVE_STAGE"
-WHOLE = ".whole"
-"""The name of the file that says that a copy is complete."""
 _OFF, _ON = ("", "0", "off", "no", "false"), ("1", "on", "yes", "true")
 _NAME = re.compile(r"[0-9a-f]{16}")
 
@@ -36,5 +34,5 @@ def remove_unused(environ: Mapping[str, str]) -> list[Path]:
         base = stage_base(environ)
         roots = base.glob("hpc-serve-stage-*") if base is not None else ()
         private = [one for one in roots if fault(one, "private") is None]
-        return [copy for root in private for copy in remove_unused_folders(root, _NAME, mark=WHOLE)]
+        return [copy for root in private for copy in remove_unused_folders(root, _NAME)]
     return []

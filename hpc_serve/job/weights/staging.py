@@ -26,6 +26,7 @@ from hpc_serve.hub.hub_settings import read_hub_settings
 from hpc_serve.hub.local_weights import damaged_files, snapshot_folder, weight_files
 from hpc_serve.hub.needed_files import RepositoryFile, needed_files
 from hpc_serve.job.machine.guarded_folders import (
+    READY,
     lock_beside,
     make_named_folder,
     others_file,
@@ -34,7 +35,7 @@ from hpc_serve.job.machine.guarded_folders import (
 )
 from hpc_serve.job.machine.node_memory import available_memory
 from hpc_serve.job.weights.stage_copy import CopyStoppedError, copy_files
-from hpc_serve.job.weights.stage_folder import VARIABLE, WHOLE
+from hpc_serve.job.weights.stage_folder import VARIABLE
 from hpc_serve.job.weights.weights_place import is_in_memory
 from hpc_serve.rendezvous.store import default_home
 from hpc_serve.sizes import GIB, readable_size
@@ -65,7 +66,7 @@ class Staging:
     @property
     def is_whole(self) -> bool:
         """Return whether the copy is there."""
-        return (self.target / WHOLE).is_file()
+        return (self.target / READY).is_file()
 
     def command(self, command: ServeCommand) -> ServeCommand:
         """Return the command of an engine that loads the copy, and answers to the model's own names."""
@@ -96,21 +97,21 @@ class Staging:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-            remove_unless_locked(self.target, mark=WHOLE)
+            remove_unless_locked(self.target)
 
     def _copy_under(self, lock: int, on_copied: OnCopied) -> None:
         """Copy with an exclusive lock; then turn it into a shared lock."""
         try:
             if not self.is_whole or others_file(self.target) is not None:
-                remove_tree(self.target, mark=WHOLE)
+                remove_tree(self.target)
                 self._check_room()
                 self.target.mkdir(mode=0o700)
                 copy_files(self.source, self.target, self.files, on_copied=on_copied, stop=self.stop)
                 self._verify()
-                (self.target / WHOLE).touch()
+                (self.target / READY).touch()
             fcntl.flock(lock, fcntl.LOCK_SH)  # for a moment it is nobody's
         except BaseException:
-            remove_tree(self.target, mark=WHOLE)
+            remove_tree(self.target)
             os.close(lock)
             raise
         self._lock = self._kept_if_whole(lock)
@@ -199,7 +200,7 @@ def needed_of(folder: Path) -> tuple[RepositoryFile, ...]:
         files = [
             RepositoryFile(path=str(path.relative_to(folder)), size_bytes=path.stat().st_size)
             for path in sorted(folder.rglob("*"))
-            if path.is_file() and path != folder / WHOLE
+            if path.is_file() and path != folder / READY
         ]
         weights = weight_files(folder)
         indexed = [str(path.relative_to(folder)) for path in weights if path.suffix == ".safetensors"]

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.rendezvous.names import record_file_name
 from hpc_serve.rendezvous.preflight import PreflightReport, preflight_file, read_preflight
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.request.request import ServeRequest
@@ -41,9 +42,7 @@ def preflight_request(request: ServeRequest, *, time: str | None = None) -> Serv
 def report_of(store: ServiceStore, status: ReplicaStatus) -> PreflightReport | None:
     """Return the preflight report of a replica's run; None if there was no preflight."""
     try:
-        path = preflight_file(
-            store, status.service, job_id=status.job_id, restart=status.restart, replica=status.replica
-        )
+        name = record_file_name(status.job_id, status.restart, status.replica)
     except InvalidRequestError:
         return None
-    return read_preflight(path)
+    return read_preflight(preflight_file(store, status.service, name))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_serve.errors import HpcServeError, SchedulerUnavailableError, StoreError
-from hpc_serve.rendezvous.drain import DrainCause, DrainRequest, ask_to_drain, drain_file_of
+from hpc_serve.rendezvous.drain import DrainCause, DrainRequest, ask_to_drain, drain_file
 from hpc_serve.rendezvous.record import SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.wanted import SUBMITTING_S, Decision, Wanted
@@ -186,7 +186,7 @@ def _let_drain(store: ServiceStore, what_is: WhatIs, decision: Decision, drain_s
         request = DrainRequest(by=f"hpc-serve: {decision.why}", cause=cause, deadline_s=deadline_s, requested_at=now)
         for record in (status.record for status in job.live):
             if record is not None:
-                ask_to_drain(drain_file_of(store, record), request)
+                ask_to_drain(drain_file(store, record.service, record.name), request)
 
 
 @contextlib.contextmanager

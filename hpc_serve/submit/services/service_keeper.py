@@ -22,7 +22,7 @@ from pathlib import Path
 
 from hpc_serve.errors import HpcServeError
 from hpc_serve.rendezvous.drain import drain_file, read_drain_request
-from hpc_serve.rendezvous.files import read_private
+from hpc_serve.rendezvous.files import read_json
 from hpc_serve.rendezvous.names import record_file_name
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore, default_home
@@ -138,13 +138,12 @@ class Keeper:
     def _own_record(self) -> EndpointRecord | None:
         path = self.store.service_dir(self.service) / self.own_name
         try:
-            return EndpointRecord.from_json(read_private(path), source=str(path))
+            return read_json(EndpointRecord, path).without_secrets()
         except FileNotFoundError:
             return None
 
     def _is_asked_to_drain(self) -> bool:
-        path = drain_file(self.store, self.service, job_id=self.job_id, restart=self.restart, replica=self.replica)
-        return read_drain_request(path) is not None
+        return read_drain_request(drain_file(self.store, self.service, self.own_name)) is not None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

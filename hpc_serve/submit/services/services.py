@@ -19,7 +19,7 @@ from hpc_serve.plan import ServePlan
 from hpc_serve.plan.model.adapters import AdapterFiles, check_shapes
 from hpc_serve.rendezvous import shares
 from hpc_serve.rendezvous.adapters import Adapter
-from hpc_serve.rendezvous.files import make_log_dir
+from hpc_serve.rendezvous.named_folder import make_log_dir
 from hpc_serve.rendezvous.names import array_of, log_dir_before_job
 from hpc_serve.rendezvous.ownership import user_name
 from hpc_serve.rendezvous.record import SubmittedJob

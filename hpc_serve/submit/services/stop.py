@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import InvalidRequestError, StoreError, WaitTimeoutError
 from hpc_serve.rendezvous.chain import followers_of
-from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file_of
+from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file
 from hpc_serve.rendezvous.record import JobEnd, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.slurm import scheduler
@@ -138,7 +138,7 @@ def _ask(store: ServiceStore, replicas: Sequence[_Ending], drain_s: float) -> fl
         by, deadline_s = f"hpc-serve stop on {socket.gethostname()}", drain_s if one.serves else 0.0
         request = DrainRequest(by=by, cause="stop", deadline_s=deadline_s, requested_at=time.time())
         try:
-            ask_to_drain(drain_file_of(store, one.status.record), request)
+            ask_to_drain(drain_file(store, one.status.service, one.status.record.name), request)
         except StoreError:
             if one.is_alone:
                 raise

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import RendezvousError
 from hpc_serve.job.engine.health import EngineAddress, read_load
-from hpc_serve.rendezvous.drain import drain_file_of, read_drain_request
+from hpc_serve.rendezvous.drain import drain_file, read_drain_request
 from hpc_serve.rendezvous.entries import read_submitted
 from hpc_serve.rendezvous.gate_headers import EngineLoad
 from hpc_serve.rendezvous.record import SubmittedJob
@@ -107,7 +107,8 @@ class Looker:
     def _drains(self, status: ReplicaStatus) -> bool:
         if status.state == "draining":
             return True
-        return status.record is not None and read_drain_request(drain_file_of(self.store, status.record)) is not None
+        record = status.record
+        return record is not None and read_drain_request(drain_file(self.store, self.service, record.name)) is not None
 
     def _job_times(self, job_id: str, in_queue: JobState | None, now: float) -> tuple[float | None, float, float]:
         """Its end, its whole limit, and its wait in the queue; the last known ones while Slurm does not answer.

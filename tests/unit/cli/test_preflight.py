@@ -36,7 +36,7 @@ def ends_with(stand_ins, store, monkeypatch):
             store.write(make_record(service=service, job_id=job_id, state=state, reason="it ended"))
             if verdicts:
                 report = PreflightReport(verdicts=verdicts, num_nodes=2, took_s=0.2)
-                write_json(preflight_file(store, service, job_id=job_id, restart=0, replica=0), report)
+                write_json(preflight_file(store, service, f"{job_id}-r0-0.json"), report)
             raise ServiceFailedError("it ended")
 
         monkeypatch.setattr(services, "submit", submitted)
@@ -92,7 +92,7 @@ def test_the_doctor_says_what_the_preflight_of_a_run_warned_of(stand_ins, store,
     record = make_record(service="8b", job_id="7", cluster="local", state="failed", reason="engine exited with 1")
     store.write(record)
     report = PreflightReport(verdicts=(SHM, CLOCKS), num_nodes=2, took_s=0.2)
-    path = preflight_file(store, "8b", job_id="7", restart=0, replica=0)
+    path = preflight_file(store, "8b", "7-r0-0.json")
     write_json(path, report)
     said = (
         "Warned before the start: preflight check clocks: warning on n2: its clock is 60.0 s behind. To do: Tell NTP."

@@ -12,10 +12,9 @@ import pytest
 from hpc_serve.job.cache import engine_cache
 from hpc_serve.job.cache.cache_archive import CacheArchive
 from hpc_serve.job.cache.engine_cache import open_cache
+from tests.support.strangers import give_away
 
 KEY = "0123456789abcdef"
-STRANGER = 64_999
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
 
 @pytest.fixture
@@ -90,9 +89,7 @@ def test_one_that_a_stranger_can_have_changed_is_not_used(environ, tmp_path, att
     start(environ)
     (archive,) = archives(environ)
     if attack in ("its file", "its folder"):
-        if os.geteuid() != 0:
-            pytest.skip("only root can give files away")
-        os.chown(archive if attack == "its file" else archive.parent, STRANGER, STRANGER)
+        give_away(archive if attack == "its file" else archive.parent)
     elif attack == "a link":
         archive.rename(tmp_path / "strangers.tar.gz")
         archive.symlink_to(tmp_path / "strangers.tar.gz")
@@ -104,18 +101,20 @@ def test_one_that_a_stranger_can_have_changed_is_not_used(environ, tmp_path, att
     assert on_a_new_node(environ).startswith("cold")
 
 
-@pytest.mark.parametrize("name", ["../evil", "/evil", "link", "hard"])
-def test_nothing_is_written_outside_the_folder(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("../evil", tarfile.REGTYPE), ("/evil", tarfile.REGTYPE), ("in", tarfile.SYMTYPE), ("in", tarfile.LNKTYPE)],
+)
+def test_nothing_is_written_outside_the_folder(tmp_path, name, kind):
     """Not even by an archive of ours: what holds it may have been damaged."""
     folder = tmp_path / "folder"
     folder.mkdir()
     archive = CacheArchive.of(tmp_path, folder, key=KEY, machine="m", rank=0, limit_bytes=1 << 20)
     archive.path.parent.mkdir(mode=0o700)
     with tarfile.open(archive.path, "w:gz") as file:
-        member = tarfile.TarInfo(name if name.endswith("evil") else "inside")
-        if not name.endswith("evil"):
-            member.type, member.linkname = (tarfile.SYMTYPE if name == "link" else tarfile.LNKTYPE), "/etc/passwd"
-        member.size = 4 if name.endswith("evil") else 0
+        member = tarfile.TarInfo(name)
+        member.type, member.linkname = kind, "/etc/passwd" if kind != tarfile.REGTYPE else ""
+        member.size = 4 if kind == tarfile.REGTYPE else 0
         file.addfile(member, io.BytesIO(b"evil"))
     archive.path.chmod(0o600)
     with pytest.raises(OSError, match="is damaged"):
@@ -127,16 +126,15 @@ def test_all_are_bounded_and_what_is_too_large_is_not_archived(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "graph").write_bytes(os.urandom(40_000))
-    written = [
-        CacheArchive.of(tmp_path, folder, key=KEY, machine="m", rank=rank, limit_bytes=100_000) for rank in range(3)
-    ]
+    *written, too_large = (
+        CacheArchive.of(tmp_path, folder, key=KEY, machine="m", rank=rank, limit_bytes=100_000) for rank in range(4)
+    )
     for number, archive in enumerate(written):
         archive.pack(folder)
         os.utime(archive.path, (number, number))
     written[0].pack(folder)
     assert [archive.path.exists() for archive in written] == [True, False, True]
     (folder / "graph").write_bytes(os.urandom(200_000))
-    too_large = CacheArchive.of(tmp_path, folder, key=KEY, machine="m", rank=9, limit_bytes=100_000)
     too_large.pack(folder)
     assert not too_large.path.exists()
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import shutil
 import stat
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from hpc_serve.job.cache import engine_cache
-from hpc_serve.job.cache.cache_archive import READY
 from hpc_serve.job.cache.engine_cache import lock_folder, remove_unused
-from hpc_serve.job.machine.guarded_folders import folder_bytes
+from hpc_serve.job.machine.guarded_folders import READY, folder_bytes
+from tests.support.refusals import refuse
+from tests.support.strangers import give_away
 
 KEY = "0123456789abcdef"
 OTHER = "f" * 16
-STRANGER = 64_999
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
 
 @pytest.fixture
@@ -30,65 +29,54 @@ def root(tmp_path):
     return path
 
 
-class Locked(NamedTuple):
-    path: Path
-    descriptor: int
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-
-
-def locked(root, key=KEY) -> Locked:
-    return Locked(*lock_folder(root, key))
+@contextlib.contextmanager
+def locked(root, key=KEY):
+    """The first free folder of a key, and the descriptor of its lock, as long as a run has it."""
+    path, descriptor = lock_folder(root, key)
+    try:
+        yield path, descriptor
+    finally:
+        os.close(descriptor)
 
 
 def used_before(root, key=KEY, *, at_s: float, size: int = 0) -> Path:
     """A folder that a run has used, and that no run has now."""
-    folder = locked(root, key)
-    (folder.path / "graph").write_bytes(b"x" * size)
-    os.utime(folder.descriptor, (at_s, at_s))
-    folder.close()
-    return folder.path
+    with locked(root, key) as (path, descriptor):
+        (path / "graph").write_bytes(b"x" * size)
+        os.utime(descriptor, (at_s, at_s))
+    return path
 
 
 def test_runs_at_the_same_time_have_a_folder_each(root):
-    folders = [locked(root) for _ in range(3)]
-    assert [folder.path.name for folder in folders] == [f"{KEY}-0", f"{KEY}-1", f"{KEY}-2"]
-    folders[1].close()
-    again = locked(root)
-    assert again.path.name == f"{KEY}-1"
-    for folder in (folders[0], folders[2], again):
-        folder.close()
+    with locked(root) as first:
+        with locked(root) as second, locked(root) as third:
+            assert [path.name for path, _ in (first, second, third)] == [f"{KEY}-0", f"{KEY}-1", f"{KEY}-2"]
+        with locked(root) as again:
+            assert again[0] == second[0]
 
 
 def test_a_run_goes_on_without_where_all_are_in_use(root, monkeypatch):
     monkeypatch.setattr(engine_cache, "_MOST_AT_ONCE", 1)
-    folder = locked(root)
-    with pytest.raises(OSError, match="other runs use all folders"):
+    with locked(root), pytest.raises(OSError, match="other runs use all folders"):
         lock_folder(root, KEY)
-    folder.close()
 
 
-@needs_root
 @pytest.mark.parametrize("what", ["folder", "file", "file below"])
 def test_what_a_stranger_has_put_there_is_removed_before_use(root, what):
     path = used_before(root, at_s=1.0)
     (path / "vllm").mkdir()
     planted = path / "vllm" / "graph.so" if what == "file below" else path / "graph.so"
     planted.write_text("evil")
-    os.chown(path if what == "folder" else planted, STRANGER, STRANGER)
-    folder = locked(root)
-    assert (folder.path, list(folder.path.iterdir())) == (path, [])
-    assert folder.path.stat().st_uid == os.geteuid()
-    folder.close()
+    give_away(path if what == "folder" else planted)
+    with locked(root) as (found, _):
+        assert (found, list(found.iterdir()), found.stat().st_uid) == (path, [], os.geteuid())
 
 
 def test_what_others_could_have_written_to_is_removed_before_use(root):
     path = used_before(root, at_s=1.0)
     path.chmod(0o777)
-    folder = locked(root)
-    assert (list(folder.path.iterdir()), stat.S_IMODE(path.stat().st_mode)) == ([], 0o700)
-    folder.close()
+    with locked(root):
+        assert (list(path.iterdir()), stat.S_IMODE(path.stat().st_mode)) == ([], 0o700)
 
 
 @pytest.mark.parametrize("kind", ["link", "file", "pipe in it"])
@@ -104,10 +92,9 @@ def test_what_is_no_folder_of_files_is_not_used(root, tmp_path, kind):
     else:
         path.mkdir(mode=0o700)
         os.mkfifo(path / "pipe")
-    folder = locked(root)
-    assert (folder.path.is_symlink(), folder.path.is_dir(), list(folder.path.iterdir())) == (False, True, [])
+    with locked(root):
+        assert (path.is_symlink(), path.is_dir(), list(path.iterdir())) == (False, True, [])
     assert (elsewhere / "graph.so").exists()
-    folder.close()
 
 
 def test_a_link_in_place_of_a_lock_is_not_followed(root, tmp_path):
@@ -118,10 +105,7 @@ def test_a_link_in_place_of_a_lock_is_not_followed(root, tmp_path):
 
 
 def test_a_filesystem_without_locks_is_said(root, monkeypatch):
-    def refuse(descriptor, operation):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    refuse(monkeypatch, fcntl, "flock", errno.ENOLCK)
     with pytest.raises(OSError, match=os.strerror(errno.ENOLCK)):
         lock_folder(root, KEY)
 
@@ -139,12 +123,10 @@ def test_those_used_last_stay_within_the_bound(root):
 
 
 def test_what_is_in_use_stays_though_it_is_too_large(root):
-    folder = locked(root)
-    (folder.path / "graph").write_bytes(b"x" * 100_000)
-    os.utime(folder.descriptor, (1.0, 1.0))
-    assert remove_unused(root, limit_bytes=1) == []
-    folder.close()
-    assert remove_unused(root, limit_bytes=1) == [folder.path]
+    path = used_before(root, at_s=1.0, size=100_000)
+    with locked(root):
+        assert remove_unused(root, limit_bytes=1) == []
+    assert remove_unused(root, limit_bytes=1) == [path]
 
 
 def test_what_nobody_used_for_a_month_is_removed(root):
@@ -172,9 +154,8 @@ def test_a_lock_that_was_removed_meanwhile_is_made_anew(root, monkeypatch):
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", remove_first)
-    folder = locked(root)
-    assert os.path.samestat(os.fstat(folder.descriptor), (root / f"{KEY}-0.lock").stat())
-    folder.close()
+    with locked(root) as (_, descriptor):
+        assert os.path.samestat(os.fstat(descriptor), (root / f"{KEY}-0.lock").stat())
 
 
 def test_a_removal_that_is_interrupted_leaves_nothing_that_counts_as_ready(root, monkeypatch):

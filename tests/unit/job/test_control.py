@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import secrets
 import threading
 import time
 from types import SimpleNamespace
@@ -13,100 +11,70 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_serve.job.links import control
-from hpc_serve.job.links.admission import greeting, make_ticket, proof
-from hpc_serve.job.links.control import ControlServer, connect
-from hpc_serve.job.links.link import Link, LinkLostError
+from hpc_serve.job.links.admission import greeting
+from hpc_serve.job.links.control import ControlServer
+from hpc_serve.job.links.link import LinkLostError
 from hpc_serve.job.machine.network import PortsInUseError, choose_port, listen_on
 from hpc_serve.job.progress.reading import ReadSoFar
 from tests.unit.job.conftest import in_a_loop
+from tests.unit.job.control_links import connected, join, listening
 
 
-async def join(port: int, token: str = "secret", deadline_s: float = 60) -> Link:
-    """The link of node n2."""
-    return await connect(
-        ("127.0.0.1", port), token, rank=1, name="n2", own_address=lambda: "10.0.0.2", deadline_s=deadline_s
-    )
-
-
-def over_a_connection(scenario, *, server_token="secret", client_token="secret", silence_s=60.0, deadline_s=60):
-    """Run `scenario(head's link, node's link)` over a real connection."""
-
-    async def run():
-        port = choose_port()
-        listener = listen_on(port)
-        links: asyncio.Queue[Link] = asyncio.Queue()
-        server = ControlServer(server_token, "n1", links.put_nowait, silence_s=silence_s)
-        await server.start(listener)
-        try:
-            node = await join(port, client_token, deadline_s)
-            return await scenario(await asyncio.wait_for(links.get(), 60), node)
-        finally:
-            server.close()
-
-    return asyncio.run(run())
-
-
-def test_messages_go_both_ways_and_name_the_node():
-    async def scenario(head, node):
+@in_a_loop
+async def test_messages_go_both_ways_and_name_the_node():
+    async with connected() as (head, node):
         assert (head.rank, head.name, head.address, head.cache) == (1, "n2", "10.0.0.2", "")
         await head.send("go")
         await node.send("failed", part="ray worker", exit_code=9)
-        return await node.receive(), await head.receive()
-
-    go, failed = over_a_connection(scenario)
-    assert go["kind"] == "go"
-    assert failed == {"kind": "failed", "part": "ray worker", "exit_code": 9}
+        assert (await node.receive())["kind"] == "go"
+        assert await head.receive() == {"kind": "failed", "part": "ray worker", "exit_code": 9}
 
 
-def test_a_heartbeat_carries_what_was_read_and_is_not_a_message():
-    async def scenario(head, node):
-        heartbeats = asyncio.create_task(node.send_heartbeats(lambda: ReadSoFar(by_read=4000, mapped=96)))
+@in_a_loop
+async def test_a_heartbeat_carries_what_was_read_and_is_not_a_message():
+    read = ReadSoFar(by_read=4000, mapped=96)
+    async with connected() as (head, node):
+        heartbeats = asyncio.create_task(node.send_heartbeats(lambda: read))
         heard = asyncio.create_task(head.receive())
         while head.read == ReadSoFar():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert not heard.done()
         heartbeats.cancel()
         heard.cancel()
-        return head.read
-
-    assert over_a_connection(scenario) == ReadSoFar(by_read=4000, mapped=96)
+        assert head.read == read
 
 
-def test_the_end_of_a_launcher_is_noticed():
-    async def scenario(head, node):
+@in_a_loop
+async def test_the_end_of_a_launcher_is_noticed():
+    async with connected() as (head, node):
         await node.close()
-        await head.receive()
-
-    with pytest.raises(LinkLostError, match="launcher on node n2 ended"):
-        over_a_connection(scenario)
+        with pytest.raises(LinkLostError, match="launcher on node n2 ended"):
+            await head.receive()
 
 
-def test_a_silent_node_is_lost_and_so_is_a_silent_head():
-    async def scenario(head, node):
-        heard = await asyncio.gather(head.receive(), node.receive(), return_exceptions=True)
-        return [str(error) for error in heard if isinstance(error, LinkLostError)]
-
-    assert over_a_connection(scenario, silence_s=0.05) == [
-        "node n2 has sent nothing for 0.05 s",
-        "node n1 has sent nothing for 0.05 s",
-    ]
+@in_a_loop
+async def test_a_silent_node_is_lost_and_so_is_a_silent_head():
+    async with connected(silence_s=0.05) as ends:
+        heard = await asyncio.gather(*(end.receive() for end in ends), return_exceptions=True)
+    assert [type(error) for error in heard] == [LinkLostError] * 2
+    assert [str(error) for error in heard] == [f"node {name} has sent nothing for 0.05 s" for name in ("n2", "n1")]
 
 
-def test_a_job_that_was_suspended_as_a_whole_goes_on():
-    async def scenario(head, node):
+@in_a_loop
+async def test_a_job_that_was_suspended_as_a_whole_goes_on():
+    async with connected(silence_s=0.2) as (head, node):
         heard = [asyncio.create_task(end.receive()) for end in (head, node)]
         await asyncio.wait(heard, timeout=0.01)
         time.sleep(0.3)  # noqa: ASYNC251  # both ends stand still, longer than either may be silent
         await asyncio.wait(heard, timeout=0.01)
         await head.send("go")
         await node.send("failed")
-        return [message["kind"] for message in await asyncio.gather(*heard)]
-
-    assert over_a_connection(scenario, silence_s=0.2) == ["failed", "go"]
+        assert [message["kind"] for message in await asyncio.gather(*heard)] == ["failed", "go"]
 
 
-def test_heartbeats_go_on_while_the_kernel_does_not_say_what_was_read():
-    async def scenario(head, node):
+@in_a_loop
+async def test_heartbeats_go_on_while_the_kernel_does_not_say_what_was_read():
+    async with connected(silence_s=0.2) as (_, node):
         answer, told, sent = threading.Event(), asyncio.Event(), []
 
         async def send(kind, **fields):
@@ -121,9 +89,6 @@ def test_heartbeats_go_on_while_the_kernel_does_not_say_what_was_read():
         heartbeats = asyncio.create_task(node.send_heartbeats(look))
         await asyncio.wait_for(told.wait(), 60)
         heartbeats.cancel()
-        return sent
-
-    sent = over_a_connection(scenario, silence_s=0.2)
     assert sent[:3] == [(0, 0, 0)] * 3
     assert sent[-1] == (0, 4096, 0)
 
@@ -143,9 +108,11 @@ def late_after_a_try(monkeypatch):
     monkeypatch.setattr(control, "time", SimpleNamespace(monotonic=lambda: 1e6 if ended else 0.0))
 
 
-def test_without_the_token_nobody_connects(late_after_a_try):
-    with pytest.raises(PortsInUseError, match="A program other than"):
-        over_a_connection(lambda head, node: None, client_token="wrong")
+@in_a_loop
+async def test_without_the_token_nobody_connects(late_after_a_try):
+    async with listening() as head:
+        with pytest.raises(PortsInUseError, match="A program other than"):
+            await join(head.port, "wrong")
 
 
 @in_a_loop
@@ -173,137 +140,9 @@ def test_a_head_that_never_listens_ends_the_wait_with_advice():
         asyncio.run(join(port, "t", 0.3))
 
 
-# -- strangers
-
-
-NONCE = "0" * 32
-TICKET = make_ticket("secret", NONCE)
-
-
-def new_ticket() -> bytes:
-    return make_ticket("secret", secrets.token_hex(16))
-
-
-HELLO = {"rank": 1, "name": "n2", "address": "10.0.0.2"}
-NOT_TEXT: tuple[object, ...] = (
-    *(None, [], {}, "", "\ud800", "\u00e9" * 64, "a" * 10_000, 1e999, -1e999, 10**40, True, "\x1b[2J"),
-)
-NO_HELLOS = [
-    b"",
-    b"\n",
-    b"null\n",
-    b"[]\n",
-    b"{}\n",
-    b"\xff\xfe\n",
-    b"[" * 100_000 + b"\n",
-    b'{"a":' * 50_000 + b"\n",
-    b"1" * 5_000 + b"\n",
-    b"x" * (300 * 1024) + b"\n",
-    *(
-        json.dumps({**HELLO, "proof": "0" * 64, name: value}).encode() + b"\n"
-        for name in ("proof", "rank", "name", "address")
-        for value in NOT_TEXT
-    ),
-]
-
-
-def with_a_server(scenario):
-    """Run `scenario(port, links, errors)` beside a head; `errors` are what the event loop was told of."""
-
-    async def run():
-        errors: list[dict] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-        port = choose_port()
-        links: asyncio.Queue[Link] = asyncio.Queue()
-        server = ControlServer("secret", "n1", links.put_nowait, silence_s=60)
-        await server.start(listen_on(port))
-        try:
-            return await scenario(port, links, errors, server)
-        finally:
-            server.close()
-
-    return asyncio.run(run())
-
-
-async def open_with_ticket(port: int):
-    """A connection after the head's greeting; the greeting's nonce."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(new_ticket())
-    return reader, writer, json.loads(await reader.readline())["nonce"]
-
-
-async def send_and_hear(port: int, said: bytes, *, with_ticket: bool) -> bytes:
-    """What a head answers, after its greeting if there is one, until it closes."""
-    if with_ticket:
-        reader, writer, _ = await open_with_ticket(port)
-    else:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    answer = b""
-    try:
-        writer.write(said)
-        writer.write_eof()
-        answer = await asyncio.wait_for(reader.read(), 60)
-    except OSError:
-        pass
-    writer.close()
-    return answer
-
-
-NO_TICKETS = [
-    make_ticket("another token", NONCE),
-    TICKET[:-1],
-    TICKET[:-1] + b" ",
-    TICKET.upper(),
-    b"hpc-serve " + b"0" * 32 + b" " + b"0" * 64 + b"\n",
-    json.dumps({**HELLO, "proof": proof("secret", "node", NONCE)}).encode() + b"\n",
-]
-
-
-@pytest.mark.parametrize("with_ticket", [True, False])
-def test_whatever_a_stranger_says_he_is_told_nothing_and_nothing_breaks(with_ticket):
-    async def scenario(port, links, errors, server):
-        said = NO_HELLOS if with_ticket else [*NO_HELLOS, *NO_TICKETS]
-        answers = [await send_and_hear(port, one, with_ticket=with_ticket) for one in said]
-        assert set(answers) == {b""}
-        assert links.empty()
-        assert not errors
-        assert not server._handshakes
-
-    with_a_server(scenario)
-
-
-def test_what_follows_a_right_proof_is_checked_too():
-    async def scenario(port, links, errors, server):
-        for wrong in ({"rank": "1"}, {"rank": 1e999}, {"name": None}, {"address": "\x1b[2J"}):
-            reader, writer, nonce = await open_with_ticket(port)
-            writer.write(json.dumps({**HELLO, "proof": proof("secret", "node", nonce), **wrong}).encode() + b"\n")
-            assert await asyncio.wait_for(reader.read(), 60) == b""
-            writer.close()
-        assert links.empty()
-        assert not errors
-
-    with_a_server(scenario)
-
-
-@pytest.mark.parametrize("ticket", [None, TICKET], ids=["no ticket", "one ticket, seen and repeated"])
-def test_many_connections_take_no_place_and_a_node_still_comes_in(ticket):
-    async def scenario(port, links, errors, server):
-        strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(400)]
-        for _, writer in strangers if ticket else ():
-            writer.write(ticket)
-        link = await join(port)
-        assert (await asyncio.wait_for(links.get(), 60)).name == "n2"
-        assert len(server._handshakes) <= 2  # the node's, and that of the ticket's first use
-        assert not errors
-        for _, writer in strangers:
-            writer.close()
-        await link.close()
-
-    with_a_server(scenario)
-
-
 @pytest.mark.parametrize("cut_after", ["accept", "greeting", "hello"])
-def test_a_handshake_that_is_cut_off_is_tried_again(monkeypatch, cut_after):
+@in_a_loop
+async def test_a_handshake_that_is_cut_off_is_tried_again(monkeypatch, cut_after):
     usual, tries = ControlServer._handshake, []
 
     async def handshake(server, reader, writer, nonce):
@@ -320,11 +159,8 @@ def test_a_handshake_that_is_cut_off_is_tried_again(monkeypatch, cut_after):
 
     monkeypatch.setattr(ControlServer, "_handshake", handshake)
 
-    async def scenario(head, node):
-        return head.name
-
-    assert over_a_connection(scenario, deadline_s=60) == "n2"
-    assert len(tries) == 6
+    async with connected() as (head, _):
+        assert (head.name, len(tries)) == ("n2", 6)
 
 
 @in_a_loop
@@ -336,31 +172,14 @@ async def test_what_cuts_off_every_handshake_until_the_deadline_is_another_progr
     server.close()
 
 
-@pytest.mark.parametrize("said", [TICKET, TICKET[:40]], ids=["ticket", "half of one"])
-def test_who_says_no_more_is_not_waited_for(monkeypatch, said):
-    monkeypatch.setattr(control, "_HANDSHAKE_TIMEOUT_S", 0.2)
-
-    async def scenario(port, links, errors, server):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(said)
-        with contextlib.suppress(ConnectionError):
-            assert b"silence_s" not in await asyncio.wait_for(reader.read(), 60)
-        writer.close()
-        assert not errors
-        assert not server._handshakes
-
-    with_a_server(scenario)
-
-
-def test_once_closed_it_takes_nobody_and_keeps_who_is_in():
-    async def scenario(port, links, errors, server):
-        node = await join(port)
-        head = await asyncio.wait_for(links.get(), 60)
-        server.close()
+@in_a_loop
+async def test_once_closed_it_takes_nobody_and_keeps_who_is_in():
+    async with listening() as head:
+        node = await join(head.port)
+        link = await head.link()
+        head.server.close()
         with pytest.raises(ConnectionError):
-            await asyncio.open_connection("127.0.0.1", port)
-        await head.send("go")
+            await asyncio.open_connection("127.0.0.1", head.port)
+        await link.send("go")
         assert (await node.receive())["kind"] == "go"
         await node.close()
-
-    with_a_server(scenario)

@@ -265,7 +265,7 @@ class TestRequests:
     def path(self, tmp_path):
         store = ServiceStore(tmp_path / "home")
         store.ensure_service("405b")
-        return drain_file(store, "405b", job_id="7", restart=0, replica=0)
+        return drain_file(store, "405b", "7-r0-0.json")
 
     @in_a_loop
     async def followed(self, path: Path, ask) -> tuple[Outcome, bool]:

@@ -13,10 +13,9 @@ from hpc_serve.job.cache import engine_cache
 from hpc_serve.job.cache.cache_key import cache_key, machine_key
 from hpc_serve.job.cache.engine_cache import open_cache
 from hpc_serve.vllm.command import read_command
+from tests.support.strangers import give_away
 
 KEY = "0123456789abcdef"
-STRANGER = 64_999
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
 
 @pytest.fixture
@@ -133,9 +132,7 @@ def test_a_folder_that_a_stranger_made_first_is_not_used(scratch, node_dir, tmp_
     if attack == "no sticky bit":
         scratch.chmod(0o777)
     if attack in ("a stranger's folder", "a link"):
-        if os.geteuid() != 0:
-            pytest.skip("only root can give files away")
-        os.chown(planted, STRANGER, STRANGER)
+        give_away(planted)
     with open_cache(
         KEY, node_dir, {"HPC_SERVE_TMPDIR": str(scratch), "HPC_SERVE_HOME": str(scratch / "home")}
     ) as cache:

@@ -17,6 +17,8 @@ from hpc_serve.job.cleanup import node_dir
 from hpc_serve.job.cleanup.node_dir import DirOwner
 from hpc_serve.job.cleanup.shared_memory import Segment
 from hpc_serve.job.machine.network import PortsInUseError
+from tests.support.refusals import refuse
+from tests.support.strangers import give_away
 
 OWNER = DirOwner(run_mark="hs-0000000a-0")
 
@@ -27,10 +29,15 @@ def root(tmp_path):
     return tmp_path
 
 
-def abandoned(root, name="hs-0000000a", owner=OWNER):
+@pytest.fixture
+def path(root):
+    return root / "hs-0000000a"
+
+
+@pytest.fixture
+def abandoned(path):
     """A folder whose launcher is gone: the lock went with its descriptor."""
-    path = root / name
-    os.close(node_dir.make(path, owner))
+    os.close(node_dir.make(path, OWNER))
     return path
 
 
@@ -39,20 +46,12 @@ def judged(path):
         return owner
 
 
-def test_a_folder_is_private_and_its_name_is_taken_once(root):
-    path = root / "hs-0000000a"
+def test_a_folder_is_private_and_its_name_is_taken_once(path):
     lock = node_dir.make(path, OWNER)
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     with pytest.raises(PortsInUseError, match="another name"):
         node_dir.make(path, OWNER)
     os.close(lock)
-
-
-def refuse(monkeypatch, module, call, number):
-    def fail(*_):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(module, call, fail)
 
 
 def test_a_folder_that_cannot_be_made_is_told_and_nothing_is_left(root, monkeypatch):
@@ -64,33 +63,29 @@ def test_a_folder_that_cannot_be_made_is_told_and_nothing_is_left(root, monkeypa
     assert not list(root.iterdir())
 
 
-def test_a_living_launchers_folder_is_nobody_elses(root):
-    path = root / "hs-0000000a"
+def test_a_living_launchers_folder_is_nobody_elses(path):
     lock = node_dir.make(path, OWNER)
     assert judged(path) is None
     os.close(lock)
     assert judged(path) == OWNER
 
 
-def test_two_sweeps_do_not_meet_in_one_folder(root):
-    path = abandoned(root)
-    with node_dir.lock_abandoned(path) as first, node_dir.lock_abandoned(path) as second:
+def test_two_sweeps_do_not_meet_in_one_folder(abandoned):
+    with node_dir.lock_abandoned(abandoned) as first, node_dir.lock_abandoned(abandoned) as second:
         assert (first, second) == (OWNER, None)
 
 
-def test_a_folder_that_another_sweep_has_just_removed_is_left_alone(root, monkeypatch):
+def test_a_folder_that_another_sweep_has_just_removed_is_left_alone(abandoned, monkeypatch):
     """Its file was opened in time, and is locked only after it was unlinked."""
-    path = abandoned(root)
-    with node_dir.lock_abandoned(path):
+    with node_dir.lock_abandoned(abandoned):
         opened = os.open
-        monkeypatch.setattr(os, "open", lambda *args: (opened(*args), (path / "owner").unlink())[0])
+        monkeypatch.setattr(os, "open", lambda *args: (opened(*args), (abandoned / "owner").unlink())[0])
         monkeypatch.setattr(fcntl, "flock", lambda *_: None)
-        assert judged(path) is None
+        assert judged(abandoned) is None
 
 
-def test_without_locks_a_run_works_and_its_folder_is_never_judged(root, monkeypatch):
+def test_without_locks_a_run_works_and_its_folder_is_never_judged(path, monkeypatch):
     refuse(monkeypatch, fcntl, "flock", errno.ENOLCK)
-    path = root / "hs-0000000a"
     assert node_dir.make(path, OWNER) is None
     assert judged(path) is None
     node_dir.remove(path, OWNER)
@@ -98,70 +93,65 @@ def test_without_locks_a_run_works_and_its_folder_is_never_judged(root, monkeypa
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"node": "x"}', '{"node": 1, "run_mark": 2, "more": 3}', None])
-def test_an_owner_file_that_says_nothing_or_is_another_nodes_is_not_judged(root, text, monkeypatch):
+def test_an_owner_file_that_says_nothing_or_is_another_nodes_is_not_judged(abandoned, text, monkeypatch):
     """The lock of another node may be local to it."""
-    path = abandoned(root)
     if text is None:
         monkeypatch.setattr(socket, "gethostname", lambda: "another")
     else:
-        (path / "owner").write_text(text)
-    assert judged(path) is None
+        (abandoned / "owner").write_text(text)
+    assert judged(abandoned) is None
 
 
-def test_only_private_folders_of_our_names_are_found(root):
-    ours = abandoned(root)
-    (root / "hs-0000000b").symlink_to(ours)
+def test_only_private_folders_of_our_names_are_found(root, abandoned):
+    (root / "hs-0000000b").symlink_to(abandoned)
     (root / "hs-0000000c").write_text("a file")
     (root / "hs-0000000d").mkdir(mode=0o755)
     (root / "hs-mine").mkdir(mode=0o700)
-    assert node_dir.list_private(root) == [ours]
+    assert node_dir.list_private(root) == [abandoned]
     root.chmod(0o777)  # others may rename folders
     assert node_dir.list_private(root) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to somebody else")
-def test_another_users_folder_is_not_found(root):
-    os.chown(abandoned(root), 12_345, -1)
+def test_another_users_folder_is_not_found(root, abandoned):
+    give_away(abandoned)
     assert node_dir.list_private(root) == []
 
 
-def test_what_is_removed_and_what_a_link_points_at_is_not(root):
+def test_what_is_removed_and_what_a_link_points_at_is_not(root, abandoned):
     elsewhere = root / "thesis"
     elsewhere.mkdir()
     (elsewhere / "chapter").write_text("one")
-    path = abandoned(root)
-    (path / "ray" / "session").mkdir(parents=True)
-    (path / "link").symlink_to(elsewhere)
-    (path / "ray" / "link").symlink_to(elsewhere)
-    node_dir.remove(path, OWNER)
-    assert not path.exists()
+    (abandoned / "ray" / "session").mkdir(parents=True)
+    (abandoned / "link").symlink_to(elsewhere)
+    (abandoned / "ray" / "link").symlink_to(elsewhere)
+    node_dir.remove(abandoned, OWNER)
+    assert not abandoned.exists()
     assert (elsewhere / "chapter").read_text() == "one"
 
 
-def test_what_is_left_half_done_can_be_finished(root, monkeypatch):
-    path = abandoned(root)
-    (path / "cache").mkdir()
+def test_what_is_left_half_done_can_be_finished(abandoned, monkeypatch):
+    (abandoned / "cache").mkdir()
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a file that resists
-    node_dir.remove(path, OWNER)
+    node_dir.remove(abandoned, OWNER)
     monkeypatch.undo()
-    assert judged(path) == OWNER
-    node_dir.remove(path, OWNER)
-    assert not path.exists()
+    assert judged(abandoned) == OWNER
+    node_dir.remove(abandoned, OWNER)
+    assert not abandoned.exists()
 
 
-def test_the_heads_run_dir_goes_with_its_folder_and_nothing_else_does(root):
+def test_the_heads_run_dir_goes_with_its_folder_and_nothing_else_does(root, abandoned):
     run_dir, other = root / "jobs" / "1-r0-0000abcd", root / "data"
     run_dir.mkdir(parents=True)
     run_dir.chmod(0o700)
     other.mkdir(mode=0o700)
-    node_dir.remove(abandoned(root), DirOwner(run_mark="m", run_dir=str(run_dir)))
-    node_dir.remove(abandoned(root), DirOwner(run_mark="m", run_dir=str(other)))
+    node_dir.remove(abandoned, DirOwner(run_mark="m", run_dir=str(run_dir)))
+    node_dir.remove(abandoned, DirOwner(run_mark="m", run_dir=str(other)))
     assert not run_dir.exists()
     assert other.exists()
 
 
-def test_the_owner_file_holds_no_secret_and_names_the_node(root):
-    said = json.loads((abandoned(root) / "owner").read_text())
+def test_the_owner_file_holds_no_secret_and_names_the_node(abandoned):
+    said = json.loads((abandoned / "owner").read_text())
     assert said == {"node": socket.gethostname(), "run_mark": OWNER.run_mark, "run_dir": None}
 
 

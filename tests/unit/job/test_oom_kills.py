@@ -92,8 +92,6 @@ def watch_of(*counts):
 
 BEFORE = OomCounts(in_cgroup=3, on_node=10, limit_bytes=4 * GIB, most_bytes=GIB)
 KILLED = OomCounts(in_cgroup=5, on_node=12, limit_bytes=4 * GIB, most_bytes=4 * GIB)
-
-
 OF_THIS_JOB = (
     "the kernel has killed 2 processes of this job on n1 for memory: its cgroup allows 4.0 GiB, and 4.0 GiB were used"
 )

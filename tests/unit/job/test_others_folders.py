@@ -18,11 +18,9 @@ from hpc_serve.job.launcher import launch
 from hpc_serve.job.machine.allocation import read_allocation
 from hpc_serve.job.prepare import prepare
 from hpc_serve.job.run.node import LaunchOptions, read_token
-from hpc_serve.rendezvous import files, ownership
+from hpc_serve.rendezvous import named_folder, ownership
 from tests.support.nodes import make_node
-
-STRANGER = 64_999
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+from tests.support.strangers import STRANGER, give_away
 
 
 @pytest.fixture
@@ -48,11 +46,10 @@ def test_a_home_below_a_folder_that_others_write_to_is_refused(environ, open_fol
         prepared({**environ, "HPC_SERVE_HOME": str(open_folder / "home")})
 
 
-@needs_root
 def test_the_token_of_a_strangers_jobs_folder_is_not_made_or_read(environ, tmp_path):
     exports = prepared(environ)
     jobs = Path(exports["HPC_SERVE_JOB_DIR"]).parent
-    os.chown(jobs, STRANGER, STRANGER)
+    give_away(jobs)
     with pytest.raises(StoreError, match=f"jobs belongs to user {STRANGER}"):
         prepared(environ)
     with pytest.raises(StoreError, match=f"jobs belongs to user {STRANGER}"):
@@ -104,8 +101,6 @@ def test_compiled_code_is_not_loaded_from_where_others_can_put_it(environ, open_
     ("of_file", "of_folder", "owner"), [(0o666, 0o755, 0), (0o644, 0o777, 0), (0o644, 0o755, STRANGER)]
 )
 def test_a_strangers_words_for_the_engine_are_not_taken(environ, tmp_path, of_file, of_folder, owner):
-    if owner and os.geteuid() != 0:
-        pytest.skip("only root can give files away")
     model = tmp_path / "model"
     model.mkdir()
     args = model / "hpc-serve-args.txt"
@@ -113,21 +108,20 @@ def test_a_strangers_words_for_the_engine_are_not_taken(environ, tmp_path, of_fi
     args.chmod(of_file)
     model.chmod(of_folder)
     if owner:
-        os.chown(model, owner, owner)
+        give_away(model)
     exports = {**environ, **prepared(environ), "HPC_SERVE_MODEL": str(model), "HPC_SERVE_CACHE_SIZE": "0"}
     options = LaunchOptions(service="8b", backend="mp", gpus_per_node=0)
     with pytest.raises(InvalidRequestError, match=r"hpc-serve-args\.txt is not used: .* after --"):
         launch(options, ["vllm", "serve", "8b"], read_allocation(environ), exports)
 
 
-@needs_root
 def test_a_strangers_file_of_words_that_comes_and_goes_is_not_taken(tmp_path, monkeypatch):
     """Whatever a look at the name says, the file that is read is the one that is judged."""
     model = tmp_path / "model"
     model.mkdir()
     args = model / "hpc-serve-args.txt"
     args.write_text("--max-num-seqs 8")
-    os.chown(args, STRANGER, STRANGER)
+    give_away(args)
     monkeypatch.setattr(ownership, "fault", lambda path, use: None)  # it was not there, or another, at that moment
     with pytest.raises(InvalidRequestError, match=f"belongs to user {STRANGER}"):
         find_stand_in({"HPC_SERVE_MODEL": str(model)})
@@ -149,6 +143,6 @@ def test_a_log_folder_that_a_stranger_makes_a_moment_before_is_refused(tmp_path,
         path.mkdir()
         path.chmod(0o777)
 
-    monkeypatch.setattr(files, "make_folders", make_after_the_stranger)
+    monkeypatch.setattr(named_folder, "make_folders", make_after_the_stranger)
     with pytest.raises(InvalidRequestError, match="can be changed by everybody"):
-        files.make_log_dir(open_folder / "logs", called="HPC_SERVE_LOG_DIR")
+        named_folder.make_log_dir(open_folder / "logs", called="HPC_SERVE_LOG_DIR")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file_of
+from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file
 from tests.support.local_run import Run
 
 
@@ -31,7 +31,7 @@ def ready(begin):
         run = begin(number, *flags)
         record = run.wait_for_state("ready")
         # As `stop` ends it, so that its launcher has given back the lock.
-        ask_to_drain(drain_file_of(run.store, record), DrainRequest(by="a test", deadline_s=0.0))
+        ask_to_drain(drain_file(run.store, record.service, record.name), DrainRequest(by="a test", deadline_s=0.0))
         assert run.process.wait(180) == 0, run.node_log()
         return record.cache, run.node_log()
 

@@ -17,7 +17,7 @@ from hpc_serve.job.head import run_head
 from hpc_serve.job.machine.process import marked_pids
 from hpc_serve.job.run.node import LaunchOptions
 from hpc_serve.job.worker import run_worker
-from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file_of
+from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.nodes import ALLOCATION, make_node, write_program
@@ -56,7 +56,7 @@ def both(tmp_path: Path):
                 "HPC_SERVE_JOB_DIR": str(run_dir),
                 "HPC_SERVE_API_KEY_FILE": str(store.ensure_api_key("8b")),
                 "HPC_SERVE_DRAIN_FILE": str(folder / "drain"),
-                "HPC_SERVE_DRAIN_REQUEST": str(store.beside_record("8b", "1", 0, 0, ".drain")),
+                "HPC_SERVE_DRAIN_REQUEST": str(store.beside_record("8b", "1-r0-0.json", ".drain")),
             },
         )
 
@@ -88,7 +88,7 @@ def test_one_that_is_asked_to_drain_lets_all_drain(both):
             (1, 2, "n2"),
         ]
         assert records[0].certificate != records[1].certificate
-        ask_to_drain(drain_file_of(store, records[1]), DrainRequest(by="a test", cause="stop", deadline_s=60))
+        ask_to_drain(drain_file(store, "8b", records[1].name), DrainRequest(by="a test", cause="stop", deadline_s=60))
 
     codes, records = run(scenario)
     assert codes == [0, 0]

@@ -50,7 +50,7 @@ def test_each_has_its_own_and_ends_alone(run):
     assert (failed.failed_part, failed.exit_code) == ("engine", 137)
     assert run.stream() > 0  # at the other
 
-    path = drain_file(run.store, "8b", job_id=second.job_id, restart=0, replica=1)
+    path = drain_file(run.store, "8b", f"{second.job_id}-r0-1.json")
     ask_to_drain(path, DrainRequest(by="a test", deadline_s=60))
     _, stopped = run.wait_for_states("failed", "stopped")
     assert stopped.reason is not None

@@ -10,21 +10,22 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.hub.local_weights import missing_weights, weight_files
 from hpc_serve.job.machine.network import PortsInUseError
 from hpc_serve.job.weights import stage_copy, staging
 from hpc_serve.job.weights.stage_copy import CopyStoppedError
 from hpc_serve.job.weights.stage_folder import remove_unused, stage_base
 from hpc_serve.job.weights.staging import Staging, plan_staging
 from hpc_serve.sizes import MIB
-from hpc_serve.vllm.command import StandIn, read_command
+from hpc_serve.vllm.command import read_command
 from tests.support.patience import wait_until
+from tests.support.strangers import give_away
 
 LONG_S = 120
 
@@ -79,16 +80,24 @@ def planned(model: Path | str, environ) -> Staging:
     return plan_staging(command(model), stage_base(environ), environ)
 
 
+@pytest.fixture
+def copy(model, environ) -> Iterator[Staging]:
+    """The copy that a run of the model wants; it is let go at the end."""
+    copy = planned(model, environ)
+    yield copy
+    copy.close()
+
+
 def ignore(done: int, total: int) -> None:
     pass
 
 
-def test_what_the_engine_reads_is_copied_with_the_content_of_links(model, environ):
-    copy, told = planned(model, environ), list[tuple[int, int]]()
+def test_what_the_engine_reads_is_copied_with_the_content_of_links(copy, model):
+    told = list[tuple[int, int]]()
     copy.open(lambda done, total: told.append((done, total)))
     found = {str(path.relative_to(copy.target)): path for path in copy.target.rglob("*") if path.is_file()}
-    assert set(found) == {"config.json", "1_Pooling/config.json", "a.safetensors", "b.safetensors", ".whole"}
-    for name in set(found) - {".whole"}:
+    assert set(found) == {"config.json", "1_Pooling/config.json", "a.safetensors", "b.safetensors", "ready"}
+    for name in set(found) - {"ready"}:
         assert not found[name].is_symlink()
         assert found[name].read_bytes() == (model / name).read_bytes()
     assert told[-1] == (copy.total_bytes, copy.total_bytes)
@@ -112,12 +121,8 @@ def test_runs_of_one_node_share_a_copy_and_the_last_one_removes_it(model, enviro
 
 
 def test_a_second_run_waits_while_the_first_copies(model, environ):
-    first, second, begun, may_go_on = (
-        planned(model, environ),
-        planned(model, environ),
-        threading.Event(),
-        threading.Event(),
-    )
+    first, second = planned(model, environ), planned(model, environ)
+    begun, may_go_on = threading.Event(), threading.Event()
 
     def hold(done: int, total: int) -> None:
         begun.set()
@@ -145,8 +150,7 @@ def test_changed_files_are_another_copy(model, environ):
     assert planned(model, environ).target != before
 
 
-def test_a_run_that_ends_meanwhile_stops_the_copy_and_leaves_nothing(model, environ):
-    copy = planned(model, environ)
+def test_a_run_that_ends_meanwhile_stops_the_copy_and_leaves_nothing(copy, environ):
     with pytest.raises(CopyStoppedError):
         copy.open(lambda done, total: copy.stop.set())
     assert not copy.target.exists()
@@ -193,16 +197,14 @@ def test_what_a_killed_run_left_is_swept_or_used(killed, environ):
     assert list(killed.target.parent.iterdir()) == []
 
 
-def test_a_copy_that_is_not_whole_is_made_anew(model, environ):
-    copy = planned(model, environ)
+def test_a_copy_that_is_not_whole_is_made_anew(copy, model, environ):
+    left = planned(model, environ)
+    left.open(ignore)
+    os.close(left._lock)
+    (left.target / "ready").unlink()
+    (left.target / "a.safetensors").write_bytes(b"half")
     copy.open(ignore)
-    os.close(copy._lock)
-    (copy.target / ".whole").unlink()
-    (copy.target / "a.safetensors").write_bytes(b"half")
-    again = planned(model, environ)
-    again.open(ignore)
-    assert (again.target / "a.safetensors").read_bytes() == (model / "a.safetensors").read_bytes()
-    again.close()
+    assert (copy.target / "a.safetensors").read_bytes() == (model / "a.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("what", ["an open folder", "a file", "a link", "a stranger's folder"])
@@ -217,9 +219,7 @@ def test_where_another_user_has_taken_the_folders_name_the_next_start_has_anothe
         taken.mkdir()
         taken.chmod(0o777 if what == "an open folder" else 0o700)
         if what == "a stranger's folder":
-            if os.geteuid() != 0:
-                pytest.skip("only root can give folders away")
-            os.chown(taken, 64_999, 64_999)
+            give_away(taken)
     with pytest.raises(PortsInUseError, match="another name is needed"):  # the script starts again
         planned(model, environ)
     assert remove_unused(environ) == []
@@ -250,15 +250,13 @@ def test_no_room_is_said_with_its_number(model, environ, monkeypatch):
     assert not copy.target.exists()
 
 
-def test_of_memory_half_may_be_used(model, environ, monkeypatch):
+def test_of_memory_half_may_be_used(copy, monkeypatch):
     monkeypatch.setattr(staging, "is_in_memory", lambda _: True)
     monkeypatch.setattr(staging, "available_memory", lambda: 6 * MIB)
     with pytest.raises(DoesNotFitError, match="which is memory, and 6 MiB of it are free for this job; at most half"):
-        planned(model, environ).open(ignore)
+        copy.open(ignore)
     monkeypatch.setattr(staging, "available_memory", lambda: 16 * MIB)
-    copy = planned(model, environ)
     copy.open(ignore)
-    copy.close()
 
 
 def test_a_file_that_is_damaged_is_not_loaded(model, environ):
@@ -270,66 +268,8 @@ def test_a_file_that_is_damaged_is_not_loaded(model, environ):
     assert not copy.target.exists()
 
 
-def test_a_file_that_becomes_shorter_meanwhile_is_an_error(model, environ):
-    copy = planned(model, environ)
+def test_a_file_that_becomes_shorter_meanwhile_is_an_error(copy, model):
     (model / "a.safetensors").resolve().write_bytes(b"short")
     with pytest.raises(InvalidRequestError, match="has become shorter"):
         copy.open(ignore)
     assert not copy.target.exists()
-
-
-def test_the_engine_loads_the_copy_and_answers_to_the_models_names(model, environ):
-    copy = planned(model, environ)
-    asked = command(model, "--max-num-seqs", "4")
-    assert copy.command(asked).argv == (
-        *("vllm", "serve", str(copy.target), "--max-num-seqs", "4"),
-        *("--served-model-name", str(model)),
-    )
-    named = command(model, "--served-model-name", "mine")
-    assert copy.command(named).argv == ("vllm", "serve", str(copy.target), "--served-model-name", "mine")
-    stand_in = read_command(["vllm", "serve", "org/model"], stand_in=StandIn(folder=str(model)))
-    found = plan_staging(stand_in, stage_base(environ), environ)
-    assert found.command(stand_in).argv == (
-        *("vllm", "serve", str(found.target)),
-        *("--served-model-name", "org/model"),
-    )
-
-
-@pytest.mark.parametrize("text", ["", "off", "0"])
-def test_without_the_variable_nothing_is_copied(text):
-    assert stage_base({"HPC_SERVE_STAGE": text}) is None
-
-
-def test_on_is_the_folder_of_temporary_files(model, environ, tmp_path):
-    found = planned(model, environ | {"HPC_SERVE_STAGE": "on", "HPC_SERVE_TMPDIR": str(tmp_path)})
-    assert found.target.parents[1] == tmp_path
-    with pytest.raises(InvalidRequestError, match="must be on, off, or a folder"):
-        planned(model, {"HPC_SERVE_STAGE": "scratch"})
-
-
-def test_a_model_that_is_not_here_must_be_fetched_first(environ, tmp_path):
-    with pytest.raises(InvalidRequestError, match="`hpc-serve fetch org/model` first"):
-        planned("org/model", environ)
-
-
-def test_a_model_of_the_cache_is_found(model, environ, tmp_path):
-    folder = tmp_path / "hf" / "hub" / "models--org--model"
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text("abc")
-    shutil.copytree(model, folder / "snapshots" / "abc", symlinks=True)
-    assert planned("org/model", environ).source == folder / "snapshots" / "abc"
-
-
-@pytest.mark.parametrize("name", ["../outside.safetensors", "{tmp_path}/outside.safetensors"])
-def test_files_that_an_index_names_outside_of_the_model_are_not_of_it(model, environ, tmp_path, name):
-    (tmp_path / "outside.safetensors").write_bytes(safetensors(b"mine"))
-    weights = {"a": name.format(tmp_path=tmp_path), "b": "b.safetensors"}
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
-    assert missing_weights(model).files == (weights["a"],)
-    assert [path.name for path in weight_files(model)] == ["b.safetensors"]
-    assert "a.safetensors" not in {file.path for file in planned(model, environ).files}
-
-
-def test_a_file_of_the_model_does_not_say_that_its_copy_is_whole(model, environ):
-    (model / ".whole").write_text("yes")
-    assert ".whole" not in {file.path for file in planned(model, environ).files}

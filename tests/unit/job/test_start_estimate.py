@@ -17,19 +17,13 @@ def test_a_start_like_the_last_one_is_foretold_from_half_way_on(before, now):
 
 
 @pytest.mark.parametrize(
-    "now",
-    [
-        gpu_start(),
-        gpu_start(weights_s=3_000),
-        gpu_start(weights_s=6_000),
-        gpu_start(weights_s=120),
-        gpu_start(engine_s=100),
-    ],
+    "changes",
+    [{}, {"weights_s": 3_000}, {"weights_s": 6_000}, {"weights_s": 120}, {"engine_s": 100}],
     ids=["as before", "disk 5x slower", "disk 10x slower", "from the cache", "slow imports"],
 )
-def test_a_start_on_gpus_is_foretold_whatever_has_changed(now):
+def test_a_start_on_gpus_is_foretold_whatever_has_changed(changes):
     past, _ = play(gpu_start())
-    _, said = play(now, past)
+    _, said = play(gpu_start(**changes), past)
     assert share_right(said) >= 0.9
 
 

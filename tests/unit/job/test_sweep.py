@@ -11,7 +11,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from hpc_serve.job.cleanup import node_dir, shared_memory
 from hpc_serve.job.cleanup.shared_memory import Segment
 from hpc_serve.job.cleanup.sweep import remove_abandoned
 from hpc_serve.job.machine.process import RUN_MARK, marked_pids
+from tests.cluster import wait_for
 
 # A launcher whose engine shares memory, prints the segment's name, and may be deaf to SIGTERM.
 LAUNCHER = """
@@ -44,14 +44,6 @@ with private_node_dir(path, DirOwner(run_mark=mark, run_dir=run_dir)):
     child.kill()
     child.wait()
 """
-
-
-def until(look, what):
-    deadline = time.monotonic() + 60
-    while not (seen := look()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-    return seen
 
 
 def watchers(path):
@@ -78,7 +70,7 @@ class Run:
         self.segment = Path("/dev/shm", self.launcher.stdout.readline().strip())
 
     def wait_for_notes(self) -> None:
-        until((self.path / "shared-memory-watcher").exists, "what the engine shares to be noted")
+        wait_for((self.path / "shared-memory-watcher").exists, 60, what="what the engine shares to be noted")
 
     def kill(self, *, watcher_too: bool) -> None:
         for pid in watchers(self.path) if watcher_too else ():
@@ -86,7 +78,7 @@ class Run:
         self.launcher.kill()
         self.launcher.wait()
         if watcher_too:  # a signal is sent before it has its effect
-            until(lambda: not list(watchers(self.path)), "the watcher's end")
+            wait_for(lambda: not list(watchers(self.path)), 60, what="the watcher's end")
 
     @property
     def left(self) -> list[object]:
@@ -112,7 +104,7 @@ def test_a_killed_launcher_leaves_no_process_no_folder_and_no_shared_memory(run)
     segment = Segment(stranger.name, os.stat(f"/dev/shm/{stranger.name}").st_ino)
     try:
         run.kill(watcher_too=False)
-        until(lambda: not run.left, "the watcher to clear up")
+        wait_for(lambda: not run.left, 60, what="the watcher to clear up")
         assert segment in shared_memory.list_segments()
     finally:
         stranger.close()
@@ -142,7 +134,7 @@ def test_a_watcher_does_not_end_by_the_signals_of_a_step_but_with_its_launcher(r
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(watcher, number)
     run.launcher.communicate("")
-    until(lambda: not list(marked_pids(run.mark)), "Python's own helper of the engine, which ends after it")
+    wait_for(lambda: not list(marked_pids(run.mark)), 60, what="Python's own helper of the engine, which ends after it")
     assert not run.left
 
 
@@ -153,7 +145,7 @@ def test_a_folder_of_the_dead_stays_while_the_kernel_holds_a_process_of_theirs(t
     monkeypatch.setattr("hpc_serve.job.cleanup.sweep._GRACE_S", 0.1)
     monkeypatch.setattr("hpc_serve.job.cleanup.sweep._KILLED_S", 0.1)
     held = subprocess.Popen(["sleep", "600"], env={**os.environ, RUN_MARK: mark})
-    until(lambda: list(marked_pids(mark)), "the process")
+    wait_for(lambda: list(marked_pids(mark)), 60, what="the process")
     with monkeypatch.context() as held_by_the_kernel:
         held_by_the_kernel.setattr(os, "kill", lambda *_: None)
         assert remove_abandoned(tmp_path) == []

@@ -34,7 +34,7 @@ def record(job_id: str, **fields) -> EndpointRecord:
 
 
 def asked(store: ServiceStore, job_id: str, *, restart: int = 0, replica: int = 0) -> DrainRequest | None:
-    return read_drain_request(drain_file(store, "8b", job_id=job_id, restart=restart, replica=replica))
+    return read_drain_request(drain_file(store, "8b", f"{job_id}-r{restart}-{replica}.json"))
 
 
 def now() -> float:
@@ -77,7 +77,7 @@ def test_each_replica_of_a_job_hands_over_for_itself(store):
 def test_who_was_asked_is_not_asked_again(store):
     store.write(record("1"))
     theirs = DrainRequest(by="hpc-serve stop", deadline_s=5.0, requested_at=NOW)
-    ask_to_drain(drain_file(store, "8b", job_id="1", restart=0, replica=0), theirs)
+    ask_to_drain(drain_file(store, "8b", "1-r0-0.json"), theirs)
     assert drain_predecessors(store, record("2"), now=now)
     assert asked(store, "1") == theirs
 

@@ -2,69 +2,51 @@
 
 import json
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from hpc_serve.errors import InvalidRequestError, RecordError
+from hpc_serve.rendezvous.adapters import Adapter
+from hpc_serve.rendezvous.fields import from_json_text, to_json_text
 from hpc_serve.rendezvous.names import is_record_file_name, validate_job_id, validate_service_name
 from hpc_serve.rendezvous.record import (
-    RECORD_STATES,
     EndpointRecord,
     JobEnd,
     NodeRecord,
     Progress,
+    RecordState,
     StartRecord,
     SubmittedJob,
 )
+from tests.support.stubs import make_record, make_submitted
 
-FULL = EndpointRecord(
-    service="405b",
-    model="meta-llama/Llama-3.1-405B-Instruct",
-    stand_in="/models/tiny",
-    served_model_names=("meta-llama/Llama-3.1-405B-Instruct", "405b"),
-    cluster="slurm",
+# Of each type of field one that is not its default.
+FULL = make_record(
     job_id="123_4",
     restart=1,
     replica=2,
     user="älice",
     state="failed",
-    stage="loading weights",
     progress=Progress(done=3, total=5),
     reason="engine exited with -9: CUDA out of memory",
-    failed_part="engine",
     exit_code=-9,
     last_log_lines=("Traceback", "OutOfMemoryError: …"),
-    hosts=("10.77.0.11", "fd00::11"),
-    port=18000,
     nodes=(NodeRecord(name="n1", address="10.77.0.11"), NodeRecord(name="n2", address="10.77.0.12")),
-    tensor_parallel_size=8,
-    pipeline_parallel_size=2,
-    num_nodes=2,
-    gpus_per_node=8,
-    counter=7,
-    lease_s=30.0,
-    started_at=1.5,
-    updated_at=2.5,
-    log_dir="/scratch/logs",
     measured={"kv_cache_tokens": 1024, "weights_s": 1.5},
-    predicted={"kv_cache_tokens": 1000},
-    certificate="-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n",
     state_since=2.0,
     engine_restarts=3,
     cache="warm, from /tmp/hpc-serve-cache-1000/0123456789abcdef-0 on this node",
     loading="prefetch: 15.0 GiB on gpfs, 500.0 GiB of memory are free",
     replicas_per_job=4,
     start=StartRecord(
-        stage="weights",
-        since=2.25,
-        took_s={"nodes": 4.5, "engine": 31.0},
-        checkpoint_bytes=16 * 2**30,
-        bytes_per_s=2.0e9,
-        time_left_s=90.5,
-        weights_left_s=8.5,
+        stage="weights", since=2.25, took_s={"nodes": 4.5}, checkpoint_bytes=16 * 2**30, bytes_per_s=2.0e9
     ),
     signs=True,
+    drain_cause="stop",
+    data_parallel_size=2,
+    adapters={"sql": Adapter(path="/adapters/sql", added_at=2.0)},
+    weight_version="7",
 )
 
 # The fields of a record, in its order. docs/design/record.md says what they mean.
@@ -78,19 +60,19 @@ adapters, weight_version"""
 
 
 def test_what_is_written_is_read():
-    assert EndpointRecord.from_json(FULL.to_json()) == FULL
+    assert from_json_text(EndpointRecord, to_json_text(FULL), source="x.json") == FULL
 
 
 def test_the_fields_are_the_contracts():
     names = {name.strip() for name in CONTRACT.replace("\n", " ").split(",")}
     assert {field.name for field in fields(EndpointRecord)} == names
-    assert json.loads(FULL.to_json()).keys() == names
+    assert json.loads(to_json_text(FULL)).keys() == names
 
 
 def test_a_newer_versions_fields_are_ignored():
     newer = {"version": 2, "colour": "blue", "progress": {"done": 3, "total": 5, "unit": "shards"}}
-    text = json.dumps({**json.loads(FULL.to_json()), **newer})
-    assert EndpointRecord.from_json(text) == replace(FULL, version=2)
+    text = json.dumps({**json.loads(to_json_text(FULL)), **newer})
+    assert from_json_text(EndpointRecord, text, source="x.json") == replace(FULL, version=2)
 
 
 ADDED_LATER: dict[str, Any] = {
@@ -110,20 +92,22 @@ ADDED_LATER: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", ADDED_LATER)
 def test_a_record_of_an_earlier_version_lacks_a_field(name):
-    values = json.loads(FULL.to_json())
+    values = json.loads(to_json_text(FULL))
     del values[name]
-    assert EndpointRecord.from_json(json.dumps(values)) == replace(FULL, **{name: ADDED_LATER[name]})
+    assert from_json_text(EndpointRecord, json.dumps(values), source="x.json") == replace(
+        FULL, **{name: ADDED_LATER[name]}
+    )
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(EndpointRecord) if field.name not in ADDED_LATER])
 def test_a_missing_field_is_named(name):
-    values = json.loads(FULL.to_json())
+    values = json.loads(to_json_text(FULL))
     del values[name]
     with pytest.raises(RecordError, match=rf"x\.json has no field {name}\b"):
-        EndpointRecord.from_json(json.dumps(values), source="x.json")
+        from_json_text(EndpointRecord, json.dumps(values), source="x.json")
 
 
-@pytest.mark.parametrize("state", RECORD_STATES)
+@pytest.mark.parametrize("state", get_args(RecordState))
 def test_stopped_and_failed_are_final(state):
     assert replace(FULL, state=state).is_final == (state in ("stopped", "failed"))
 
@@ -137,29 +121,20 @@ def test_a_record_has_a_file_of_its_own_for_every_run():
 
 
 def test_a_submitted_job_is_written_and_read():
-    job = SubmittedJob(
-        service="405b",
-        model="m",
-        cluster="local",
-        job_id="local-77",
-        submitted_at=1.0,
-        script="/s",
-        log_path="/l",
-        pid=77,
-        pid_start_time=123456,
-        host="login1",
-        predicted={"weight_bytes": 10**12},
-    )
+    job = make_submitted(job_id="local-77", pid=77, host="login1", predicted={"weight_bytes": 10**12})
     ended = replace(job, end=JobEnd(state="stopped", reason="it was cancelled", at=2.0))
-    assert SubmittedJob.from_json(job.to_json()) == job
-    assert SubmittedJob.from_json(ended.to_json()) == ended
-    of_an_earlier_version = {name: value for name, value in json.loads(job.to_json()).items() if name != "end"}
-    assert SubmittedJob.from_json(json.dumps(of_an_earlier_version)) == job
-    with pytest.raises(RecordError, match=r"end\.state is 'ready', not one of failed, stopped"):
-        SubmittedJob.from_json(ended.to_json().replace('"stopped"', '"ready"'))
+    text = to_json_text(ended)
+    assert from_json_text(SubmittedJob, to_json_text(job), source="job.json") == job
+    assert from_json_text(SubmittedJob, text, source="job.json") == ended
+    of_an_earlier_version = {name: value for name, value in json.loads(text).items() if name != "end"}
+    assert from_json_text(SubmittedJob, json.dumps(of_an_earlier_version), source="job.json") == job
     assert job.name == "local-77.json"
-    with pytest.raises(RecordError, match=r"job\.json has no field submitted_at"):
-        SubmittedJob.from_json(job.to_json().replace("submitted_at", "submitted"), source="job.json")
+    for wrong, says in (
+        (text.replace('"stopped"', '"ready"'), r"end\.state is 'ready', not one of failed, stopped"),
+        (text.replace("submitted_at", "submitted"), r"job\.json has no field submitted_at"),
+    ):
+        with pytest.raises(RecordError, match=says):
+            from_json_text(SubmittedJob, wrong, source="job.json")
 
 
 @pytest.mark.parametrize(

@@ -1,99 +1,38 @@
-"""A service that is shared with a Unix group: what the group reads, what nobody else does, and what is refused.
-
-The owner, a member of the group and a stranger are real users of the file system, which only root can be in turn.
-"""
+"""A service that is shared with a Unix group: what the group reads, what nobody else does, and what is refused."""
 
 from __future__ import annotations
 
-import grp
+import errno
 import json
 import os
 import shutil
 import stat
-import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hpc_serve.errors import RecordError, StoreError
+from hpc_serve.errors import StoreError
 from hpc_serve.rendezvous import shares
 from hpc_serve.rendezvous.store import ServiceStore
-from tests.support.as_user import run_as
+from tests.support.refusals import refuse
+from tests.support.strangers import give_away
 from tests.unit.rendezvous.conftest import set_acl
-
-GROUP, OTHER = "games", "users"
-GROUP_NUMBER, OTHER_NUMBER = (grp.getgrnam(name).gr_gid for name in (GROUP, OTHER))
-OWNER, MEMBER, STRANGER = 64_001, 64_002, 64_003
-NOBODY = 2**32 - 1  # in an entry of an ACL that is of no user or group by number
-AS_OWNER = """
-from hpc_serve.rendezvous import shares
-from hpc_serve.rendezvous.files import write_private
-from hpc_serve.rendezvous.store import ServiceStore
-from tests.support.stubs import make_record, make_submitted
-store = ServiceStore(Path(home))
-def begin(service):
-    store.ensure_api_key(service)
-    store.write(make_record(service=service))
-    store.write_submitted(make_submitted(service=service))
-    write_private(store.service_dir(service) / "wanted.json", "{}")
-    (store.log_dir(service) / "123.log").write_text("what was logged")
-"""
-READ = """
-from hpc_serve.rendezvous.shares import named_service
-store, service = named_service(f"{home}/services/{sys.argv[1]}", Path("/nowhere"))
-found = store.read(service)
-print(json.dumps([[one.name for one in found.records], len(store.read_api_key(service)), found.problems, service]))
-"""
-LOOK = """
-seen = {}
-for folder, names, files in os.walk(home, onerror=lambda error: None):
-    seen[folder] = names
-    for name in files:
-        try:
-            open(f"{folder}/{name}", "rb").close()
-            seen[f"{folder}/{name}"] = True
-        except PermissionError:
-            pass
-print(json.dumps(sorted(path[len(home):] for path in seen)))
-"""
+from tests.unit.rendezvous.people import (
+    AS_OWNER,
+    GROUP,
+    GROUP_NUMBER,
+    MEMBER,
+    NOBODY,
+    OTHER,
+    OTHER_NUMBER,
+    OWNER,
+    STRANGER,
+    People,
+)
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as several users")
-
-
-@dataclass
-class People:
-    """Users by their numbers, each in groups, with the owner's home for services."""
-
-    home: Path
-
-    def run(
-        self, user: int, code: str, *words: str, groups: tuple[str | int, ...] = ()
-    ) -> subprocess.CompletedProcess[str]:
-        head = f"import json, os, sys\nfrom pathlib import Path\nhome = {str(self.home)!r}\n"
-        return run_as(user, self.home.parent, "-c", head + code, *words, groups=groups)
-
-    def owner(self, code: str, *groups: str) -> str:
-        """Run code as the owner; returns the error, or "" if it ended well."""
-        done = self.run(OWNER, AS_OWNER + code, groups=groups or (GROUP,))
-        return "" if done.returncode == 0 else done.stderr
-
-    def read(self, user: int, service: str, *groups: str | int) -> Any:
-        """Return what a user reads of a service: names of records, length of the key, problems; or the error."""
-        done = self.run(user, READ, service, groups=groups)
-        return json.loads(done.stdout) if done.returncode == 0 else done.stderr
-
-    def seen(self, user: int, *groups: str) -> list[str]:
-        """Return the files and folders below the home that a user can read."""
-        return json.loads(self.run(user, LOOK, groups=groups).stdout)
-
-    @property
-    def service(self) -> People:
-        """The same with the folder of 70b in place of the home."""
-        return People(self.home / "services" / "70b")
 
 
 @pytest.fixture
@@ -167,16 +106,12 @@ def test_the_group_changes_nothing(shared):
 
 
 @pytest.mark.parametrize(
-    "later",
-    [
-        "store.write(make_record(service='70b', job_id='124'))",
-        "store.api_key_path('70b').unlink(); store.ensure_api_key('70b')\n"
-        "store.write(make_record(service='70b', job_id='124'))",
-        "store.ensure_service('70b'); store.write(make_record(service='70b', job_id='124'), makes_folders=False)",
-    ],
+    "before", ["", "store.api_key_path('70b').unlink(); store.ensure_api_key('70b')", "store.ensure_service('70b')"]
 )
-def test_what_later_jobs_write_is_shared_also_by_a_process_without_the_group(shared, later):
-    assert not shared.owner(f"os.umask(0o077); {later}", OTHER)
+@pytest.mark.parametrize("makes_folders", [True, False])
+def test_what_later_jobs_write_is_shared_also_by_a_process_without_the_group(shared, before, makes_folders):
+    write = f"store.write(make_record(service='70b', job_id='124'), makes_folders={makes_folders})"
+    assert not shared.owner(f"os.umask(0o077); {before}\n{write}", OTHER)
     names, length, problems, _ = shared.read(MEMBER, "70b", GROUP)
     assert (names, length, problems) == (["123-r0-0.json", "124-r0-0.json"], 43, [])
     assert shared.service.seen(MEMBER, GROUP) == ["", "/123-r0-0.json", "/124-r0-0.json", "/api_key"]
@@ -193,10 +128,11 @@ def test_the_end_of_a_share_takes_its_key_out_of_use_and_no_other(shared):
 
 
 def test_a_home_lets_one_group_through(shared):
-    said = shared.owner(f"shares.share(store, '8b', {OTHER_NUMBER})", GROUP, OTHER)
-    assert f"is open to group {GROUP}" in said  # the home has one group
-    said = shared.owner(f"shares.share(store, '70b', {OTHER_NUMBER})", GROUP, OTHER)
-    assert f"is shared with group {GROUP}, which has its key" in said
+    for service, says in (
+        ("8b", f"is open to group {GROUP}"),
+        ("70b", f"is shared with group {GROUP}, which has its key"),
+    ):
+        assert says in shared.owner(f"shares.share(store, {service!r}, {OTHER_NUMBER})", GROUP, OTHER)
     assert shared.read(MEMBER, "70b", GROUP) == WHOLE
 
 
@@ -265,16 +201,14 @@ def test_the_end_of_a_share_that_was_killed_at_any_step_is_completed_by_the_next
 
 
 @pytest.mark.parametrize(
-    ("group", "groups", "says"),
+    ("group", "says"),
     [
-        ("no-such-group", (GROUP,), "there is no such group"),
-        (GROUP, (OTHER,), "you are not in that group"),
-        ("gämes\n", (GROUP,), "there is no such group"),
-        ("", (GROUP,), "there is no such group"),
+        *((name, "there is no such group") for name in ("no-such-group", "gämes\n", "")),
+        (GROUP, "you are not in that group"),
     ],
 )
-def test_a_group_that_is_not_the_users_is_refused(people, group, groups, says):
-    said = people.owner(f"shares.check_share(store, {group!r})", *groups)
+def test_a_group_that_is_not_the_users_is_refused(people, group, says):
+    said = people.owner(f"shares.check_share(store, {group!r})", OTHER)
     assert "InvalidRequestError" in said
     assert says in said
 
@@ -298,18 +232,14 @@ def test_a_home_that_the_group_cannot_reach_is_refused_until_a_mode_or_an_acl_le
 def test_a_file_system_that_keeps_no_group_or_mode_is_refused(tmp_path, monkeypatch):
     store = ServiceStore(tmp_path / "home")
     store.ensure_api_key("70b")
-    monkeypatch.setattr("hpc_serve.rendezvous.files.os.fchmod", lambda *_: None)
+    monkeypatch.setattr(os, "fchmod", lambda *_: None)
     with pytest.raises(StoreError, match="does not keep its group and mode"):
         shares.share(store, "70b", 60)
     monkeypatch.undo()
-    monkeypatch.setattr("hpc_serve.rendezvous.files.os.fchown", _refuse)
+    refuse(monkeypatch, os, "fchown", errno.EPERM)
     with pytest.raises(StoreError, match="cannot share"):
         shares.share(store, "70b", 60)
     assert store.read_api_key("70b")
-
-
-def _refuse(*_: Any) -> None:
-    raise PermissionError(1, "Operation not permitted")
 
 
 def test_rights_of_others_by_an_acl_do_not_come_to_count(people):
@@ -349,7 +279,7 @@ def test_a_folder_that_others_can_change_is_not_read(shared):
 def test_a_link_to_another_users_service_is_not_followed(shared):
     link = shared.home / "services" / "link"
     link.symlink_to("70b")
-    os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
+    give_away(link)
     assert "belongs to user" in shared.read(MEMBER, "link", GROUP)
 
 
@@ -363,25 +293,3 @@ def test_a_folder_of_ones_own_is_named_by_its_path_too(tmp_path):
     ServiceStore(tmp_path).ensure_service("70b")
     store, service = shares.named_service(f"{tmp_path}/services/70b", Path("/nowhere"))
     assert (store.home, store.owner, service) == (tmp_path, None, "70b")
-
-
-def test_a_service_folder_of_usual_modes_is_not_taken_for_shared(tmp_path):
-    store = ServiceStore(tmp_path)
-    folder = store.ensure_service("70b")
-    for mode in (0o2750, 0o750, 0o755, 0o1750):
-        folder.chmod(mode)
-        store.ensure_service("70b")
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-
-
-def test_a_key_that_others_can_read_is_refused_also_in_a_shared_folder(tmp_path):
-    store = ServiceStore(tmp_path)
-    store.ensure_api_key("70b")
-    shares.share(store, "70b", 60)
-    assert store.read_api_key("70b")
-    key = store.api_key_path("70b")
-    for mode, group in ((0o644, 60), (0o660, 60), (0o640, 61)):
-        os.chown(key, 0, group)
-        key.chmod(mode)
-        with pytest.raises(RecordError):
-            store.read_api_key("70b")

@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import stat
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,25 +13,16 @@ import pytest
 from hpc_serve.errors import InvalidRequestError, RecordError, StoreError
 from hpc_serve.rendezvous import files
 from hpc_serve.rendezvous.claims import claim
+from hpc_serve.rendezvous.fields import to_json_text
 from hpc_serve.rendezvous.record import JobEnd
 from hpc_serve.rendezvous.store import WEEK_S, ServiceStore, default_home
+from tests.support.refusals import refuse
+from tests.support.strangers import give_away
 from tests.support.stubs import make_record, make_submitted
-
-NOBODY = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of somebody else")
 
 
 def tree(folder):
     return {str(path.relative_to(folder)): stat.S_IMODE(path.lstat().st_mode) for path in [folder, *folder.rglob("*")]}
-
-
-def refuse(monkeypatch, call, number):
-    """Let one of the system's calls fail."""
-
-    def fail(*args, **options):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, call, fail)
 
 
 # Where
@@ -90,12 +79,19 @@ def test_folders_that_were_left_open_are_closed_but_for_the_home(store):
     assert [stat.S_IMODE((store.home / folder).stat().st_mode) for folder in folders] == [0o755, 0o700, 0o700]
 
 
-@as_root
+def test_a_service_folder_of_usual_modes_is_not_taken_for_shared(store):
+    folder = store.ensure_service("70b")
+    for mode in (0o2750, 0o750, 0o755, 0o1750):
+        folder.chmod(mode)
+        store.ensure_service("70b")
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
 @pytest.mark.parametrize("which", ["", "services", "services/405b"])
 def test_a_folder_of_somebody_else_is_refused(store, which):
     store.ensure_service("405b")
-    os.chown(store.home / which, NOBODY, NOBODY)
-    with pytest.raises(StoreError, match=r"belongs to user 65534.*HPC_SERVE_HOME"):
+    give_away(store.home / which)
+    with pytest.raises(StoreError, match=r"belongs to user 64999.*HPC_SERVE_HOME"):
         store.write(make_record())
 
 
@@ -112,7 +108,7 @@ def test_a_file_in_the_way_is_named(store, tmp_path):
     ("number", "advice"), [(errno.EROFS, "HPC_SERVE_HOME"), (errno.EDQUOT, "quota"), (errno.EIO, "cannot write")]
 )
 def test_what_the_filesystem_refuses_is_explained(store, monkeypatch, number, advice):
-    refuse(monkeypatch, "replace", number)
+    refuse(monkeypatch, os, "replace", number)
     with pytest.raises(StoreError, match=advice) as refusal:
         store.write(make_record())
     assert os.strerror(number) in str(refusal.value)
@@ -169,13 +165,13 @@ def test_files_that_cannot_be_trusted_are_problems(store):
     good = make_record(job_id="1")
     store.write(good)
     folder = store.service_dir("405b")
-    (folder / "2-r0-0.json").write_text(good.to_json()[:40])
+    (folder / "2-r0-0.json").write_text(to_json_text(good)[:40])
     (folder / "3-r0-0.json").write_bytes(b"\xff\xfe")
-    (folder / "4-r0-0.json").write_text(good.to_json())
+    (folder / "4-r0-0.json").write_text(to_json_text(good))
     (folder / "5-r0-0.json").symlink_to("1-r0-0.json")
     os.mkfifo(folder / "6-r0-0.json")
     (folder / "7-r0-0.json").mkdir()
-    (folder / "8-r0-0.json").write_text(make_record(job_id="8", service="other").to_json())
+    (folder / "8-r0-0.json").write_text(to_json_text(make_record(job_id="8", service="other")))
     (folder / "9-r0-0.json").write_text("x" * (files._MAX_FILE_BYTES + 1))
     found = store.read("405b")
     assert found.records == (good,)
@@ -188,14 +184,12 @@ def test_files_that_cannot_be_trusted_are_problems(store):
         assert why in problem.lower()
 
 
-@as_root
 def test_a_record_or_a_key_of_somebody_else_is_not_trusted(store):
-    os.chown(store.write(make_record()), NOBODY, NOBODY)
+    give_away(store.write(make_record()))
     found = store.read("405b")
-    assert found.records == ()
-    assert "belongs to user 65534" in found.problems[0]
-    os.chown(store.ensure_api_key("405b"), NOBODY, NOBODY)
-    with pytest.raises(RecordError, match="belongs to user 65534"):
+    assert (found.records, "belongs to user 64999" in found.problems[0]) == ((), True)
+    give_away(store.ensure_api_key("405b"))
+    with pytest.raises(RecordError, match="belongs to user 64999"):
         store.ensure_api_key("405b")
 
 
@@ -204,8 +198,7 @@ def test_a_file_that_is_listed_and_gone_is_no_problem(store, monkeypatch):
     stale = "hpc_serve.rendezvous.entries.list_newest_first"
     monkeypatch.setattr(stale, lambda path: [("9-r0-0.json", (0, 0, 0)), *files.list_newest_first(path)])
     found = store.read("405b")
-    assert len(found.records) == 1
-    assert found.problems == ()
+    assert (len(found.records), found.problems) == (1, ())
 
 
 @pytest.mark.parametrize(("failures", "is_read"), [(2, True), (9, False)])
@@ -233,73 +226,6 @@ def test_jobs_without_a_record_are_known(store):
     assert [entry.job_id for entry in found.submitted] == ["7", "8", "9"]
     assert [entry.job_id for entry in found.without_record()] == ["7"]
     assert store.read_submitted("405b") == found.submitted
-
-
-# Keys
-
-
-def test_a_key_is_made_once(store):
-    with pytest.raises(StoreError, match="no API key yet"):
-        store.read_api_key("405b")
-    path = store.ensure_api_key("405b")
-    key = store.read_api_key("405b")
-    assert len(key) >= 32
-    assert store.ensure_api_key("405b") == path
-    assert store.read_api_key("405b") == key
-    store.ensure_api_key("8b")
-    assert store.read_api_key("8b") != key
-
-
-MAKER = """
-import sys, pathlib
-from hpc_serve.rendezvous.store import ServiceStore
-store = ServiceStore(pathlib.Path(sys.argv[1]))
-sys.stdin.readline()
-store.ensure_api_key("405b")
-print(store.read_api_key("405b"))
-"""
-
-
-def test_makers_at_once_end_with_one_key(store):
-    store.ensure_service("405b")
-    makers = [
-        subprocess.Popen(
-            [sys.executable, "-c", MAKER, str(store.home)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(4)
-    ]
-    for maker in makers:
-        maker.stdin.write("go\n")
-        maker.stdin.flush()
-    keys = {maker.communicate()[0] for maker in makers}
-    assert [maker.returncode for maker in makers] == [0] * 4
-    assert keys == {store.read_api_key("405b") + "\n"}
-
-
-@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP])
-def test_a_filesystem_without_links_has_keys_too(store, monkeypatch, number):
-    refuse(monkeypatch, "link", number)
-    store.ensure_api_key("405b")
-    key = store.read_api_key("405b")
-    store.ensure_api_key("405b")
-    assert store.read_api_key("405b") == key
-
-
-def test_a_key_that_others_can_read_is_refused(store):
-    path = store.ensure_api_key("405b")
-    path.chmod(0o640)
-    for use in (store.ensure_api_key, store.read_api_key):
-        with pytest.raises(RecordError, match=r"read by others \(mode 0640\)"):
-            use("405b")
-
-
-@pytest.mark.parametrize("content", ["", "short", "with a blank in it", "x" * 20 + "\n" + "y" * 20])
-def test_a_key_that_cannot_be_one_is_refused_without_showing_it(store, content):
-    path = store.ensure_api_key("405b")
-    path.write_text(content)
-    with pytest.raises(RecordError, match="no usable key") as refusal:
-        store.read_api_key("405b")
-    assert not content or content not in str(refusal.value)
 
 
 # Sweeping

@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from hpc_serve.errors import HpcServeError, RecordError, StoreError
 from hpc_serve.rendezvous.files import read_private
+from tests.support.strangers import STRANGER, needs_root
 
-STRANGER = 64_999
 CHANGES = 300
 OURS = ("--seed 1", "--seed " + "1" * 3_000)
 THEIRS = "--seed 666"
@@ -85,7 +83,7 @@ def outcomes(read: Callable[[], object], path: Path, beside: Path) -> set[object
     return set(seen[1:])
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@needs_root
 def test_a_swapped_file_is_one_of_ours_whole_or_refused(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir(mode=0o700)

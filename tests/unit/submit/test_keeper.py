@@ -113,7 +113,7 @@ def change(store, **fields) -> None:
 
 
 def asked_to_drain(store, job_id: str) -> DrainRequest | None:
-    return read_drain_request(drain_file(store, SERVICE, job_id=job_id, restart=0, replica=0))
+    return read_drain_request(drain_file(store, SERVICE, f"{job_id}-r0-0.json"))
 
 
 def requests(stubs: StubService, job: Keeper, count: int, *, waiting: int) -> None:
@@ -168,7 +168,7 @@ class TestWhoDecides:
 
     def test_one_that_drains_lets_another_decide_at_once(self, job, store, stubs):
         job.step()
-        path = drain_file(store, SERVICE, job_id="101", restart=0, replica=0)
+        path = drain_file(store, SERVICE, "101-r0-0.json")
         ask_to_drain(path, DrainRequest(by="Slurm, before the time limit", deadline_s=10))
         assert job.step() is None
         assert wanted(store).decider == ""
@@ -281,7 +281,7 @@ class TestTimeLimit:
     def test_an_empty_drain_file_is_an_order_to_drain_and_a_successor_follows(self, kept, store, slurm):
         """The disk was full when Slurm gave its notice."""
         kept.step()
-        drain_file(store, SERVICE, job_id="101", restart=0, replica=0).touch(mode=0o600)
+        drain_file(store, SERVICE, "101-r0-0.json").touch(mode=0o600)
         assert asked_to_drain(store, "101").cause == "unknown"
         kept.step()
         assert len(slurm.scripts) == 2
@@ -512,7 +512,7 @@ class TestProgram:
             assert subprocess.run([*bash, around], timeout=60, check=False).returncode == code
 
     def test_it_keeps_its_pid_until_the_script_ends_it(self, job, store, stubs):
-        path = drain_file(store, SERVICE, job_id="101", restart=0, replica=0)
+        path = drain_file(store, SERVICE, "101-r0-0.json")
         ask_to_drain(path, DrainRequest(by="Slurm", deadline_s=10))
         ending = threading.Event()
         program = threading.Thread(target=run, args=(job, ending.wait), daemon=True)

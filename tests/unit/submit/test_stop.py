@@ -127,7 +127,7 @@ def replica(store, slurm, engines) -> EndpointRecord:
 
 
 def asked_to_drain(store: ServiceStore) -> DrainRequest | None:
-    return read_drain_request(drain_file(store, "8b", job_id="7", restart=0, replica=0))
+    return read_drain_request(drain_file(store, "8b", "7-r0-0.json"))
 
 
 class TestStop:

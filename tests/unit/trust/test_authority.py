@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import builtins
-import os
+import socket
 import ssl
 import stat
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -20,30 +19,15 @@ from cryptography import x509
 from hpc_serve.errors import InvalidRequestError, RecordError
 from hpc_serve.trust import authority
 from hpc_serve.trust.authority import (
-    RunCertificate,
     authority_certificate,
     authority_file,
     ensure_authority,
     make_run_certificate,
 )
-from tests.support.tls_servers import RecordingServer, server_context
+from tests.support.strangers import STRANGER, give_away
+from tests.unit.trust.conftest import made_in, serving
 
-ADDRESSES = ("10.77.0.11", "fd00::11")
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path / "home"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "job").mkdir(mode=0o700)
-    return tmp_path / "job"
-
-
-def make(home: Path, folder: Path) -> RunCertificate:
-    return make_run_certificate(home, folder, run="123-r0", addresses=ADDRESSES)
+ADDRESSES = {"10.77.0.11", "fd00::11"}
 
 
 def parsed(pem: str) -> x509.Certificate:
@@ -90,10 +74,10 @@ def test_the_authority_signs_for_addresses_and_localhost_alone(home: Path) -> No
 
 
 def test_a_run_certificate_names_every_address(home: Path, folder: Path) -> None:
-    certificate = parsed(make(home, folder).certificate)
+    certificate = parsed(made_in(home, folder).certificate)
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     addresses = {str(address) for address in names.get_values_for_type(x509.IPAddress)}
-    assert addresses == {*ADDRESSES, "127.0.0.1", "::1"}
+    assert addresses == ADDRESSES | {"127.0.0.1", "::1"}
     assert names.get_values_for_type(x509.DNSName) == ["localhost"]
     usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     assert list(usage) == [x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]
@@ -101,7 +85,7 @@ def test_a_run_certificate_names_every_address(home: Path, folder: Path) -> None
 
 
 def test_a_run_certificate_holds_for_clocks_that_differ_and_long_jobs(home: Path, folder: Path) -> None:
-    certificate = parsed(make(home, folder).certificate)
+    certificate = parsed(made_in(home, folder).certificate)
     now = datetime.now(timezone.utc)
     assert certificate.not_valid_before_utc <= now - timedelta(hours=23)
     assert now + timedelta(days=365) < certificate.not_valid_after_utc < now + timedelta(days=825)
@@ -109,18 +93,18 @@ def test_a_run_certificate_holds_for_clocks_that_differ_and_long_jobs(home: Path
 
 def test_a_run_certificate_ends_with_its_authority(home: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(authority, "_AUTHORITY_LIFETIME", timedelta(days=30))
-    certificate = parsed(make(home, folder).certificate)
+    certificate = parsed(made_in(home, folder).certificate)
     assert certificate.not_valid_after_utc == parsed(authority_certificate(home)).not_valid_after_utc
 
 
 def test_the_files_of_a_run_are_private_and_hold_what_is_told(home: Path, folder: Path) -> None:
-    made = make(home, folder)
+    made = made_in(home, folder)
     assert made.certificate_file.read_text() == made.certificate
     assert mode_of(made.key_file) == mode_of(made.certificate_file) == 0o600
     assert made.key_file.parent == folder
     assert "PRIVATE" not in made.certificate
     assert "PRIVATE" not in repr(made)
-    assert make(home, folder.parent).key_file.read_text() != made.key_file.read_text()  # another run's
+    assert made_in(home, folder.parent / "other").key_file.read_text() != made.key_file.read_text()  # another run's
     ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(made.certificate_file, made.key_file)
 
 
@@ -128,12 +112,12 @@ def test_an_expired_authority_is_refused(home: Path, folder: Path, monkeypatch: 
     monkeypatch.setattr(authority, "_AUTHORITY_LIFETIME", timedelta(hours=-1))
     ensure_authority(home)
     with pytest.raises(RecordError, match=r"expired on \d{4}-\d\d-\d\d\. Remove it"):
-        make(home, folder)
+        made_in(home, folder)
 
 
 @pytest.mark.parametrize("spoil", ["", "no PEM at all", "AAAA", "cut", "an endpoint's"])
 def test_what_is_no_authority_is_refused(home: Path, folder: Path, spoil: str) -> None:
-    made, path = make(home, folder), authority_file(home)
+    made, path = made_in(home, folder), authority_file(home)
     contents = {
         "AAAA": "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
         "cut": path.read_text()[:600],
@@ -141,7 +125,7 @@ def test_what_is_no_authority_is_refused(home: Path, folder: Path, spoil: str) -
     }
     path.write_text(contents.get(spoil, spoil))
     with pytest.raises(RecordError, match="does not hold a key and the certificate"):
-        make(home, folder)
+        made_in(home, folder)
 
 
 def test_a_key_of_another_certificate_is_refused(home: Path, folder: Path, tmp_path: Path) -> None:
@@ -150,19 +134,17 @@ def test_a_key_of_another_certificate_is_refused(home: Path, folder: Path, tmp_p
     key, _, _ = authority_file(tmp_path / "other").read_text().partition("-----BEGIN CERTIFICATE-----")
     authority_file(home).write_text(key + authority_certificate(home))
     with pytest.raises(RecordError, match="its key is not that of its certificate"):
-        make(home, folder)
+        made_in(home, folder)
 
 
-@pytest.mark.parametrize("spoil", ["can be read by others", "belongs to user 65534"])
+@pytest.mark.parametrize("spoil", ["can be read by others", f"belongs to user {STRANGER}"])
 def test_an_authority_of_others_is_refused(home: Path, folder: Path, spoil: str) -> None:
     path = ensure_authority(home)
     if spoil == "can be read by others":
         path.chmod(0o644)
-    elif os.geteuid() != 0:
-        pytest.skip("needs another owner")
     else:
-        os.chown(path, 65_534, 65_534)
-    for use in (lambda: make(home, folder), lambda: authority_certificate(home)):
+        give_away(path)
+    for use in (lambda: made_in(home, folder), lambda: authority_certificate(home)):
         with pytest.raises(RecordError, match=spoil):
             use()
 
@@ -181,7 +163,7 @@ def test_without_cryptography_it_says_what_to_install(
     monkeypatch.delattr("hpc_serve.trust.making", raising=False)
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(InvalidRequestError, match="install it there"):
-        make(home, folder)
+        made_in(home, folder)
 
 
 def test_an_address_that_is_none_is_refused(home: Path, folder: Path) -> None:
@@ -207,8 +189,24 @@ def test_boringssl_takes_the_endpoint_and_no_web_site(
     ensure_authority(home)
     if not is_trusted:
         monkeypatch.setattr(authority, "_LOCAL_NAME", name)  # of the certificate that is made now
-    made = make(home, folder)
-    with closing(RecordingServer(server_context(made.certificate_file, made.key_file))) as server:
+    with serving(made_in(home, folder)) as server:
         why = ask_by_boringssl(authority_certificate(home), server.port, name)
     assert ("ALPN" in why) == is_trusted, why  # asked for once the certificate is accepted
     assert ("handshake failed" in why) != is_trusted, why
+
+
+def test_a_client_that_trusts_the_authority_accepts_the_addresses(home: Path, folder: Path) -> None:
+    """As other tools do, which check names: the loopback address is in every certificate, a strange name is not."""
+    ours = made_in(home, folder)
+    context = ssl.create_default_context(cadata=authority_certificate(home))
+    if hasattr(ssl, "VERIFY_X509_STRICT"):  # the default from Python 3.13 on
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+
+    def version(name: str) -> str | None:
+        with socket.create_connection(("127.0.0.1", server.port)) as raw:
+            return context.wrap_socket(raw, server_hostname=name).version()
+
+    with serving(ours) as server:
+        assert version("127.0.0.1") == version("localhost") == "TLSv1.3"
+        with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
+            version("example.org")

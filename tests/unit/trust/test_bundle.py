@@ -14,16 +14,16 @@ import pytest
 
 from hpc_serve.errors import StoreError
 from hpc_serve.trust import bundle
-from hpc_serve.trust.authority import authority_certificate, ensure_authority, make_run_certificate
+from hpc_serve.trust.authority import authority_certificate, ensure_authority
 from hpc_serve.trust.bundle import REPLACING_VARIABLES, trust_variables
 from hpc_serve.trust.pem import certificates_of
-from tests.support.tls_servers import RecordingServer, server_context
+from tests.unit.trust.conftest import made_in, serving
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
-    ensure_authority(tmp_path / "home")
-    return tmp_path / "home"
+def home(home: Path) -> Path:
+    ensure_authority(home)
+    return home
 
 
 @pytest.fixture
@@ -129,16 +129,12 @@ _PROGRAMS = {
 def test_programs_trust_an_endpoint_by_the_variables_alone(home: Path, tmp_path: Path, program: str) -> None:
     if shutil.which(_PROGRAMS[program][0]) is None:
         pytest.skip(f"{program} is not installed")
-    made = make_run_certificate(home, tmp_path, run="1-r0", addresses=[])
-    server = RecordingServer(server_context(made.certificate_file, made.key_file))
     plain = {"PATH": os.environ["PATH"]}
-    argv = [word.replace("{port}", str(server.port)) for word in _PROGRAMS[program]]
-    try:
-        refused = subprocess.run(argv, env=plain, capture_output=True, text=True, timeout=60)
-        accepted = subprocess.run(
-            argv, env={**plain, **trust_variables(home, {})}, capture_output=True, text=True, timeout=60
+    with serving(made_in(home, tmp_path / "job")) as server:
+        argv = [word.replace("{port}", str(server.port)) for word in _PROGRAMS[program]]
+        refused, accepted = (
+            subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=60)
+            for environ in (plain, plain | trust_variables(home, {}))
         )
-    finally:
-        server.close()
     assert refused.returncode != 0
     assert (accepted.returncode, accepted.stdout, accepted.stderr) == (0, "ok", "")

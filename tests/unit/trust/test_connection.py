@@ -1,39 +1,35 @@
-"""A connection is verified before it carries anything, by the certificate of the record."""
+"""A connection is verified before it carries anything: the certificate of the record counts, at any address."""
 
 from __future__ import annotations
 
 import http.client
 import socket
+import ssl
 from contextlib import closing
-from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from hpc_serve.errors import RecordError
-from hpc_serve.trust.authority import RunCertificate, make_run_certificate
-from hpc_serve.trust.connection import Identity, NotOurEngineError, VerifiedConnection
+from hpc_serve.trust import making
+from hpc_serve.trust.authority import RunCertificate
+from hpc_serve.trust.connection import Identity, NotOurEngineError, VerifiedConnection, pinned_context
 from tests.support.relay import Relay
 from tests.support.tls_servers import RecordingServer, server_context
+from tests.unit.trust.conftest import made_in, serving
 
 KEY = "k-0123456789abcdef"
 
 
-def ask(port: int, identity: Identity, *, host: str = "127.0.0.1", requests: int = 1) -> bytes:
-    with closing(VerifiedConnection(host, port, identity, timeout_s=60)) as connection:
-        for _ in range(requests):
-            connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {identity.api_key}"})
-            answer = connection.getresponse().read()
-    return answer
+def connection_to(port: int, certificate: str, *, timeout_s: float = 60) -> VerifiedConnection:
+    return VerifiedConnection("127.0.0.1", port, Identity(certificate=certificate, api_key=KEY), timeout_s=timeout_s)
 
 
-@pytest.fixture
-def ours(tmp_path: Path) -> RunCertificate:
-    return make_run_certificate(tmp_path / "home", tmp_path, run="123-r0", addresses=[])
-
-
-def pinned(ours: RunCertificate) -> Identity:
-    return Identity(certificate=ours.certificate, api_key=KEY)
+def ask(port: int, certificate: str) -> bytes:
+    with closing(connection_to(port, certificate)) as connection:
+        connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {KEY}"})
+        return connection.getresponse().read()
 
 
 @pytest.mark.parametrize(
@@ -49,78 +45,98 @@ def pinned(ours: RunCertificate) -> Identity:
 )
 def test_whatever_a_stranger_answers_it_gets_no_key(ours: RunCertificate, answer: bytes) -> None:
     with closing(RecordingServer(answer=answer)) as server, pytest.raises(OSError):
-        ask(server.port, pinned(ours))
+        ask(server.port, ours.certificate)
     assert KEY.encode() not in server.received
     assert b"/v1/models" not in server.received
 
 
 def test_a_stranger_that_says_nothing_is_left_in_time(ours: RunCertificate) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        connection = VerifiedConnection("127.0.0.1", listener.getsockname()[1], pinned(ours), timeout_s=0.2)
-        with pytest.raises(TimeoutError):
-            connection.connect()
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(TimeoutError):
+        connection_to(listener.getsockname()[1], ours.certificate, timeout_s=0.2).connect()
 
 
-def test_a_record_without_a_certificate_is_never_asked(ours: RunCertificate) -> None:
-    with closing(RecordingServer()) as server, pytest.raises(RecordError, match="restart the service"):
-        ask(server.port, replace(pinned(ours), certificate=""))
-    assert KEY.encode() not in server.received
+@pytest.mark.parametrize(
+    "text", ["", "no PEM", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", "\x00ü"]
+)
+def test_a_record_without_a_certificate_is_never_asked(text: str) -> None:
+    with closing(RecordingServer()) as server:
+        with pytest.raises(RecordError, match=r"certificate cannot be read .* restart the service"):
+            ask(server.port, text)
+        assert server.received == b""
 
 
-def test_the_key_is_not_in_a_repr(ours: RunCertificate) -> None:
-    assert KEY not in repr(pinned(ours))
-
-
-def test_the_certificate_is_what_counts(ours: RunCertificate) -> None:
-    with closing(RecordingServer(server_context(ours.certificate_file, ours.key_file))) as server:
-        assert ask(server.port, pinned(ours)) == b"ok"
-
-
-@pytest.mark.parametrize("home", ["home", "other/home"])
-def test_a_stranger_gets_nothing(ours: RunCertificate, tmp_path: Path, home: str) -> None:
-    """Neither another run of the same authority, nor one of another authority."""
-    folder = tmp_path / "other"
-    folder.mkdir()
-    theirs = make_run_certificate(tmp_path / home, folder, run="123-r0", addresses=[])
-    refused = pytest.raises(NotOurEngineError, match="does not show the certificate of the record")
-    with closing(RecordingServer(server_context(theirs.certificate_file, theirs.key_file))) as server, refused:
-        ask(server.port, pinned(ours))
-    assert server.received == b""
+def test_the_key_is_not_in_a_repr() -> None:
+    assert KEY not in repr(Identity(certificate="", api_key=KEY))
 
 
 def test_a_relay_carries_what_it_cannot_read(ours: RunCertificate) -> None:
-    server = RecordingServer(server_context(ours.certificate_file, ours.key_file))
-    relay = Relay(server.port)
-    try:
-        assert ask(relay.port, pinned(ours)) == b"ok"
-    finally:
-        relay.close()
-        server.close()
+    with serving(ours) as server, closing(Relay(server.port)) as relay:
+        assert ask(relay.port, ours.certificate) == b"ok"
     assert KEY.encode() in server.received
     assert KEY.encode() not in relay.heard
 
 
+@pytest.mark.parametrize("authority", ["home", "other/home"])
+def test_a_stranger_gets_nothing(ours: RunCertificate, tmp_path: Path, authority: str) -> None:
+    """Neither another run of the same authority, nor one of another authority."""
+    refused = pytest.raises(NotOurEngineError, match="does not show the certificate of the record")
+    with serving(made_in(tmp_path / authority, tmp_path / "theirs")) as server, refused:
+        ask(server.port, ours.certificate)
+    assert server.received == b""
+
+
 def test_an_answer_in_the_clear_is_refused(ours: RunCertificate) -> None:
     with closing(RecordingServer()) as server, pytest.raises(NotOurEngineError, match="does not speak TLS"):
-        ask(server.port, pinned(ours))
+        ask(server.port, ours.certificate)
     assert KEY.encode() not in server.received
 
 
-def test_a_connection_that_was_lost_is_verified_anew(ours: RunCertificate, tmp_path: Path) -> None:
+def test_tls_of_old_versions_is_refused(ours: RunCertificate) -> None:
+    context = server_context(ours.certificate_file, ours.key_file)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with closing(RecordingServer(context)) as server, pytest.raises(NotOurEngineError, match="does not speak TLS"):
+        ask(server.port, ours.certificate)
+    assert server.received == b""
+
+
+def test_a_connection_that_was_lost_is_verified_anew(ours: RunCertificate) -> None:
     """http.client connects again by itself when the server has closed the connection."""
-    server = RecordingServer(server_context(ours.certificate_file, ours.key_file))
-    connection = VerifiedConnection("127.0.0.1", server.port, pinned(ours), timeout_s=60)
-    connection.request("GET", "/")
-    assert connection.getresponse().read() == b"ok"
-    connection.close()
-    server.close()
-    stranger = RecordingServer()
-    connection.port = stranger.port
-    try:
+    with serving(ours) as server:
+        connection = connection_to(server.port, ours.certificate)
+        connection.request("GET", "/")
+        assert connection.getresponse().read() == b"ok"
+        connection.close()
+    with closing(RecordingServer()) as stranger:
+        connection.port = stranger.port
         with pytest.raises(NotOurEngineError):
             connection.request("GET", "/", headers={"Authorization": f"Bearer {KEY}"})
-    finally:
-        stranger.close()
     assert KEY.encode() not in stranger.received
     assert issubclass(NotOurEngineError, OSError)
     assert not issubclass(NotOurEngineError, http.client.HTTPException)
+
+
+@pytest.mark.parametrize(
+    ("hours", "says"), [(-600, ""), (-20, ""), (20, ""), (48, "not yet valid"), (-24 * 731, "has expired")]
+)
+def test_a_certificate_holds_where_clocks_are_hours_off(
+    home: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, hours: int, says: str
+) -> None:
+    """`hours`: how far the clock of the engine's host is ahead. Two days are too many, and the clock is named."""
+    made_at = making.now() + timedelta(hours=hours)
+    monkeypatch.setattr(making, "now", lambda: made_at)
+    ours = made_in(home, folder)
+    with serving(ours) as server:
+        if not says:
+            assert ask(server.port, ours.certificate) == b"ok"
+            return
+        with pytest.raises(NotOurEngineError) as refused:
+            ask(server.port, ours.certificate)
+    assert str(refused.value).startswith("by this host's clock its certificate does not hold (certificate ")
+    assert f"{says}): compare the clocks" in str(refused.value)
+    assert server.received == b""
+
+
+def test_a_context_is_made_once_for_each_certificate(ours: RunCertificate, tmp_path: Path) -> None:
+    other = made_in(tmp_path / "home", tmp_path / "other")
+    assert pinned_context(ours.certificate) is pinned_context(ours.certificate)
+    assert pinned_context(ours.certificate) is not pinned_context(other.certificate)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -44,6 +44,39 @@ class Load:
     def size_mib(self) -> float:
         return sum(self.shards_mib)
 
+    def events(self) -> Iterator[str | float]:
+        """The lines of the engine, and between them at each look what was read so far, in MiB."""
+        yield from self._looks(self.engine_s, 0.0)
+        yield "(Worker pid=3) INFO 11-20 [cpu_model_runner.py:68] Starting to load model m..."
+        for look in range(int(self.imports_s / LOOK_S)):
+            yield self.imported_mib * look * LOOK_S / self.imports_s
+        yield from self._load()
+        yield "(Worker pid=3) INFO 11-20 [default_loader.py:501] Loading weights took 9.00 seconds"
+        read_mib = self.imported_mib + self.size_mib
+        if self.compile_s:
+            yield "(Worker pid=3) INFO 11-20 [backends.py:1102] Using cache directory: /c for vLLM's torch.compile"
+            yield from self._looks(self.compile_s, read_mib)
+            yield "(Worker pid=3) INFO 11-20 [monitor.py:91] Initial profiling/warmup run took 3.11 s"
+        yield from self._looks(self.capture_s, read_mib)
+
+    def _load(self) -> Iterator[str | float]:
+        at_s, loaded_mib, told, count = 0.0, 0.0, 0, len(self.shards_mib)
+        while True:
+            done = sum(sum(self.shards_mib[: n + 1]) <= loaded_mib + 1e-6 for n in range(count))
+            for number in range(told, done + 1) if self.has_bar else ():
+                bar = f"{100 * number // count:3d}% Completed | {number}/{count} [00:00"
+                yield f"Loading safetensors checkpoint shards: {bar}"
+            told = done + 1
+            if done == count:
+                return
+            yield self.imported_mib + loaded_mib
+            at_s += LOOK_S
+            loaded_mib = min(self.size_mib, loaded_mib + LOOK_S * max(0.0, self.mib_per_s(at_s)))
+
+    @staticmethod
+    def _looks(seconds: float, read_mib: float) -> Iterator[float]:
+        yield from [read_mib] * int(seconds / LOOK_S)
+
 
 def play_load(load: Load, past: PastStart | None = None) -> tuple[PastStart, list[Said], list[Said]]:
     """A start, as it is remembered; what was said of it each second; and what was said of its weights alone."""
@@ -53,57 +86,22 @@ def play_load(load: Load, past: PastStart | None = None) -> tuple[PastStart, lis
     stages.checkpoint_bytes = int(load.size_mib * MIB)
     told: list[tuple[float, float | None]] = []
     weights: list[tuple[float, float | None]] = []
-
-    def look(read_mib: float) -> None:
-        shown = read_mib if load.is_told else 0.0
-        stages.note_read(ReadSoFar(**{load.way: int(shown * MIB)}))
+    loaded_s = 0.0
+    for event in load.events():
+        if isinstance(event, str):
+            tell(stages, event)
+            loaded_s = loaded_s or (clock.now if "took 9.00 seconds" in event else 0.0)
+            continue
+        stages.note_read(ReadSoFar(**{load.way: int(event * MIB) if load.is_told else 0}))
         if clock.now % 1 == 0:
             record = stages.record(1e9)
             told.append((clock.now, record.time_left_s))
             if record.stage == "weights":
                 weights.append((clock.now, record.weights_left_s))
-
-    def wait(seconds: float, read_mib: float) -> None:
-        until_s = clock.now + seconds
-        while clock.now < until_s:
-            look(read_mib)
-            clock.now += LOOK_S
-
-    wait(load.engine_s, 0.0)
-    tell(stages, "(Worker pid=3) INFO 11-20 [cpu_model_runner.py:68] Starting to load model m...")
-    begin_s, read_mib = clock.now, 0.0
-    while clock.now < begin_s + load.imports_s:
-        look(read_mib)
         clock.now += LOOK_S
-        read_mib += load.imported_mib * LOOK_S / load.imports_s
-    begin_s, loaded_mib, done = clock.now, 0.0, -1
-    while True:
-        whole = next(
-            (n for n in range(len(load.shards_mib)) if sum(load.shards_mib[: n + 1]) > loaded_mib + 1e-6), None
-        )
-        now_done = len(load.shards_mib) if whole is None else whole
-        for number in range(done + 1, now_done + 1):
-            if load.has_bar:
-                bar = f"{100 * number // len(load.shards_mib):3d}% Completed | {number}/{len(load.shards_mib)} [00:00"
-                tell(stages, f"Loading safetensors checkpoint shards: {bar}")
-        done = now_done
-        if done == len(load.shards_mib):
-            break
-        look(read_mib + loaded_mib)
-        clock.now += LOOK_S
-        loaded_mib = min(load.size_mib, loaded_mib + LOOK_S * max(0.0, load.mib_per_s(clock.now - begin_s)))
-    read_mib += load.size_mib
-    loaded_s = clock.now
-    tell(stages, "(Worker pid=3) INFO 11-20 [default_loader.py:501] Loading weights took 9.00 seconds")
-    if load.compile_s:
-        tell(stages, "(Worker pid=3) INFO 11-20 [backends.py:1102] Using cache directory: /c for vLLM's torch.compile")
-        wait(load.compile_s, read_mib)
-        tell(stages, "(Worker pid=3) INFO 11-20 [monitor.py:91] Initial profiling/warmup run took 3.11 s")
-    wait(load.capture_s, read_mib)
     stages.finish()
-    end_s = clock.now
     return (
         stages.past_start(make_record(), 1.0),
-        [Said(at_s, end_s - at_s, left_s) for at_s, left_s in told],
+        [Said(at_s, clock.now - at_s, left_s) for at_s, left_s in told],
         [Said(at_s, loaded_s - at_s, left_s) for at_s, left_s in weights],
     )
