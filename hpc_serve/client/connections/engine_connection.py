@@ -7,7 +7,6 @@ bytes travel is decided by the two kinds of connection, in `thread_pool` and in 
 from __future__ import annotations
 
 import os
-import select
 import ssl
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ import httptools
 from hpc_serve.client.connections.answer_wait import AnswerWait, Judge, ReplicaLostError
 from hpc_serve.client.connections.body import Body
 from hpc_serve.client.connections.message import Header, Message, lines_for
+from hpc_serve.client.connections.readable import is_readable
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.rendezvous.gate_headers import COMMENT
@@ -295,12 +295,3 @@ class EngineAnswer(Body):
         """Let the reader look, and begin another wait if there is nothing for it."""
         if self.woken is not None and not self.woken.done():
             self.woken.set_result(None)
-
-
-def is_readable(connected: Any) -> bool:
-    """Return whether bytes, or the end of a connection, have come; True for a socket that is closed."""
-    if (number := connected.fileno()) < 0:
-        return True
-    asked = select.poll()
-    asked.register(number, select.POLLIN)
-    return bool(asked.poll(0))
