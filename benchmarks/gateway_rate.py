@@ -286,7 +286,7 @@ def measure(options: argparse.Namespace, measured: Measured) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in-flight", type=int, nargs="+", default=IN_FLIGHT)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each turn")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each turn")
     parser.add_argument("--router", metavar="FILE", help="the program vllm-router (envs/vllm-router/requirements.txt)")
     parser.add_argument("--no-profile", dest="profile", action="store_false", help="only the rates")
 
@@ -295,7 +295,7 @@ BENCHMARK = Benchmark(
     name="gateway_rate",
     about=__doc__,
     measure=measure,
-    rounds=5,
+    rounds=3,
     options=add_options,
     short={"in_flight": [2], "seconds": 0.05, "profile": False},
 )
