@@ -156,7 +156,10 @@ class Directory:
     def _unknown(self, model: str | None) -> Exception:
         if self._unread and not self._found:
             return StoreError(self._unread)
-        there = [f"{service} ({found.words}): {', '.join(found.names)}" for service, found in self._found.items()]
+        there = [
+            f"{service} ({found.words})" + (f": {', '.join(found.names)}" if found.names else "")
+            for service, found in self._found.items()
+        ]
         listed = f"There is: {'; '.join(there)}." if there else "There is no service. Start one: hpc-serve submit"
         wanted = f"No service has the model {model[:_SHOWN_NAME]!r}." if model is not None else "No service is there."
         return Refusal(status=404, code="model_not_found", param="model", message=f"{wanted} {listed}")
