@@ -37,7 +37,8 @@ def parse_size(text: str) -> int:
     base = 1024 if match[3] else 1000
     size = int(number * base ** ("KMGT".index(match[2].upper()) + 1 if match[2] else 0))
     if size < _SMALLEST:
-        raise InvalidRequestError(f"{text!r} is {size:,} bytes: write the unit, as 80GB or 79.2GiB.")
+        cure = "the least is 1MiB" if match[2] else "write the unit, as 80GB or 79.2GiB"
+        raise InvalidRequestError(f"{text!r} is {size:,} bytes: {cure}.")
     return size
 
 

@@ -58,6 +58,8 @@ class Directory:
         self._found: dict[str, Found] = {}
         self._recorded: dict[str, Found] = {}
         """Those of `_found` that have records or jobs, and not only requests under way."""
+        self._unread = "The services are not read yet."
+        """Why a service may be there that no look has found."""
         self._fronts: dict[str, Front] = {}
         self._listed: OnDemandModels | None = None
         if settings.on_demand is not None:
@@ -78,7 +80,7 @@ class Directory:
         return self._front(service) if service is not None else None
 
     async def find(self, model: str | None, person: str = "") -> Front:
-        """Return the service of a model's name, or the only one without a name. Raises Refusal.
+        """Return the service of a model's name, or the only one without a name. Raises Refusal, StoreError.
 
         `person` is whose request it is, if it has a key of its own.
         """
@@ -151,8 +153,13 @@ class Directory:
         front = self._fronts.get(service)
         return (*self._found[service].names, *(front.names if front is not None else ()))
 
-    def _unknown(self, model: str | None) -> Refusal:
-        there = [f"{service} ({found.words}): {', '.join(found.names)}" for service, found in self._found.items()]
+    def _unknown(self, model: str | None) -> Exception:
+        if self._unread and not self._found:
+            return StoreError(self._unread)
+        there = [
+            f"{service} ({found.words})" + (f": {', '.join(found.names)}" if found.names else "")
+            for service, found in self._found.items()
+        ]
         listed = f"There is: {'; '.join(there)}." if there else "There is no service. Start one: hpc-serve submit"
         wanted = f"No service has the model {model[:_SHOWN_NAME]!r}." if model is not None else "No service is there."
         return Refusal(status=404, code="model_not_found", param="model", message=f"{wanted} {listed}")
@@ -212,9 +219,11 @@ class Directory:
             found, unreadable = await asyncio.to_thread(self._read)
         except HpcServeError as error:
             _log.debug("looking for services: %s", error)
+            self._unread = str(error)
             return
         finally:
             self._looked_at_s = asyncio.get_running_loop().time()
+        self._unread = f"The records of {', '.join(sorted(unreadable))} cannot be read." if unreadable else ""
         self._recorded = {**{name: self._recorded[name] for name in unreadable if name in self._recorded}, **found}
         for service, front in list(self._fronts.items()):
             if service in found or service in unreadable:

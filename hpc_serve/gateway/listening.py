@@ -11,6 +11,7 @@ import errno
 import fcntl
 import ipaddress
 import os
+import resource
 import socket
 import stat
 from collections.abc import Iterator, Mapping
@@ -26,15 +27,17 @@ from hpc_serve.rendezvous.ownership import require
 
 LONGEST_PATH = 100  # the kernel allows 107 bytes
 MOST_WAITING = 1024
+_MOST_FILES = 65_536
 _ANSWER_S = 1.0
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListenAddress:
-    """A listener and what it is reached by: a socket's path, or an address."""
+    """A listener and what it is reached by: a socket's path, whose `lock` is held by a descriptor, or an address."""
 
     listener: socket.socket
+    lock: int | None = None
     path: Path | None = None
     host: str = ""
     port: int = 0
@@ -50,6 +53,7 @@ def on_socket(path: Path) -> Iterator[ListenAddress]:
 
     Raises InvalidRequestError if the folder is open to others, the path is too long, or another gateway is there.
     """
+    _allow_files()
     if len(os.fsencode(path)) > LONGEST_PATH:
         raise InvalidRequestError(
             f"the socket's path {path} has {len(os.fsencode(path))} bytes, and {LONGEST_PATH} are possible: give"
@@ -61,7 +65,7 @@ def on_socket(path: Path) -> Iterator[ListenAddress]:
     except OSError as error:
         raise InvalidRequestError(f"{path.parent} cannot be made: {error.strerror}. {folder_advice}") from error
     require(path.parent, "private", called=f"the socket's folder {path.parent}", advice=folder_advice)
-    with _lock_of(path):
+    with _lock_of(path) as lock:
         _remove_stale(path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -71,7 +75,7 @@ def on_socket(path: Path) -> Iterator[ListenAddress]:
             finally:
                 os.umask(before)
             listener.listen(MOST_WAITING)
-            yield ListenAddress(listener=listener, path=path)
+            yield ListenAddress(listener=listener, lock=lock, path=path)
         finally:
             listener.close()
             with suppress(OSError):
@@ -112,6 +116,7 @@ def is_answered(path: Path) -> bool:
 @contextmanager
 def on_port(host: str, port: int) -> Iterator[ListenAddress]:
     """Listen on a port of one address of this host, 0 for any port. Raises InvalidRequestError."""
+    _allow_files()
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.create_server((str(address[0]), port), family=family, backlog=MOST_WAITING)
@@ -125,8 +130,16 @@ def on_port(host: str, port: int) -> Iterator[ListenAddress]:
         yield ListenAddress(listener=listener, host=str(name[0]), port=int(name[1]))
 
 
+def _allow_files() -> None:
+    """Raise this process's limit of open files, often 1024. A request takes two: its client's and its engine's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 @contextmanager
-def _lock_of(path: Path) -> Iterator[None]:
+def _lock_of(path: Path) -> Iterator[int]:
     """Hold the lock of a socket's path. Without file locks, a gateway that answers is the owner."""
     descriptor = os.open(
         path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
@@ -139,7 +152,7 @@ def _lock_of(path: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise HpcServeError(f"{path}.lock cannot be locked: {error.strerror}.") from error
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 

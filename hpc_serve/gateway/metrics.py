@@ -5,9 +5,11 @@ They are plain numbers until somebody asks: the library's own counters cost a te
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -33,6 +35,8 @@ _TIMES = {
     "first_byte_seconds": "Seconds between a request's turn and the beginning of its answer.",
 }
 
+_log = logging.getLogger(__name__)
+
 
 def _text(collector: Collector) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
@@ -41,16 +45,18 @@ def _text(collector: Collector) -> bytes:
 
 
 class _Sum(Collector):
-    """The sum of what several texts tell."""
+    """The sum of what several texts tell; `but` leaves the metrics of one type out."""
 
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = texts
+    def __init__(self, texts: Iterable[str], *, but: str = "") -> None:
+        self._texts, self._but = texts, but
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
         values: defaultdict[tuple[str, str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
         for text in self._texts:
             for family in text_string_to_metric_families(text):
+                if family.type == self._but:
+                    continue
                 families[family.name] = Metric(family.name, family.documentation, family.type)
                 for sample in family.samples:
                     values[family.name, sample.name, tuple(sample.labels.items())] += sample.value
@@ -97,11 +103,17 @@ class Countable(Protocol):
 class Metrics(Collector):
     """The counts of one gateway. `directory` says what is under way.
 
-    A worker of several writes them into a `file`, and tells the sum of all files of its folder.
+    A worker of several writes them into a `file`, and tells the sum of all files of its folder. It goes on counting
+    where the worker ended that had the file before: a counter that falls would seem to have begun again.
     """
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
+        self._problem = ""
+        self._before = b""
+        if file is not None:
+            with suppress(FileNotFoundError):
+                self._before = _text(_Sum([file.read_text()], but="gauge"))
         self._services: dict[str, Counts] = {}
         self._requests: Counter[tuple[str, str, int]] = Counter()
         self.directory: Countable | None = None
@@ -117,15 +129,27 @@ class Metrics(Collector):
     def text(self) -> bytes:
         if self._file is None:
             return _text(self)
-        self.save()
-        return _text(_Sum([file.read_text() for file in self._file.parent.glob("*.prom")]))
+        others = [file.read_text() for file in self._file.parent.glob("*.prom") if file != self._file]
+        return _text(_Sum([self._own().decode(), *others]))
 
     def save(self) -> None:
         """Write the counts for the other workers."""
-        if self._file is not None:
-            new = self._file.with_suffix(".new")
-            new.write_bytes(_text(self))
+        if self._file is None:
+            return
+        new, problem = self._file.with_suffix(".new"), ""
+        try:
+            new.write_bytes(self._own())
             new.replace(self._file)
+        except OSError as error:
+            problem = (
+                f"{self._file} cannot be written: {error.strerror}. /metrics of the other workers lacks its counts."
+            )
+        if problem != self._problem and problem:
+            _log.warning("%s", problem)
+        self._problem = problem
+
+    def _own(self) -> bytes:
+        return _text(_Sum([self._before.decode(), _text(self).decode()])) if self._before else _text(self)
 
     def collect(self) -> Iterable[Metric]:
         words = "Requests by the status of their answer; 499: the client left."

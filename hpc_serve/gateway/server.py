@@ -6,6 +6,7 @@ At SIGTERM, SIGINT or SIGHUP it takes no new requests, finishes those under way 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
@@ -164,6 +165,8 @@ def serve(
     `on_start` is called when requests are answered. A worker's connections and signals come from its
     `channel`. Raises HpcServeError.
     """
+    if channel is not None and place.lock is not None:
+        os.close(place.lock)  # the first process alone holds it: if that is killed, another gateway may begin
     context = None
     if certificate is not None:
         settings = replace(settings, hosts=None)  # a foreign name is not in the certificate

@@ -6,6 +6,7 @@ do in their own way is in `thread_pool` and `loop_pool`.
 
 from __future__ import annotations
 
+import math
 import socket
 import ssl
 import threading
@@ -47,12 +48,25 @@ _KEEPALIVE = [
 
 
 class _Making:
-    """The `room` for connections to a replica that are being made. One that fails fails those that wait for room."""
+    """The `room` for connections to a replica that are being made. One that fails fails those that wait for room.
+
+    One that had too little time fails none that has more.
+    """
 
     def __init__(self, room: Any) -> None:
         self.room = room
-        self.failure: http.TransportError | None = None
-        self.failed_at_s = 0.0
+        self._failure: http.TransportError | None = None
+        self._failed_at_s = self._had_s = 0.0
+
+    def note(self, failure: http.TransportError, timeout_s: float) -> None:
+        """Note a failure to connect within a time."""
+        self._failure, self._failed_at_s = failure, time.monotonic()
+        self._had_s = timeout_s if isinstance(failure, http.ConnectTimeout) else math.inf
+
+    def check(self, since_s: float, timeout_s: float) -> None:
+        """Raise the failure since a time that tells what would come of another attempt within `timeout_s`."""
+        if self._failure is not None and self._failed_at_s >= since_s and self._had_s >= timeout_s:
+            raise type(self._failure)(str(self._failure))
 
 
 class EnginePool:
@@ -114,13 +128,15 @@ class EnginePool:
         except TimeoutError as error:
             raise http.PoolTimeout("too many connections are being made") from error
         try:
-            if making.failure is not None and making.failed_at_s >= waits_since_s:
-                raise type(making.failure)(str(making.failure))
+            if (connection := self._take(replica)) is not None:
+                return connection
             timeout_s = min(message.timeout_s("connect") or connect_s, connect_s)
-            return self._take(replica) or await self.connect(replica, timeout_s)
-        except http.TransportError as error:
-            making.failure, making.failed_at_s = error, time.monotonic()
-            raise
+            making.check(waits_since_s, timeout_s)
+            try:
+                return await self.connect(replica, timeout_s)
+            except http.TransportError as error:
+                making.note(error, timeout_s)
+                raise
         finally:
             making.room.release()
 

@@ -165,6 +165,7 @@ def test_a_plan_for_a_later_version_takes_its_options(ran: Ran) -> None:
         (("--model", "70b", "--nodes", "0"), 2, "nodes is 0"),
         (("--model", "70b", "--gpu-memory", "much"), 2, "is no size"),
         (("--model", "70b", "--gpu-memory", "80"), 2, "'80' is 80 bytes: write the unit"),
+        (("--model", "70b", "--gpu-memory", "1KiB"), 2, "'1KiB' is 1,024 bytes: the least is 1MiB."),
         (("--model", "70b", "--gpu", "v5e:4x4", "--nodes", "2"), 2, "4 nodes x 4 chips, but --nodes is 2"),
         (("--model", "70b", "--gpu", "v5e:2x4"), 3, "--gpu v5e:4x4 (TP=16 PP=1)"),
         (("--model", "8b", "--gpu", "cpu-spr", "--gpu-memory", "64GB", "--nodes", "2"), 3, "within one node"),

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -80,8 +81,16 @@ class Trial:
         self.connections += 1
         await self._serve(reader, writer)
 
-    async def ask(self, method: str = "POST", *, read_s: float = LATE_S, pool_s: float = LATE_S, **fields: Any) -> Any:
-        timeout = {"connect": LATE_S, "read": read_s, "pool": pool_s}
+    async def ask(
+        self,
+        method: str = "POST",
+        *,
+        connect_s: float = LATE_S,
+        read_s: float = LATE_S,
+        pool_s: float = LATE_S,
+        **fields: Any,
+    ) -> Any:
+        timeout = {"connect": connect_s, "read": read_s, "pool": pool_s}
         given = {"headers": [], "content": b"", "extensions": {"timeout": timeout}, **fields}
         message = Message(method=method, target=b"/", **given)
         return await self._wait(self.pool.send(message, self.replica, LATE_S))
@@ -377,6 +386,39 @@ def test_few_connections_are_made_at_once_and_when_one_fails_all_that_wait_fail(
             for connection, _ in begun:
                 connection.close()
             assert all(await asyncio.gather(*asked, return_exceptions=True))
+        await trial.close()
+
+    asyncio.run(whole())
+
+
+@pytest.mark.parametrize("fault", ["it had too little time", "it was before the wait"])
+def test_who_waits_does_not_fail_by_a_failure_that_tells_nothing_of_its_own_attempt(service, kind, fault):
+    async def whole() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(3 * MOST_HANDSHAKES))
+        trial = Trial(kind, service.certificate(), says(), {})
+        await trial.start()
+
+        async def ask() -> None:
+            if fault == "it had too little time":
+                return await trial.ask(connect_s=1.0)
+            with suppress(http.ConnectError):
+                await trial.ask()
+            await trial.ask()  # while the failure goes through those that waited
+
+        with socket.create_server(("127.0.0.1", 0), backlog=200) as silent:  # no handshake ends
+            trial.replica = replace(trial.replica, port=silent.getsockname()[1])
+            asked = [asyncio.create_task(ask()) for _ in range(MOST_HANDSHAKES)]
+            begun = [await asyncio.to_thread(silent.accept) for _ in range(MOST_HANDSHAKES)]
+            asked.append(asyncio.create_task(trial.ask()))
+            if fault == "it was before the wait":
+                await asyncio.sleep(0.2)  # the last one waits by now
+                begun[0][0].close()
+            silent.settimeout(LATE_S)
+            begun.append(await asyncio.to_thread(silent.accept))
+        for connection, _ in begun:
+            connection.close()
+        failed = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(error, http.TransportError) for error in failed)
         await trial.close()
 
     asyncio.run(whole())

@@ -133,12 +133,12 @@ def gateway(service, monkeypatch) -> Iterator[Callable[..., Front]]:
 
 
 class Program:
-    """`hpc-serve gateway`, started by a user, and what it has printed."""
+    """`hpc-serve gateway`, started by a user, and what it has printed. The code `first` runs in its process before."""
 
-    def __init__(self, home: Path, *words: str) -> None:
+    def __init__(self, home: Path, *words: str, first: str = "") -> None:
         environ = {**os.environ, "HPC_SERVE_HOME": str(home), "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "hpc_serve.cli", "gateway", *words],
+            [sys.executable, "-c", f"{first}\nfrom hpc_serve.cli.main import main; main()", "gateway", *words],
             env=environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -185,8 +185,8 @@ def program(service) -> Iterator[Callable[..., Program]]:
         pytest.importorskip(package, reason=f"the gateway needs {package}")
     started: list[Program] = []
 
-    def start(*words: str) -> Program:
-        started.append(Program(service.store.home, *words))
+    def start(*words: str, first: str = "") -> Program:
+        started.append(Program(service.store.home, *words, first=first))
         return started[-1]
 
     yield start

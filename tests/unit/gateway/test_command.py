@@ -15,7 +15,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.client import HTTPSConnection
 from pathlib import Path
@@ -26,7 +25,6 @@ import pytest
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.gateway import listening
 from tests.cluster import wait_for
-from tests.support.children import children_of
 from tests.support.stub_engine import greedy_answer
 
 GREEDY = ("--stub-greedy", "--stub-words", "12")
@@ -40,7 +38,7 @@ def mode(path) -> int:
 def sdk(path) -> openai.OpenAI:
     transport = http.HTTPTransport(uds=str(path))
     client = openai.DefaultHttpxClient(transport=transport, trust_env=False)
-    return openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=client, max_retries=0)
+    return openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=client, max_retries=0, timeout=120)
 
 
 def ask(path) -> str:
@@ -311,44 +309,6 @@ def test_without_the_extra_it_says_what_to_install(service, tmp_path):
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "pip install 'hpc-serve[gateway]'" in done.stderr
-
-
-def workers_of(one) -> set[int]:
-    return set(children_of(one.process.pid))
-
-
-def answered(path) -> float:
-    """The answers to completions that the gateway has counted."""
-    with closing(http.Client(transport=http.HTTPTransport(uds=str(path)))) as client:
-        text = client.get("http://localhost/metrics").text
-    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if 'completions",service' in line)
-
-
-def test_workers_answer_at_one_address_and_tell_one_count(service, program):
-    service.start(*GREEDY)
-    one = program("--workers", "3").started()
-    path = socket_of(service)
-    assert len(workers_of(one)) == 3
-    with ThreadPoolExecutor(8) as threads:
-        assert set(threads.map(ask, [path] * 24)) == {ANSWER}
-    wait_for(lambda: answered(path) == 24, 30, what="the counts of all workers")
-    one.process.send_signal(signal.SIGINT)
-    assert one.ended() == 0
-    assert not path.exists()
-    assert one.said.count("Ctrl-C ends it") == 1
-    assert "Traceback" not in one.said
-
-
-def test_a_worker_that_ends_is_started_again_and_none_outlives_the_gateway(service, program):
-    service.start(*GREEDY)
-    one = program("--workers", "2").started()
-    killed = min(workers_of(one))
-    os.kill(killed, signal.SIGKILL)
-    wait_for(lambda: len(workers_of(one) - {killed}) == 2, 30, what="another worker")
-    assert ask(socket_of(service)) == ANSWER
-    workers = workers_of(one)
-    one.process.kill()
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), 30, what="the end of the workers")
 
 
 def test_what_one_process_decides_needs_one_worker(refused, tmp_path):

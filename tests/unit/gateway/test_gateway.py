@@ -14,7 +14,10 @@ import pytest
 from hpc_serve.client.connections.engine_pool import LIMITS, EnginePool
 from hpc_serve.client.discovery import discovery
 from hpc_serve.client.requests import attempt, exchange
+from hpc_serve.errors import StoreError
 from hpc_serve.rendezvous.adapters import Adapter
+from hpc_serve.rendezvous.entries import EntryFiles
+from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.rendezvous.wanted_file import change_wanted
 from tests.cluster import wait_for
@@ -101,6 +104,26 @@ def test_deep_json_is_for_an_engine_to_refuse_where_replicas_have_other_adapters
     front = gateway()
     answer = front.ask("POST", "/v1/completions", b'{"prompt": ' + b"[" * 100_000)
     assert answer.status == 400
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [((ServiceStore, "services"), "too many files"), ((EntryFiles, "read_all"), "405b cannot be read")],
+)
+def test_while_no_service_could_be_read_none_is_called_missing(service, gateway, monkeypatch, place, told):
+    service.start("--stub-greedy")
+
+    def fail(self: Any) -> Any:
+        raise StoreError("too many files")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(*place, fail)
+        front = gateway()
+        answer = front.complete()
+        assert (answer.status, answer.code) == (503, "no_replica")
+        assert told in answer.json["error"]["message"]
+        assert answer.headers["retry-after"]
+    wait_for(lambda: front.complete().status == 200, 60, what="an answer once it can be read")
 
 
 def test_an_unknown_model_is_refused_with_what_there_is(service, gateway):
