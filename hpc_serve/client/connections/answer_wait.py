@@ -106,9 +106,9 @@ class AnswerWait:
             return None
         silent_s = now_s - self._since_s
         over_s = silent_s - self._limit.limit_s(now_s) if self._has_limit else -math.inf
-        if silent_s >= ASK_S or over_s >= -ASK_BEFORE_S:
-            if reason := self._judge.why_lost(self._replica, self._since_s, is_silent=over_s >= 0):
-                raise ReplicaLostError(f"{self._replica.name} is lost: {reason}")
+        is_due = silent_s >= ASK_S or over_s >= -ASK_BEFORE_S
+        if is_due and (reason := self._judge.why_lost(self._replica, self._since_s, is_silent=over_s >= 0)):
+            raise ReplicaLostError(f"{self._replica.name} is lost: {reason}")
         if over_s < 0:
             wait_s = -over_s - ASK_BEFORE_S if over_s < -ASK_BEFORE_S else -over_s
         else:

@@ -8,7 +8,6 @@ from typing import TypeAlias
 from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.sdk import http
 
-
 Take: TypeAlias = Callable[[bytes], bool]
 """Takes a piece of a body; False if it does not, and the reader is to have it."""
 
