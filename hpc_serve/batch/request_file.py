@@ -7,6 +7,7 @@ file in memory.
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 import json
 import os
@@ -27,6 +28,7 @@ _EXAMPLE = (
     '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", '
     '"body": {"messages": [{"role": "user", "content": "Hello"}]}}'
 )
+_SORTED_AT_ONCE = 1 << 18  # a number in a list takes 40 bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,10 @@ class IdIndex:
     """
 
     def __init__(self, ids: Iterable[str]) -> None:
-        self._hashes = array("q", sorted(array("q", map(hash, ids))))
+        hashes, parts = map(hash, ids), []
+        while part := sorted(itertools.islice(hashes, _SORTED_AT_ONCE)):
+            parts.append(array("q", part))
+        self._hashes = array("q", heapq.merge(*parts))
 
     def __len__(self) -> int:
         return len(self._hashes)
