@@ -64,20 +64,13 @@ async def _pass_on(front: Front, exchange: Exchange, request: Request, further: 
     request.begin(answer.status_code, headers)
     if (count := request.count) is not None:
         count.begin(is_stream=is_stream)
-
-    def take(data: bytes) -> bool:
-        if request.connection.is_full:
-            return False
-        counts.sent_bytes += len(data)
-        request.write(data)
-        if count is not None:
-            count.feed(data)
-        return True
-
-    body.give_to(take)
     try:
         while (data := await body.read()) is not None:
-            while not take(data):
+            counts.sent_bytes += len(data)
+            request.write(data)
+            if count is not None:
+                count.feed(data)
+            if request.connection.is_full:
                 await request.connection.room()
     except Exception as error:  # half of an answer is out: whatever it was, the client is told
         counts.broken_streams += 1

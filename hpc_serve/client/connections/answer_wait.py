@@ -13,7 +13,7 @@ from typing import Protocol
 
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
-from hpc_serve.client.replicas.silence_limit import SILENT_S, SilenceLimit
+from hpc_serve.client.replicas.silence_limit import SilenceLimit
 from hpc_serve.rendezvous.gate_headers import COMMENT_CHUNK, PROCESSING
 
 # Seconds between two questions to the judge: while nothing comes, and once the limit is over. The second grows. The
@@ -21,8 +21,6 @@ from hpc_serve.rendezvous.gate_headers import COMMENT_CHUNK, PROCESSING
 ASK_S = 2.5
 ASK_AGAIN_S = 0.1
 ASK_BEFORE_S = 0.5
-_FIRST_S = SILENT_S - ASK_BEFORE_S  # no limit is shorter, and which one holds is seen when it is asked
-_SHORTEST_S = 0.001
 
 
 class ReplicaLostError(http.ReadError):
@@ -56,7 +54,7 @@ class AnswerWait:
         self._judge = judge
         self._clock = judge.clock
         self._limit = judge.limit_of(replica.name)
-        self._has_limit = False
+        self._limit_s = 0.0
         self._since_s = 0.0
         self._ends_at_s = math.inf
         self._answer_since_s: float | None = None
@@ -71,7 +69,7 @@ class AnswerWait:
 
     def begin_write(self, timeout_s: float | None) -> float:
         """Begin to send a part of a request; return how long the first attempt may take."""
-        wait_s = self._begin(timeout_s, has_limit=False)
+        wait_s = self._begin(timeout_s, self._clock(), math.inf)
         self._answer_since_s = None
         return wait_s
 
@@ -80,21 +78,16 @@ class AnswerWait:
 
         `timeout_s` is the user's. It counts from the last bytes that were more than a sign.
         """
-        return self._begin(timeout_s, has_limit=self.expects_signs)
+        now_s = self._clock()
+        return self._begin(timeout_s, now_s, self._limit.limit_s(now_s) if self.expects_signs else math.inf)
 
-    def _begin(self, timeout_s: float | None, *, has_limit: bool) -> float:
-        now_s = self._since_s = self._clock()
+    def _begin(self, timeout_s: float | None, now_s: float, limit_s: float) -> float:
+        self._since_s, self._limit_s, self._ends_at_s = now_s, limit_s, math.inf
         if self._answer_since_s is None:
             self._answer_since_s = now_s
-        self._has_limit = has_limit
-        wait_s = _FIRST_S if has_limit and _FIRST_S < ASK_S else ASK_S
-        if timeout_s is None:
-            self._ends_at_s = math.inf
-        else:
+        if timeout_s is not None:
             self._ends_at_s = self._answer_since_s + timeout_s
-            wait_s = max(min(wait_s, self._ends_at_s - now_s), _SHORTEST_S)
-        self.look_at_s = now_s + wait_s
-        return wait_s
+        return self._wait_s(now_s)
 
     def again(self) -> float | None:
         """Return how long the next read may take after one without bytes; None if the user's time is over.
@@ -104,16 +97,18 @@ class AnswerWait:
         now_s = self._clock()
         if now_s >= self._ends_at_s:
             return None
-        silent_s = now_s - self._since_s
-        over_s = silent_s - self._limit.limit_s(now_s) if self._has_limit else -math.inf
-        is_due = silent_s >= ASK_S or over_s >= -ASK_BEFORE_S
-        if is_due and (reason := self._judge.why_lost(self._replica, self._since_s, is_silent=over_s >= 0)):
+        is_silent = now_s - self._since_s >= self._limit_s
+        if reason := self._judge.why_lost(self._replica, self._since_s, is_silent=is_silent):
             raise ReplicaLostError(f"{self._replica.name} is lost: {reason}")
+        return self._wait_s(now_s)
+
+    def _wait_s(self, now_s: float) -> float:
+        over_s = now_s - self._since_s - self._limit_s
         if over_s < 0:
             wait_s = -over_s - ASK_BEFORE_S if over_s < -ASK_BEFORE_S else -over_s
         else:
             wait_s = max(over_s / 4, ASK_AGAIN_S)
-        wait_s = max(min(wait_s, ASK_S, self._ends_at_s - now_s), _SHORTEST_S)
+        wait_s = max(min(wait_s, ASK_S, self._ends_at_s - now_s), 0.001)
         self.look_at_s = now_s + wait_s
         return wait_s
 
@@ -123,9 +118,9 @@ class AnswerWait:
 
     def end(self, data: bytes) -> None:
         """Note the bytes that came, which end the wait; b"" is the end of the connection."""
-        self.look_at_s = math.inf  # their reader may run later than whoever looks next
+        self.stop()  # their reader may run later than whoever looks next
+        now_s = self._clock()
         if data:
-            now_s = self._clock()
             self._limit.note(now_s, now_s - self._since_s if self.expects_signs else 0.0)
         if not is_sign(data):
             self._answer_since_s = None

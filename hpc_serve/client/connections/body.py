@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TypeAlias
+from collections.abc import AsyncIterator, Iterator
 
 from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.sdk import http
-
-Take: TypeAlias = Callable[[bytes], bool]
-"""Takes a piece of a body; False if it does not, and the reader is to have it."""
 
 
 class Body(http.SyncByteStream, http.AsyncByteStream):
@@ -18,10 +14,6 @@ class Body(http.SyncByteStream, http.AsyncByteStream):
     async def read(self) -> bytes | None:
         """Return what has come since the last read, once something has; None at the end."""
         raise NotImplementedError
-
-    def give_to(self, take: Take) -> None:
-        """Let `take` have pieces as they come while the reader waits in an event loop: to wake it costs more than all
-        else of a piece. The reader gets what needs a decision, and what `take` does not take."""
 
     async def read_all(self) -> bytes:
         """Return all that comes, and close."""

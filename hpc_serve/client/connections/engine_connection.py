@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import httptools
 
 from hpc_serve.client.connections.answer_wait import AnswerWait, Judge, ReplicaLostError
-from hpc_serve.client.connections.body import Body, Take
+from hpc_serve.client.connections.body import Body
 from hpc_serve.client.connections.message import Header, Message, lines_for
 from hpc_serve.client.connections.readable import is_readable
 from hpc_serve.client.replicas.pool import ReplicaAddress
@@ -242,7 +242,6 @@ class EngineAnswer(Body):
         self.is_over = False
         self._shows_signs = message.wants_signs
         self._pieces: list[bytes] = []
-        self._take: Take | None = None
         self._error: http.TransportError | None = None
 
     def check(self) -> None:
@@ -265,20 +264,6 @@ class EngineAnswer(Body):
         if not self.is_over:
             self.connection.all_was_read()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def give_to(self, take: Take) -> None:
-        self._take = take
-
-    def was_taken(self) -> bool:
-        """Give what has come past the reader, who waits; return whether there is nothing for it."""
-        if self._take is None or self.is_over:
-            return False
-        if self._pieces:
-            self._pieces = [b"".join(self._pieces)]
-            if not self._take(self._pieces[0]):
-                return False
-            self._pieces, self.unread_bytes = [], 0
-        return True
 
     def close(self) -> None:
         """End the request, if its answer has not come whole."""

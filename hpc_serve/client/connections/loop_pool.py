@@ -90,9 +90,6 @@ class LoopConnection(EngineConnection, asyncio.Protocol):
                 self._begin_wait(answer)
                 return
         self.feed(data)
-        if answer.woken is not None and not answer.woken.done() and answer.was_taken():
-            self._begin_wait(answer)
-            return
         if answer.unread_bytes > _MOST_UNREAD_BYTES and not answer.is_over and not self._is_paused:
             self._is_paused = True
             self.transport.pause_reading()

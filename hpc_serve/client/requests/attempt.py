@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
-from hpc_serve.client.connections.body import Body, Take
+from hpc_serve.client.connections.body import Body
 from hpc_serve.client.connections.engine_connection import EngineAnswer
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas.pool import ReplicaAddress
@@ -68,9 +68,6 @@ class Attempt(Body):
                 self.is_whole = True
                 self._more = await self._read_end()
         return piece
-
-    def give_to(self, take: Take) -> None:
-        self.answer.give_to(lambda piece: self._is_begun and not piece.endswith(DONE_EVENT) and take(piece))
 
     async def _read_end(self) -> bytes | None:
         """What follows `[DONE]`, which is nothing. Without an end of the body in time the connection is closed."""

@@ -11,7 +11,7 @@ import contextlib
 import json
 from dataclasses import replace
 
-from hpc_serve.client.connections.body import Body, Take
+from hpc_serve.client.connections.body import Body
 from hpc_serve.client.connections.connections import Connections
 from hpc_serve.client.connections.engine_connection import EngineAnswer
 from hpc_serve.client.connections.message import Message
@@ -278,9 +278,6 @@ class _ResumedBody(Body):
             if (rest := relay.rest()) is not None:
                 return rest
             self._attempt = await self._exchange.go_on(relay, replica, failure)
-
-    def give_to(self, take: Take) -> None:
-        self._attempt.give_to(lambda piece: self._relay.pass_on(piece, take))
 
     async def aclose(self) -> None:
         self._is_closed = True

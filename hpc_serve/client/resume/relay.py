@@ -7,7 +7,7 @@ are read, and the events of the next engine are written as if the first one had 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -84,14 +84,6 @@ class Relay:
         if data:
             self._raw.append(data)
         return data
-
-    def pass_on(self, data: bytes, take: Callable[[bytes], bool]) -> bool:
-        """Let `take` have whole events that need not be read; return whether it took them."""
-        is_plain = data.endswith(EVENT_END) and _ERROR not in data and _ABORT not in data
-        if not is_plain or self._waiting or self._is_read or not take(data):
-            return False
-        self._raw.append(data)
-        return True
 
     @property
     def is_done(self) -> bool:

@@ -243,40 +243,6 @@ def test_much_waits_at_the_engine_until_it_is_read(run):
     run(trial, much)
 
 
-def test_pieces_pass_a_reader_that_waits_and_what_is_not_taken_goes_to_it_in_its_place(run, kind):
-    pieces = [b"%d;" % number for number in range(100)]
-
-    async def stream(reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(CHUNKS)
-        for piece in pieces:
-            writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-            await writer.drain()
-            await asyncio.sleep(0.001)
-        writer.write(b"0\r\n\r\n")
-        await reader.read()
-
-    async def trial(tried):
-        got, taken = [], 0
-
-        def take(piece):
-            nonlocal taken
-            if b"7" in piece:
-                return False
-            taken += 1
-            got.append(piece)
-            return True
-
-        answer = await tried.ask()
-        answer.give_to(take)
-        while (piece := await tried._wait(answer.read())) is not None:
-            got.append(piece)
-        assert b"".join(got) == b"".join(pieces)
-        assert bool(taken) is (kind is LoopPool), "a thread reads all itself"
-
-    run(trial, stream)
-
-
 @pytest.mark.parametrize("chunked", [True, False])
 def test_an_upload_is_sent_as_its_headers_say(run, kind, chunked):
     async def pieces():
