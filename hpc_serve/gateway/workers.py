@@ -24,7 +24,7 @@ from hpc_serve.errors import HpcServeError
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the ssh that started it has ended
 CONNECTION, STOP = b"c", b"s"
 _AGAIN_S = 1.0
-_FULL_S = 0.05
+_FULL_MS = 50
 
 _log = logging.getLogger(__name__)
 
@@ -102,11 +102,10 @@ class Workers:
 
     def _accept(self) -> None:
         """Give a connection to the next worker that has room."""
-        room = {number for number, _ in self._room.poll(0)}
+        room = {number for number, _ in self._room.poll(_FULL_MS)}
         channels = (self._channels[number][0] for number in islice(self._turns, len(self._channels)))
         channel = next((one for one in channels if one.fileno() in room), None)
         if channel is None:
-            time.sleep(_FULL_S)
             return
         try:
             accepted, _ = self._listener.accept()

@@ -107,10 +107,7 @@ class EnginePool:
     async def send(self, message: Message, replica: ReplicaAddress, connect_s: float) -> EngineAnswer:
         """Return the answer of a replica, of which the head has come. A connection is made in that time."""
         if not self._enter_now():
-            try:
-                await self._enter(self._room, message.timeout_s("pool"))
-            except TimeoutError as error:
-                raise http.PoolTimeout("all connections are in use") from error
+            await self._wait_for(self._room, message, "all connections are in use")
         try:
             connection = self._take(replica) or await self._make(message, replica, connect_s)
         except BaseException:
@@ -118,15 +115,19 @@ class EnginePool:
             raise
         return await connection.ask(message, self._upload(message.upload) if message.upload is not None else None)
 
+    async def _wait_for(self, room: Any, message: Message, why_late: str) -> None:
+        """Wait for room as long as the user lets a request wait for a connection."""
+        try:
+            await self._enter(room, message.timeout_s("pool"))
+        except TimeoutError as error:
+            raise http.PoolTimeout(why_late) from error
+
     async def _make(self, message: Message, replica: ReplicaAddress, connect_s: float) -> EngineConnection:
         """Return a new connection, or one that has become idle before its turn."""
         with self._lock:
             making = self._making.setdefault(replica, _Making(self._make_room(MOST_HANDSHAKES)))
         waits_since_s = time.monotonic()
-        try:
-            await self._enter(making.room, message.timeout_s("pool"))
-        except TimeoutError as error:
-            raise http.PoolTimeout("too many connections are being made") from error
+        await self._wait_for(making.room, message, "too many connections are being made")
         try:
             if (connection := self._take(replica)) is not None:
                 return connection
