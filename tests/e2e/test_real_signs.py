@@ -125,7 +125,8 @@ def test_a_long_prompt_that_is_read_in_one_step_has_signs_all_along(engine):
 @pytest.mark.parametrize("stream", [False, True])
 def test_signs_stop_with_the_core_and_come_back_with_it(engine, stream):
     port, process = engine
-    asked = Asked(port, 10, 3_000, stream=stream)
+    # As many tokens as the model takes: no machine is so fast that it ends while this test looks at it.
+    asked = Asked(port, 10, 30_000, stream=stream)
     for _ in range(3):
         assert asked.read(60)
     core = _core(process)
@@ -135,10 +136,9 @@ def test_signs_stop_with_the_core_and_come_back_with_it(engine, stream):
         while asked.read(6.0):  # what comes within 6 s is not silence yet
             assert time.monotonic() - stopped_at < 20
         print(f"stopped: the last sign came after {asked.times[-1] - stopped_at:.2f} s")
-        signs = sum(part.count(COMMENT_CHUNK if stream else PROCESSING) for part in asked.parts)
+        assert not asked.is_over
     finally:
         os.kill(core, signal.SIGCONT)
-    assert asked.read(60), signs
-    while not asked.is_over:
+    for _ in range(3):
         assert asked.read(60)
-    assert asked.times[-1] > stopped_at
+    asked.socket.close()
