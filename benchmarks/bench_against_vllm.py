@@ -30,13 +30,13 @@ from benchmarks.common import Benchmark, Figures, Measured, run_alone, variables
 from hpc_serve.client import endpoint
 from hpc_serve.demo_model import make_demo_model
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.sizes import GIB
-from hpc_serve.submit.request.environment import Environment
+from hpc_serve.submit.request.options import Environment
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.services import services
 from hpc_serve.submit.services.stop import stop
 from hpc_serve.submit.services.wait import wait
 from hpc_serve.submit.status.status_reader import find
+from hpc_serve.units import GIB
 from tests.support.stubs import StubService
 
 ENGINE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}

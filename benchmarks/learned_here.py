@@ -25,7 +25,7 @@ from benchmarks.bench_against_vllm import ENGINE
 from benchmarks.common import Benchmark, Measured, run_alone, show, variables
 from hpc_serve.demo_model import make_demo_model
 from hpc_serve.plan.speed.measured import MeasuredHere
-from hpc_serve.submit.plans.measured_runs import FILE, measured_runs
+from hpc_serve.submit.plans.planning import FILE, measured_runs
 
 GPU = "cpu-spr"
 SIZES: dict[str, Any] = {"num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1536}

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.common import Benchmark, Figures, Measured, run_alone, show
-from hpc_serve.sizes import GIB, MIB
+from hpc_serve.units import GIB, MIB
 
 TENSOR_BYTES = 64 * MIB
 STRATEGIES = ("lazy", "prefetch", "eager")

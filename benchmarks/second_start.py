@@ -19,13 +19,13 @@ from typing import Any
 from benchmarks.common import Benchmark, Measured, run_alone, show, variables
 from hpc_serve.demo_model import make_demo_model
 from hpc_serve.rendezvous.store import ServiceStore, default_home
-from hpc_serve.sizes import GIB
-from hpc_serve.submit.request.environment import Environment
+from hpc_serve.submit.request.options import Environment
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.services import services
 from hpc_serve.submit.services.stop import stop
 from hpc_serve.submit.services.wait import wait
 from hpc_serve.submit.status.status_reader import find
+from hpc_serve.units import GIB
 from hpc_serve.vllm.arguments import ARGS_FILE
 
 SERVICE = "second-start"

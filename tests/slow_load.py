@@ -26,11 +26,11 @@ from pathlib import Path
 from hpc_serve.demo_model import make_demo_model
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.sizes import GIB, MIB
 from hpc_serve.submit.plans.planning import plan_service
-from hpc_serve.submit.request.environment import Environment
+from hpc_serve.submit.request.options import Environment
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.script.render import render_script
+from hpc_serve.units import GIB, MIB
 from hpc_serve.vllm.arguments import ARGS_FILE, read_args_file
 from tests.cluster import wait_for
 from tests.cluster.environment import ENGINE_ON_FEW_CORES

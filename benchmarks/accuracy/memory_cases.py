@@ -23,10 +23,10 @@ from hpc_serve.plan import (
     model_from_config,
     resolve,
 )
-from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
+from hpc_serve.plan.hardware import AcceleratorSpec
 from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.model.architectures import draft_from_config
-from hpc_serve.sizes import GIB
+from hpc_serve.units import GIB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,9 @@ from typing import Literal
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan import AcceleratorSpec, EngineConfig, ModelSpec, accelerator, model_from_config, resolve
 from hpc_serve.plan.choice.layout import Layout
-from hpc_serve.plan.hardware.accelerator import chip_count
+from hpc_serve.plan.hardware import chip_count
 from hpc_serve.plan.memory.kv_cache import full_context_bytes
-from hpc_serve.plan.speed.limits import axis_bytes_per_s, model_parallel_limit
-from hpc_serve.plan.speed.step import IDEAL, Roofline, StepTime
+from hpc_serve.plan.speed.step import IDEAL, Roofline, StepTime, axis_bytes_per_s, model_parallel_limit
 
 V5E, V5P, H100 = accelerator("v5e"), accelerator("v5p"), accelerator("h100-80gb")
 BANDWIDTH = V5E.bandwidth_bytes_per_s or 0

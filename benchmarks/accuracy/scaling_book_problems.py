@@ -24,10 +24,9 @@ from benchmarks.accuracy.scaling_book import (
 )
 from benchmarks.accuracy.scaling_book import tensor_parallel as tensor
 from hpc_serve.plan import EngineConfig
-from hpc_serve.plan.hardware.accelerator import chip_count
+from hpc_serve.plan.hardware import chip_count
 from hpc_serve.plan.memory.kv_cache import full_context_bytes
-from hpc_serve.plan.speed.limits import model_parallel_limit
-from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Roofline
+from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Roofline, model_parallel_limit
 
 LIMIT_S = 0.015
 LARGE_TOKEN, SMALL_TOKEN = (full_context_bytes(model, INT8_CACHE, 1) for model in (LARGE, SMALL))

@@ -16,9 +16,8 @@ from typing import Any
 
 from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan import EngineConfig, ModelSpec, Workload
-from hpc_serve.plan.asked import PlanRequest
-from hpc_serve.plan.hardware.cluster import cluster_named
-from hpc_serve.plan.make import FoundParts, make_plan
+from hpc_serve.plan.hardware import cluster_named
+from hpc_serve.plan.make import FoundParts, PlanRequest, make_plan
 from hpc_serve.plan.model.architectures import draft_from_config
 
 GAINS = Path(__file__).parent / "data" / "gains.jsonl"

@@ -18,7 +18,7 @@ from benchmarks.accuracy.speed_cases_later import ENGINE, load_later
 from benchmarks.accuracy.speed_scores import error, leave_one_out
 from hpc_serve.plan.catalog import SPEED_ACCURACY
 from hpc_serve.plan.engine import Arrivals
-from hpc_serve.plan.speed.classes import own_classes, range_class, wide_classes
+from hpc_serve.plan.speed.estimate import own_classes, range_class, wide_classes
 from hpc_serve.plan.speed.step import Factors
 
 WITHIN_PER_CENT = 25
@@ -163,7 +163,7 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def class_accuracy(rows: Sequence[tuple[Case, Factors]]) -> dict[str, dict[str, Any]]:
-    """By class of plans (plan/speed/classes.py): how far what was measured is from what is printed."""
+    """By class of plans (plan/speed/estimate.py): how far what was measured is from what is printed."""
     members: dict[str, list[tuple[Case, Factors]]] = {}
     for case, factors in rows:
         assert case.roofline

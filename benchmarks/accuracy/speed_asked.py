@@ -16,8 +16,7 @@ from benchmarks.accuracy.speed_cases import load
 from benchmarks.accuracy.speed_cases_later import load_later
 from hpc_serve.errors import HpcServeError
 from hpc_serve.plan import ClusterSpec, Workload
-from hpc_serve.plan.asked import PlanRequest
-from hpc_serve.plan.make import FoundParts, PlanResult, make_plan
+from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
 from hpc_serve.plan.speed.estimate import SpeedEstimate
 from hpc_serve.plan.speed.step import EXPECTED
 

@@ -13,7 +13,7 @@ from typing import Any
 from hpc_serve.plan import MemoryEstimate, ModelSpec, model_from_config, resolve
 from hpc_serve.plan.speed.estimate import ReplicaSpeeds, SpeedEstimate, speed_column
 from hpc_serve.plan.speed.step import Factors, Roofline
-from hpc_serve.plan.speed.traffic import Traffic
+from hpc_serve.plan.speed.throughput import Traffic
 
 SHORTEST_OUTPUT = 10
 MANY_ROUNDS = 8

@@ -25,7 +25,7 @@ from hpc_serve.plan import EngineConfig, MemoryEstimate, accelerator, estimate_m
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.speed.estimate import requests_held, running_requests
 from hpc_serve.plan.speed.step import Roofline
-from hpc_serve.plan.speed.traffic import Traffic
+from hpc_serve.plan.speed.throughput import Traffic
 
 MODELS = {
     "gpustack-deepseek": "deepseek-ai/DeepSeek-R1",

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.accuracy.speed_accuracy import every_case, scored_rows
 from benchmarks.accuracy.speed_case import Case
 from benchmarks.accuracy.speed_scores import leave_one_out
-from hpc_serve.plan.speed.classes import case_of, speed_range
+from hpc_serve.plan.speed.estimate import case_of, speed_range
 from hpc_serve.plan.speed.measured import MeasuredHere, MeasuredRun, deviation
 
 PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "learned.md"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from benchmarks.accuracy.speed_cases_later import ENGINE, load_later
 from benchmarks.accuracy.speed_scores import by_source
-from hpc_serve.plan.speed.classes import speed_range
+from hpc_serve.plan.speed.estimate import speed_range
 from hpc_serve.plan.speed.step import EXPECTED
 
 

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 from hpc_serve.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from hpc_serve.batch.answer_files import merge
-    from hpc_serve.batch.progress import Answer, Progress
+    from hpc_serve.batch.answer_files import Answer, Progress, merge
     from hpc_serve.batch.send import run
 
 __all__ = ["Answer", "Progress", "merge", "run"]
 
 if not TYPE_CHECKING:
-    _PLACES = {"merge": "answer_files", "Answer": "progress", "Progress": "progress", "run": "send"}
+    _PLACES = {"merge": "answer_files", "Answer": "answer_files", "Progress": "answer_files", "run": "send"}
     __getattr__, __dir__ = lazy_names(__name__, _PLACES)

@@ -10,11 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpc_serve.rendezvous.files import make_private_folder
-from hpc_serve.rendezvous.named_folder import make_log_dir
-from hpc_serve.submit.request.job_env import expanded
-from hpc_serve.submit.request.sbatch_options import SlurmOptions
-from hpc_serve.submit.script.program import program_directives, render_program
+from hpc_serve.rendezvous.files import make_log_dir, make_private_folder
+from hpc_serve.submit.request.options import SlurmOptions, expanded
+from hpc_serve.submit.script.render import program_directives, render_program
 from hpc_serve.submit.site.site import SiteProfile
 from hpc_serve.submit.slurm.executor import submit_to_slurm
 

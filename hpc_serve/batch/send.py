@@ -18,8 +18,15 @@ from typing import Any
 
 import anyio.to_thread
 
-from hpc_serve.batch.answer_files import AnswerFile, errors_path, find_answers, shard_path, write_in_order
-from hpc_serve.batch.progress import Answer, Progress
+from hpc_serve.batch.answer_files import (
+    Answer,
+    AnswerFile,
+    Progress,
+    errors_path,
+    find_answers,
+    shard_path,
+    write_in_order,
+)
 from hpc_serve.batch.request_file import BatchRequest, IdIndex, file_version, index_requests, read_requests
 from hpc_serve.batch.sender import Sender
 from hpc_serve.errors import HpcServeError, InvalidRequestError, ServiceFailedError, ServiceNotFoundError

@@ -13,17 +13,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hpc_serve.bench.answers import one_line
-from hpc_serve.bench.notes import notes_on
+from hpc_serve.bench.results import notes_on
 from hpc_serve.bench.run import Run
-from hpc_serve.client.replicas.replicas import replica_of_file
+from hpc_serve.bench.service import one_line
+from hpc_serve.client.replicas.pool import replica_of_file
 from hpc_serve.errors import HpcServeError
-from hpc_serve.plan.asked import PlanRequest
-from hpc_serve.plan.choice.vllm_flags import read_fields
+from hpc_serve.plan.choice.layout import read_fields
 from hpc_serve.plan.engine import LAYOUT_SIZES, Arrivals, EngineConfig, Workload
-from hpc_serve.plan.hardware.cluster import cluster_named
-from hpc_serve.plan.speed.classes import case_of
-from hpc_serve.plan.speed.estimate import SpeedEstimate
+from hpc_serve.plan.hardware import cluster_named
+from hpc_serve.plan.make import PlanRequest
+from hpc_serve.plan.speed.estimate import SpeedEstimate, case_of
 from hpc_serve.plan.speed.measured import Case, MeasuredRun
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
@@ -64,7 +63,7 @@ def predict(store: ServiceStore, run: Run, *, gpu: str | None) -> dict[str, Any]
 def measured_run(store: ServiceStore, run: Run, *, gpu: str | None) -> MeasuredRun:
     """Return a run as plans count it: beside the speed that is printed for so many in flight. Raises HpcServeError.
 
-    A run with a remark (bench/notes.py) is not kept, and none whose engines may have worked for others.
+    A run with a remark (bench/results.py) is not kept, and none whose engines may have worked for others.
     """
     lengths, replicas = _lengths(run), _replicas(store, run)
     _check(run, replicas, gpu)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from hpc_serve.bench.figures import METRICS
 from hpc_serve.bench.report import (
     Result,
     load_curves,
@@ -21,8 +20,8 @@ from hpc_serve.bench.report import (
     replica_rows,
     sweep_rows,
 )
-from hpc_serve.pages.charts import over_load
-from hpc_serve.pages.frame import document, table
+from hpc_serve.bench.results import METRICS
+from hpc_serve.pages.frame import document, over_load, table
 
 _STYLE = Path(__file__).with_name("page.css")
 

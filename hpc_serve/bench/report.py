@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hpc_serve.pages.charts import Curve
-from hpc_serve.pages.frame import number_columns
+from hpc_serve.pages.frame import Curve, number_columns
 
 Result = Mapping[str, Any]
 

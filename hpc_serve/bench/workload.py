@@ -2,21 +2,176 @@
 
 Prompts of completions are ids of ordinary tokens, so that their lengths are exact without a tokenizer here. A chat is
 text, and the engine must count its length (`texts`).
+
+Reads files of requests, by the names and in the formats of `vllm bench serve`: custom and sharegpt.
+
+Pure: text in, samples out. A sample without a number of tokens to answer has the text of an answer; the engine counts
+its tokens.
+
+Asks a service's engines for what only their tokenizer knows: ids of ordinary tokens, and how long a text is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpc_serve.bench.files import Sample, choose, read_samples
 from hpc_serve.bench.run import BenchRequest, Dataset, Lengths
-from hpc_serve.bench.texts import EngineTexts
+from hpc_serve.bench.service import BenchError, BenchService
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.given_files import parse_json
+
+FORMATS = ("custom", "sharegpt")
+_NOT = 'a line has "prompt" (text or token ids) or "messages", and may have "output_tokens"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One request of a file: a prompt (text or token ids) or messages, and the text or the length of its answer."""
+
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    output_len: int | None = None
+    answer: str = ""
+
+
+def read_samples(name: str, text: str, source: str) -> list[Sample]:
+    """Return all samples of a file. Raises InvalidRequestError: `source` and the place."""
+    samples = list((_custom if name == "custom" else _sharegpt)(text, source))
+    if not samples:
+        raise InvalidRequestError(f"{source} holds no request that can be used as {name}.")
+    return samples
+
+
+def choose(samples: list[Sample], count: int | None, seed: int) -> list[Sample]:
+    """Return `count` samples in random order, repeated if there are too few; all of them if `count` is None."""
+    chance = random.Random(f"samples {seed}")
+    shuffled = list(samples)
+    chance.shuffle(shuffled)
+    if count is None:
+        return shuffled
+    return shuffled[:count] + chance.choices(shuffled, k=max(0, count - len(shuffled)))
+
+
+def _custom(text: str, source: str) -> Iterator[Sample]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        where = f"{source}, line {number}"
+        value = _json(line, where)
+        if not isinstance(value, dict):
+            raise InvalidRequestError(f"{where} is no JSON object: {_NOT}")
+        prompt, messages, output_len = (value.get(name) for name in ("prompt", "messages", "output_tokens"))
+        is_ids = isinstance(prompt, list) and bool(prompt) and all(type(one) is int for one in prompt)
+        is_chat = isinstance(messages, list) and all(isinstance(one, dict) for one in messages)
+        if not (isinstance(prompt, str) or is_ids) and not (prompt is None and is_chat):
+            raise InvalidRequestError(f"{where} is no request: {_NOT}")
+        if output_len is not None and (type(output_len) is not int or output_len < 1):
+            raise InvalidRequestError(f"{where}: output_tokens is {output_len!r}, which is no number of tokens.")
+        yield Sample(prompt=prompt, messages=messages, output_len=output_len)
+
+
+def _sharegpt(text: str, source: str) -> Iterator[Sample]:
+    value = _json(text, source)
+    if not isinstance(value, list):
+        raise InvalidRequestError(f"{source} is no list of conversations, as ShareGPT's files are.")
+    for entry in value:
+        turns = entry.get("conversations") if isinstance(entry, dict) else None
+        if not isinstance(turns, list) or len(turns) < 2:
+            continue
+        prompt, answer = (turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2])
+        if isinstance(prompt, str) and isinstance(answer, str):
+            yield Sample(prompt=prompt, answer=answer)
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise InvalidRequestError(f"{where} is no JSON: {error}") from None
+
+
+WORDS = files("hpc_serve.bench").joinpath("words.txt").read_text(encoding="ascii").split()
+"""Common English words. Most are one token of any tokenizer, and none is a special token."""
+_MOST_STEPS = 16
+_USUAL_LETTERS = 5.5  # of a token
+_FILLERS = (".", " a", "a")
+
+
+class EngineTexts:
+    """The tokenizer of a service's engines."""
+
+    def __init__(self, service: BenchService) -> None:
+        self._service = service
+        self._letters_per_token = _USUAL_LETTERS
+
+    async def vocabulary(self) -> list[int]:
+        """Ids of the tokens of common words, without special ones."""
+        return sorted(set(await self._tokens(prompt=" " + " ".join(WORDS), add_special_tokens=False)))
+
+    async def count(self, text: str) -> int:
+        """Tokens of a prompt."""
+        return len(await self._tokens(prompt=text))
+
+    async def chat_of(self, length: int, chance: random.Random) -> list[dict[str, Any]]:
+        """A question of words by chance that has so many tokens as a chat, or as near to that as its words allow.
+
+        The tokens that the chat template adds count.
+        """
+        words = " ".join(chance.choices(WORDS, k=length + 64))
+
+        async def count(text: str) -> int:
+            return len(await self._tokens(messages=_question(text), add_generation_prompt=True))
+
+        text = await fit(words, length, count, first=round(length * self._letters_per_token))
+        self._letters_per_token = len(text) / length
+        return _question(text)
+
+    async def _tokens(self, **asked: Any) -> list[int]:
+        answer = await self._service.ask("/tokenize", {"model": self._service.model, **asked})
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        if not isinstance(tokens, list):
+            raise BenchError(
+                f"{self._service.name} answered /tokenize without tokens: prompts of a given length need it."
+            )
+        return tokens
+
+
+async def fit(text: str, length: int, count: Callable[[str], Awaitable[int]], *, first: int) -> str:
+    """Return the beginning of a text that has `length` tokens by `count`, or the nearest that is shorter.
+
+    It begins with `first` letters, and goes on by what they had too much or too little. Where no cut is exact, fillers
+    are tried.
+    """
+    most_below, least_above = 0, len(text) + 1
+    letters = min(max(first, 1), len(text))
+    for _ in range(_MOST_STEPS):
+        got = await count(text[:letters])
+        if got == length:
+            return text[:letters]
+        if got < length:
+            most_below = max(most_below, letters)
+        else:
+            least_above = min(least_above, letters)
+        if least_above - most_below <= 1:
+            break
+        step = round((length - got) * letters / max(got, 1)) or (1 if got < length else -1)
+        letters = min(max(letters + step, most_below + 1), least_above - 1)
+    text = text[:most_below]
+    for filler in _FILLERS:
+        if await count(text + filler) == length:
+            return text + filler
+    return text
+
+
+def _question(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
 
 _AT_ONCE = 16  # questions to the tokenizer
 _USUAL_ANSWER = 256

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpc_serve.cli.commands import GroupedCommand
+from hpc_serve.cli.commands import SECONDS, GroupedCommand, Written
 from hpc_serve.cli.complete import live_service_names
 from hpc_serve.cli.console import ChangingLine
-from hpc_serve.cli.submit.options import SLURM_OPTIONS, slurm_options
-from hpc_serve.cli.values import SECONDS, Written
-from hpc_serve.durations import duration
+from hpc_serve.cli.submit.request import SLURM_OPTIONS, slurm_options
 from hpc_serve.printable import printable
+from hpc_serve.units import duration
 
 if TYPE_CHECKING:
     from hpc_serve.batch import Progress
@@ -193,8 +192,8 @@ class _OwnService:
     def start(self) -> None:
         from hpc_serve.cli.submit.submit import submit_command
         from hpc_serve.client import services
+        from hpc_serve.rendezvous.claims import read_wanted
         from hpc_serve.rendezvous.store import ServiceStore, default_home
-        from hpc_serve.rendezvous.wanted_file import read_wanted
 
         self.is_done()
         if self._model is None:

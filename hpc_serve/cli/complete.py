@@ -72,8 +72,7 @@ def _items(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
 
 
 def _site_model_names() -> Iterable[str]:
-    from hpc_serve.submit.site.site_files import read_site
-    from hpc_serve.submit.site.site_models import load_site_models
+    from hpc_serve.submit.site.site_files import load_site_models, read_site
 
     return [entry.name for entry in load_site_models(read_site(os.environ).models).values()]
 

@@ -28,10 +28,18 @@
 The OpenAI SDK is imported when the first client is made, not here.
 """
 
-from hpc_serve.client.access import Endpoint, connect, connect_async, endpoint, pick_service, services
-from hpc_serve.client.replicas.replicas import Replica
+from hpc_serve.client.access import (
+    Endpoint,
+    ReplicaAnswer,
+    connect,
+    connect_async,
+    endpoint,
+    pick_service,
+    services,
+    tell_all,
+)
+from hpc_serve.client.replicas.pool import Replica
 from hpc_serve.client.replicas.status import ReplicaStatus, ServiceStatus
-from hpc_serve.client.tell import ReplicaAnswer, tell_all
 
 __all__ = [
     "Endpoint",

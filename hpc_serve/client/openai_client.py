@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica
 from hpc_serve.client.replicas.event_loops import InLoop, InThread, run_blocking
-from hpc_serve.client.replicas.replicas import Replica, known_replica
+from hpc_serve.client.replicas.pool import Replica, known_replica
 from hpc_serve.client.replicas.sdk import http, openai
-from hpc_serve.client.requests.exchange import NoReplicaError
-from hpc_serve.client.requests.transport import AsyncServiceTransport, ReplicaTransport, ServiceTransport
+from hpc_serve.client.requests.exchange import AsyncServiceTransport, NoReplicaError, ReplicaTransport, ServiceTransport
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -2,6 +2,6 @@
 
 `lines` reads the beginning of a line. `tracebacks` finds the exceptions that a process raised. `rules` has the lines
 that mean a known cause, with its cure. `evidence` collects both from one log. `causes` chooses the first cause out of
-all logs. `submit/diagnosis/diagnosis.py` decides which files are read; the launcher notes the lines of its children.
+all logs. `submit/diagnosis.py` decides which files are read; the launcher notes the lines of its children.
 Only the standard library is used.
 """

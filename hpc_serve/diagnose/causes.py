@@ -12,9 +12,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hpc_serve.diagnose.evidence import LogEvidence, Match
+from hpc_serve.diagnose.evidence import LogEvidence, Match, Raised
 from hpc_serve.diagnose.rules import RULES, filled
-from hpc_serve.diagnose.tracebacks import Raised
 from hpc_serve.redact import redact
 
 _RANKS = {"cause": 0, "death": 2, "symptom": 3, "consequence": 5}

@@ -18,10 +18,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
-from hpc_serve.gate.connection_limits import HAS_KEY
+from hpc_serve.gate.connection_limits import HAS_KEY, WRITE_SIGN, Asked, Signs
 from hpc_serve.gate.engine_facts import EngineState, read_adapters_once
-from hpc_serve.gate.signs import WRITE_SIGN, Asked, Signs
-from hpc_serve.rendezvous.adapters import LOAD_ADAPTER, ONE_REPLICA_ALONE, UNLOAD_ADAPTER
 from hpc_serve.rendezvous.gate_headers import (
     CANARY_HEADER,
     DRAINING_HEADER,
@@ -32,6 +30,7 @@ from hpc_serve.rendezvous.gate_headers import (
     SIGNS,
     RequestCount,
 )
+from hpc_serve.rendezvous.record import LOAD_ADAPTER, ONE_REPLICA_ALONE, UNLOAD_ADAPTER
 
 _log = logging.getLogger(__name__)
 

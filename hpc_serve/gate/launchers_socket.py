@@ -1,4 +1,4 @@
-"""In the engine's process: its server serves on the socket that the launcher made (job/engine/engine_socket.py).
+"""In the engine's process: its server serves on the socket that the launcher made (job/engine/engine_process.py).
 
 The server asks for the socket when it is up, through a Unix socket in the node's private folder.
 """

@@ -3,6 +3,10 @@
 On a Unix socket in a private folder everybody who can connect may ask; on a port, who shows the owner's key or a
 personal one. Requests of web pages are refused but for the origins that were allowed: a socket that is forwarded to a
 laptop is open to its browser.
+
+The page on which a person talks to the services of a gateway: one file, which asks no other host. Pure.
+
+Its script (chat_page.js) asks the gateway as any client does. The page itself holds nothing secret.
 """
 
 from __future__ import annotations
@@ -12,25 +16,53 @@ import hmac
 import json
 import logging
 from collections.abc import Awaitable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
+from markupsafe import Markup
+
 from hpc_serve.client.connections.message import Message
 from hpc_serve.gateway.answers import JSON, Refusal, refusal_of
-from hpc_serve.gateway.bodies import read_body
-from hpc_serve.gateway.chat_page import PAGE_HEADERS, chat_page
 from hpc_serve.gateway.directory import Directory
-from hpc_serve.gateway.forwarding import BrokenAnswerError, forward
-from hpc_serve.gateway.headers import Header, for_engine, is_own_host
+from hpc_serve.gateway.front import BrokenAnswerError, forward
+from hpc_serve.gateway.http_parts import Header, for_engine, is_own_host, read_body, route_of
 from hpc_serve.gateway.metrics import CONTENT_TYPE, Metrics
-from hpc_serve.gateway.people import People
-from hpc_serve.gateway.request import Request
-from hpc_serve.gateway.routes import route_of
+from hpc_serve.gateway.request import People, Request
 from hpc_serve.gateway.settings import MIB, Settings
+from hpc_serve.pages.frame import document
 from hpc_serve.printable import printable
-from hpc_serve.rendezvous.adapters import LOAD_ADAPTER, ONE_REPLICA_ALONE, UNLOAD_ADAPTER
 from hpc_serve.rendezvous.gate_headers import SIGNS
+from hpc_serve.rendezvous.record import LOAD_ADAPTER, ONE_REPLICA_ALONE, UNLOAD_ADAPTER
 from hpc_serve.rendezvous.store import ServiceStore
+
+PAGE_HEADERS = (
+    (b"content-type", b"text/html; charset=utf-8"),
+    (b"content-security-policy", b"frame-ancestors 'none'"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),
+)
+"""No other page may show this one inside of it."""
+_HERE = Path(__file__).parent
+_BODY = Markup(
+    '<header><b>hpc-serve</b><label>Model <select id="model"></select></label>'
+    '<button id="new" type="button">New talk</button></header>'
+    '<form id="key" hidden><label for="given">This gateway asks for its key.</label>'
+    '<input id="given" type="password" autocomplete="off"><button>Use it</button></form>'
+    '<main id="talk" aria-live="polite"></main>'
+    '<form id="ask"><textarea id="question" rows="2" aria-label="Question" placeholder="Ask something" autofocus>'
+    '</textarea><button id="send" disabled>Send</button></form>'
+)
+
+
+@cache
+def chat_page() -> bytes:
+    """Return the page, in UTF-8."""
+    style, script = ((_HERE / f"chat_page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    return document("hpc-serve", _BODY, style=style, script=script, asks_its_host=True).encode()
+
 
 CLIENT_LEFT = 499
 _SAVE_S = 1.0

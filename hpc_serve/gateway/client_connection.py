@@ -23,7 +23,7 @@ from hpc_serve.gate.connection_limits import (
     MAX_PIPELINED,
 )
 from hpc_serve.gateway.answers import Refusal
-from hpc_serve.gateway.headers import Header
+from hpc_serve.gateway.http_parts import Header
 from hpc_serve.gateway.request import Request
 
 KEEP_ALIVE_S = 65.0

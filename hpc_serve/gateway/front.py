@@ -1,26 +1,91 @@
-"""One service behind the gateway: its watch, its transport, its turns, and the wait for a replica."""
+"""One service behind the gateway: its watch, its transport, its turns, and the wait for a replica.
+
+Limits the requests of one service that are under way at once, and the requests that wait for their turn.
+
+One request on its way through the gateway: from its turn to the last byte of its answer.
+
+The request is held whole, since the client's transport may send it again. The answer is passed on as it comes. When
+the client leaves, the request is cancelled at the engine.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from hpc_serve.client.connections.message import Message
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.wait import WaitPolicy, wait_for_replica
-from hpc_serve.client.replicas.event_loops import InLoop
-from hpc_serve.client.replicas.messages import summary
+from hpc_serve.client.replicas.event_loops import InLoop, Places
+from hpc_serve.client.replicas.pool import replica_of_file
 from hpc_serve.client.replicas.sdk import http
-from hpc_serve.client.requests.exchange import Exchange, NoReplicaError
-from hpc_serve.client.requests.transport import AsyncServiceTransport
+from hpc_serve.client.replicas.status import summary
+from hpc_serve.client.requests.exchange import AsyncServiceTransport, Exchange, NoReplicaError
 from hpc_serve.errors import HpcServeError, WaitTimeoutError
-from hpc_serve.gateway.bodies import with_model
+from hpc_serve.gateway.answers import FULL_RETRY_S, Refusal, broken_event
+from hpc_serve.gateway.http_parts import Header, for_client, with_model
 from hpc_serve.gateway.metrics import Counts
+from hpc_serve.gateway.request import Request
 from hpc_serve.gateway.settings import Settings
-from hpc_serve.gateway.turns import Turns
+from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore
+
+
+class Turns:
+    """The requests of one service. `in_flight` have their turn, `queued` wait for it or for a replica."""
+
+    def __init__(self, service: str, *, most_in_flight: int, most_queued: int) -> None:
+        self._service = service
+        self._most_in_flight = most_in_flight
+        self._most_queued = most_queued
+        self._turns = Places(most_in_flight)
+        self.in_flight = 0
+        self.queued = 0
+
+    def enter_now(self) -> bool:
+        """Give a request of a ready service its turn, until `leave`, if it need not wait for it."""
+        if not self._turns.acquire_now():
+            return False
+        self.in_flight += 1
+        return True
+
+    async def enter(self, ready: Callable[[], Awaitable[None]]) -> None:
+        """Wait until the service is `ready` and the request has its turn, until `leave`.
+
+        Raises Refusal, and what `ready` raises.
+        """
+        if self.in_flight + self.queued >= self._most_in_flight + self._most_queued:
+            raise self._full()
+        self.queued += 1
+        try:
+            await ready()
+            await self._turns.acquire()
+        finally:
+            self.queued -= 1
+        self.in_flight += 1
+
+    def leave(self) -> None:
+        """End the turn of a request."""
+        self.in_flight -= 1
+        self._turns.release()
+
+    def _full(self) -> Refusal:
+        return Refusal(
+            status=429,
+            code="queue_full",
+            kind="rate_limit_error",
+            message=(
+                f"{self._service} has {self.in_flight} requests under way through this gateway (at most"
+                f" {self._most_in_flight}) and {self.queued} that wait (at most {self._most_queued}). Try again, or"
+                " start the gateway with another --max-in-flight or --queue."
+            ),
+            headers={"retry-after": str(FULL_RETRY_S)},
+        )
+
 
 # A replica may go between the wait and the request. How often a request waits for another one:
 _MOST_ROUNDS = 3
@@ -142,3 +207,68 @@ class Front:
         if self._search is not None:
             self._search.cancel()
         await self._transport.aclose()
+
+
+_log = logging.getLogger(__name__)
+
+
+class BrokenAnswerError(Exception):
+    """The answer broke off half-way, and its client can only be told by the end of the connection."""
+
+
+async def forward(front: Front, message: Message, request: Request, further: Iterable[Header]) -> int:
+    """Send a request to its service as a message, pass the answer on, and return its status.
+
+    The answer gets `further` headers. No timeout is set: the client may leave, and the watch finds a lost replica.
+    Raises Refusal, and what the transport raises. After any error but BrokenAnswerError, nothing of an answer was sent.
+    """
+    arrived_at_s = time.perf_counter()
+    counts, turns = front.counts, front.turns
+    if not (front.is_ready and turns.enter_now()):
+        await turns.enter(front.ready)
+    begun_at_s = time.perf_counter()
+    try:
+        counts.wait_seconds.observe(begun_at_s - arrived_at_s)
+        counts.received_bytes += len(request.body)
+        exchange = await front.send(message, request.model)
+        counts.first_byte_seconds.observe(time.perf_counter() - begun_at_s)
+        try:
+            await _pass_on(front, exchange, request, further)
+        finally:
+            counts.repeated += exchange.sent - 1
+            counts.resumed += exchange.resumed
+            await exchange.body.aclose()
+        return exchange.answer.status_code
+    finally:
+        if request.count is not None:
+            request.count.gpu_seconds = (time.perf_counter() - begun_at_s) * front.gpus / turns.in_flight
+        turns.leave()
+
+
+async def _pass_on(front: Front, exchange: Exchange, request: Request, further: Iterable[Header]) -> None:
+    answer, body, counts = exchange.answer, exchange.body, front.counts
+    is_stream = answer.is_event_stream
+    headers = for_client(answer.raw_headers, is_stream=is_stream)
+    replica = replica_of_file(exchange.replica).encode()
+    headers += [(b"x-hpc-serve-service", front.service.encode()), (b"x-hpc-serve-replica", replica), *further]
+    request.begin(answer.status_code, headers)
+    if (count := request.count) is not None:
+        count.begin(is_stream=is_stream)
+    try:
+        while (data := await body.read()) is not None:
+            counts.sent_bytes += len(data)
+            request.write(data)
+            if count is not None:
+                count.feed(data)
+            if request.connection.is_full:
+                await request.connection.room()
+    except Exception as error:  # half of an answer is out: whatever it was, the client is told
+        counts.broken_streams += 1
+        _log.warning("%s", printable(f"{front.service}: {error}"))
+        if not is_stream:
+            raise BrokenAnswerError(str(error)) from error
+        request.write(broken_event(error))
+    else:
+        if count is not None:
+            count.note_whole()
+    request.end()

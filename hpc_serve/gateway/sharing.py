@@ -2,6 +2,8 @@
 
 Readers of the folder may ask, so its owner decides who reads it. The folder may be copied as a whole. The certificate
 is the gateway's own and vouches for nothing else.
+
+The key that clients of a gateway show, in a private file. It is in no command line and no log.
 """
 
 from __future__ import annotations
@@ -16,10 +18,29 @@ from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.machine.network import LOOPBACK, reachable_addresses
-from hpc_serve.rendezvous.files import make_folders, make_private_folder, remove_file, write_private
+from hpc_serve.rendezvous.files import make_folders, make_key, make_private_folder, read_key, remove_file, write_private
 from hpc_serve.rendezvous.ownership import group_name, require
+from hpc_serve.trust.authority import ensure_self_signed
 from hpc_serve.trust.bundle import ADDING_VARIABLE, REPLACING_VARIABLES, with_systems
-from hpc_serve.trust.self_signed import ensure_self_signed
+
+
+def default_key_file(home: Path) -> Path:
+    return home / "gateway" / "api_key"
+
+
+def ensure_key(path: Path) -> str:
+    """Return the key in a file, and make a missing key.
+
+    Raises RecordError (not ours alone, or no key), StoreError.
+    """
+    if not path.parent.is_dir():
+        make_private_folder(path.parent, tighten=False)
+    make_key(path)
+    try:
+        return read_key(path, cure="remove it to have a new one")
+    except FileNotFoundError:
+        raise InvalidRequestError(f"{path} was removed while it was read; start the gateway again.") from None
+
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,253}")
 _ENV = """\

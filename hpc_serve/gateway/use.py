@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_serve.client.resume.request import DEFAULT_MAX_TOKENS
+from hpc_serve.client.resume.stream import DEFAULT_MAX_TOKENS
 from hpc_serve.errors import RecordError
 from hpc_serve.rendezvous.fields import MAY_BE_MISSING
 from hpc_serve.rendezvous.files import list_folder, read_json, remove_file, write_json

@@ -3,6 +3,10 @@
 plan/model/ decides what a config means. For local weights, this module reads only the headers of their files.
 
 The hub is asked last, and only for names of the form owner/name. A token goes into its header and nowhere else.
+
+Asks the Hugging Face hub for a small file of a repository, for a few seconds, and says what a refusal means.
+
+The callers decide when it is asked. A token goes into the request's header and nowhere else.
 """
 
 from __future__ import annotations
@@ -15,19 +19,71 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
-from hpc_serve.given_files import is_plain_path, parse_json, read_bounded
-from hpc_serve.hub.hub_requests import MAX_CONFIG_BYTES, check_answer, get_file
+from hpc_serve.given_files import is_plain_path, parse_json, read_bounded, read_json
 from hpc_serve.hub.hub_settings import HubSettings, read_hub_settings
-from hpc_serve.hub.local_weights import cached_folder, read_header, read_index
+from hpc_serve.hub.local_weights import cached_folder, read_header, read_index, snapshot_folder
 from hpc_serve.hub.needed_files import SAFETENSORS_INDEX
 from hpc_serve.plan import EngineConfig, ModelSpec, catalog, model_from_config
 from hpc_serve.plan.model.architectures import draft_from_config
-from hpc_serve.plan.model.checkpoint import StoredTensor, StoredWeights, match_checkpoint
+from hpc_serve.plan.model.checkpoint import AdapterFiles, StoredTensor, StoredWeights, match_checkpoint, read_adapter
 from hpc_serve.plan.model.config import with_overrides
 from hpc_serve.plan.model.quantization import QUANTIZATION_FILE, with_quantization_file
+from hpc_serve.units import MIB
+
+if TYPE_CHECKING:
+    import httpx
+
+
+TIMEOUT_S = 5.0
+MAX_CONFIG_BYTES = 10 * MIB
+
+
+def check_access(repository: str, environ: Mapping[str, str]) -> None:
+    """Ask whether this user may fetch a model.
+
+    Raises UnknownModelError where not, InvalidRequestError where the hub does not answer.
+    """
+    settings = read_hub_settings(environ)
+    response = get_file(settings, repository, "config.json")
+    if response is None:
+        raise InvalidRequestError(
+            f"{settings.endpoint} cannot be reached from here, so whether the job may fetch them is not known: leave "
+            "--check-hub out."
+        )
+    check_answer(response, repository, settings)
+
+
+def get_file(settings: HubSettings, repository: str, file: str) -> httpx.Response | None:
+    """Return the hub's answer for a file of a repository; None if the hub does not answer."""
+    import httpx
+
+    headers = {"Authorization": f"Bearer {settings.token}"} if settings.token else {}
+    try:
+        with httpx.Client(timeout=TIMEOUT_S, follow_redirects=True) as client:
+            return client.get(f"{settings.endpoint}/{repository}/resolve/main/{file}", headers=headers)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        return None
+
+
+def check_answer(response: httpx.Response, repository: str, settings: HubSettings) -> None:
+    """Raise UnknownModelError for an answer that is no file."""
+    endpoint, token = settings.endpoint, settings.token
+    if response.status_code in (401, 403):
+        cure = "your HF_TOKEN may not read it" if token else "set HF_TOKEN to a token that may read it"
+        raise UnknownModelError(
+            f"{repository} is private, gated or not there (HTTP {response.status_code}): accept its licence at "
+            f"{endpoint}/{repository} where it has one; {cure}."
+        )
+    if response.status_code == 404:
+        raise UnknownModelError(f"{endpoint} has no {repository}, or it has no config.json.")
+    if response.status_code != 200 or len(response.content) > MAX_CONFIG_BYTES:
+        raise UnknownModelError(
+            f"{endpoint} answered HTTP {response.status_code} for {repository}: try again later, or name a folder."
+        )
+
 
 _EMBEDDERS_FILE = "modules.json"
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
@@ -236,3 +292,31 @@ def _named(file: object, *, kind: str = "") -> Iterator[None]:
         raise InvalidRequestError(f"{file} cannot be read: {error.strerror}.") from error
     except ValueError as error:
         raise InvalidRequestError(f"{file} cannot be read{kind}: {error}.") from error
+
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def find_adapter(named: str) -> AdapterFiles:
+    """Return the adapter in a folder, or of a repository in the cache. Raises InvalidRequestError."""
+    folder = Path(named).expanduser().absolute()
+    if not folder.is_dir():
+        cached = snapshot_folder(read_hub_settings(os.environ).cache, named, "main", holds=_CONFIG)
+        if cached is None:
+            cure = f" Fetch it first: hpc-serve fetch {named}" if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", named) else ""
+            raise InvalidRequestError(f"{named} is neither a folder nor an adapter in the Hugging Face cache.{cure}")
+        folder = cached
+    lacking = [name for name in (_CONFIG, _WEIGHTS) if not (folder / name).is_file()]
+    if lacking:
+        raise InvalidRequestError(f"{folder} is no adapter: it has no {' and no '.join(lacking)}.")
+    file = folder / _CONFIG
+    try:
+        config = read_json(file)
+        if not isinstance(config, dict):
+            raise ValueError("it holds no JSON object")
+        file = folder / _WEIGHTS
+        header, _ = read_header(file)
+        shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InvalidRequestError(f"{file} cannot be read: {error}.") from error
+    return read_adapter(str(folder), config, shapes)

@@ -7,13 +7,11 @@ import logging
 import os
 import sys
 
-from hpc_serve.durations import read_seconds
 from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.job.launcher import launch
-from hpc_serve.job.machine.allocation import read_allocation
-from hpc_serve.job.machine.log_setup import set_up_logging
-from hpc_serve.job.machine.share import Share
+from hpc_serve.job.machine.allocation import Share, read_allocation, set_up_logging
 from hpc_serve.job.run.node import LaunchOptions, PreflightMode
+from hpc_serve.units import read_seconds
 
 _log = logging.getLogger("hpc_serve.job")
 _CANARY_ON_CPUS_S = 30.0  # a step that reads a long prompt takes many seconds there

@@ -16,26 +16,22 @@ from pathlib import Path
 
 from hpc_serve.errors import StoreError
 from hpc_serve.exit_codes import PREFLIGHT_EXIT_CODE
-from hpc_serve.job.cleanup.run_dir import write_control_port
+from hpc_serve.job.cleanup.node_dir import write_control_port
 from hpc_serve.job.engine.drain import follow_drain_requests
-from hpc_serve.job.engine.endpoint import EngineEndpoint, make_endpoint
 from hpc_serve.job.engine.engine import Engine
-from hpc_serve.job.links.control import ControlServer
+from hpc_serve.job.engine.engine_process import EngineEndpoint, make_endpoint
+from hpc_serve.job.links.control import ControlServer, WorkerLinks
 from hpc_serve.job.links.link import Link, Message
-from hpc_serve.job.links.worker_links import WorkerLinks
 from hpc_serve.job.machine.network import choose_port, listen_on
 from hpc_serve.job.preflight.head_side import HeadPreflight, log_report, write_report
-from hpc_serve.job.ray.head_ray import HeadRay
+from hpc_serve.job.ray.ray_cluster import HeadRay
 from hpc_serve.job.run.node import Node
-from hpc_serve.job.run.outcome import Outcome, RunEnd, failure
-from hpc_serve.job.run.parts import Parts, StopOrder
-from hpc_serve.job.run.record_keeper import RecordKeeper
-from hpc_serve.job.run.takeover import take_over
+from hpc_serve.job.run.parts import Outcome, Parts, RunEnd, StopOrder, failure
+from hpc_serve.job.run.record_keeper import RecordKeeper, take_over
 from hpc_serve.rendezvous.claims import claim
-from hpc_serve.rendezvous.drain import drain_file
 from hpc_serve.rendezvous.files import remove_file, write_private
 from hpc_serve.rendezvous.record import NodeRecord
-from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.rendezvous.store import ServiceStore, default_home, drain_file
 from hpc_serve.vllm.command import check_layout, settings_text
 
 _log = logging.getLogger(__name__)

@@ -7,18 +7,16 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpc_serve.durations import read_seconds
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.hub.stand_in import find_stand_in
-from hpc_serve.job.cache.cache_key import cache_key
-from hpc_serve.job.cache.engine_cache import EngineCache, open_cache
-from hpc_serve.job.cleanup.node_dir import DirOwner, private_node_dir
-from hpc_serve.job.cleanup.run_dir import remove_run_dir
+from hpc_serve.hub.local_weights import find_stand_in
+from hpc_serve.job.cache.engine_cache import EngineCache, cache_key, open_cache
+from hpc_serve.job.cleanup.node_dir import DirOwner, private_node_dir, remove_run_dir
 from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.job.ray.ray_logs import kept_ray_logs
 from hpc_serve.job.run.node import LaunchOptions, Node, read_token
 from hpc_serve.job.weights.stage_folder import stage_base
 from hpc_serve.job.weights.weights_place import with_strategy
+from hpc_serve.units import read_seconds
 from hpc_serve.vllm.command import ServeCommand, choose_backend, read_command
 
 _FROM_PREPARE = (

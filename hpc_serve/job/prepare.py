@@ -17,20 +17,16 @@ from pathlib import Path
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError
 from hpc_serve.job.cleanup import node_dir
-from hpc_serve.job.cleanup.run_dir import make_run_dir, remove_old_run_dirs
-from hpc_serve.job.machine.allocation import Allocation, read_allocation
-from hpc_serve.job.machine.log_setup import set_up_logging
+from hpc_serve.job.cleanup.node_dir import make_run_dir, remove_old_run_dirs
+from hpc_serve.job.machine.allocation import Allocation, Share, read_allocation, set_up_logging
 from hpc_serve.job.machine.network import LOOPBACK, node_address
-from hpc_serve.job.machine.share import Share
 from hpc_serve.job.run.node import ray_dir
 from hpc_serve.job.run.record_keeper import publish_failure
 from hpc_serve.rendezvous.claims import require_filelock
-from hpc_serve.rendezvous.drain import drain_file
-from hpc_serve.rendezvous.files import remove_file
-from hpc_serve.rendezvous.named_folder import make_log_dir
+from hpc_serve.rendezvous.files import make_log_dir, remove_file
 from hpc_serve.rendezvous.names import expanded_log_dir
 from hpc_serve.rendezvous.ownership import require
-from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.rendezvous.store import ServiceStore, default_home, drain_file
 
 _log = logging.getLogger(__name__)
 

@@ -15,10 +15,8 @@ import sys
 from collections.abc import Sequence
 
 from hpc_serve.errors import HpcServeError
-from hpc_serve.job.machine.allocation import read_allocation
-from hpc_serve.job.machine.log_setup import set_up_logging
-from hpc_serve.rendezvous.chain import followers_of
-from hpc_serve.rendezvous.record import EndpointRecord
+from hpc_serve.job.machine.allocation import read_allocation, set_up_logging
+from hpc_serve.rendezvous.record import EndpointRecord, followers_of
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 
 _log = logging.getLogger("hpc_serve.job.rerun")

@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.job.cleanup.run_dir import read_control_port
+from hpc_serve.job.cleanup.node_dir import read_control_port
 from hpc_serve.job.links.control import connect
 from hpc_serve.job.links.link import Link, LinkLostError, Message
 from hpc_serve.job.machine.network import reachable_addresses
 from hpc_serve.job.machine.process import run_processes
 from hpc_serve.job.preflight.node_side import NodePreflight
-from hpc_serve.job.progress.reading import RunReading
-from hpc_serve.job.ray.held_ray import HeldRay
+from hpc_serve.job.progress import RunReading
+from hpc_serve.job.ray.ray_cluster import HeldRay, ray_environ, worker_argv
 from hpc_serve.job.run.node import Node
-from hpc_serve.job.run.outcome import Outcome, RunEnd, told_outcome
-from hpc_serve.job.run.parts import Parts, StopOrder
-from hpc_serve.job.run.ray_cluster import ray_environ, worker_argv
+from hpc_serve.job.run.parts import Outcome, Parts, RunEnd, StopOrder, told_outcome
 from hpc_serve.rendezvous.files import write_private
 from hpc_serve.vllm.command import has_server, headless_argv
 
@@ -182,8 +180,8 @@ class Worker:
         It has its own record, so that clients choose among the servers. Its ranks share experts with those of the other
         nodes. So the head decides when it drains and how it ends, and its own end ends the run.
         """
-        from hpc_serve.job.engine.endpoint import make_endpoint  # most workers have no server
         from hpc_serve.job.engine.engine import Engine
+        from hpc_serve.job.engine.engine_process import make_endpoint  # most workers have no server
         from hpc_serve.rendezvous.store import ServiceStore, default_home
 
         endpoint, keeper = make_endpoint(self._node, ServiceStore(default_home(self._node.environ)))

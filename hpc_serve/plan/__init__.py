@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from hpc_serve.plan.catalog import resolve
     from hpc_serve.plan.choice.planner import ServePlan, plan
     from hpc_serve.plan.engine import EngineConfig, Workload
-    from hpc_serve.plan.hardware.accelerator import AcceleratorSpec, accelerator
-    from hpc_serve.plan.hardware.cluster import ClusterSpec
+    from hpc_serve.plan.hardware import AcceleratorSpec, ClusterSpec, accelerator
     from hpc_serve.plan.memory.estimate import MemoryEstimate, estimate_memory
     from hpc_serve.plan.model.architectures import model_from_config
     from hpc_serve.plan.model.spec import ModelSpec
@@ -44,14 +43,14 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "AcceleratorSpec": "hardware.accelerator",
-            "ClusterSpec": "hardware.cluster",
+            "AcceleratorSpec": "hardware",
+            "ClusterSpec": "hardware",
             "EngineConfig": "engine",
             "MemoryEstimate": "memory.estimate",
             "ModelSpec": "model.spec",
             "ServePlan": "choice.planner",
             "Workload": "engine",
-            "accelerator": "hardware.accelerator",
+            "accelerator": "hardware",
             "estimate_memory": "memory.estimate",
             "model_from_config": "model.architectures",
             "plan": "choice.planner",

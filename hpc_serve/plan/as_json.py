@@ -9,10 +9,9 @@ from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan
 from hpc_serve.plan.engine import LAYOUT_SIZES
 from hpc_serve.plan.make import PlanResult
 from hpc_serve.plan.memory.estimate import MemoryEstimate
-from hpc_serve.plan.speed.classes import measured_classes, speed_range
-from hpc_serve.plan.speed.estimate import SpeedEstimate
+from hpc_serve.plan.speed.estimate import SpeedEstimate, measured_classes, speed_range
 from hpc_serve.plan.speed.step import EXPECTED, StepTime
-from hpc_serve.plan.speed.traffic import Speed
+from hpc_serve.plan.speed.throughput import Speed
 
 _LAYOUT_KEYS = (*LAYOUT_SIZES, "num_nodes", "gpus_per_node")
 _MEMORY_KEYS = (

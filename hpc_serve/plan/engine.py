@@ -3,20 +3,67 @@
 Defaults depend on vLLM's version and on the accelerator, and only this module looks them up. One version is pinned.
 Earlier versions are known as far as published measurements need them. 0.33 is planned
 with the memory model of 0.32: no default that is looked up here differs. A newer version is planned as 0.33.
+
+What the values of options may be, before a plan is made with them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.hardware.accelerator import AcceleratorKind, AcceleratorSpec
-from hpc_serve.plan.option_values import at_least_one, check_options
-from hpc_serve.sizes import GIB
+from hpc_serve.plan.hardware import AcceleratorKind, AcceleratorSpec
+from hpc_serve.units import GIB, at_least_one
+
+_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+_LARGEST_GIB = 1_000_000
+_Rule: TypeAlias = tuple[Callable[[Any], bool], str]
+_BY_TYPE: dict[str, _Rule] = {
+    "int | None": (lambda value: value >= 1, "at least 1"),
+    "Mapping[str, Any] | None": (lambda value: isinstance(value, Mapping), "a JSON object, as {...}"),
+}
+_BY_NAME: dict[str, _Rule] = {
+    "speculative_config's method": (lambda value: isinstance(value, str), "a text"),
+    "speculative_config's model": (lambda value: isinstance(value, str), "a text"),
+    "speculative_config's num_speculative_tokens": (lambda one: _is_count(one, 1), "a whole number from 1 to 1000"),
+    "eplb_config's num_redundant_experts": (lambda value: _is_count(value, 0), "a whole number from 0 to 1000"),
+    "compilation_config's mode": (lambda value: type(value) in (int, str), "a number from 0 to 3, or its name"),
+    "compilation_config's cudagraph_mode": (lambda value: str(value).upper() in _MODES, ", ".join(_MODES)),
+    "compilation_config's cudagraph_capture_sizes": (lambda value: _are_sizes(value), "a list of sizes"),
+    "compilation_config's max_cudagraph_capture_size": (lambda value: _are_sizes([value]), "a size"),
+    "optimization_level": (lambda value: value in ("0", "1", "2", "3"), "from 0 to 3"),
+    "cpu_offload_gb": (lambda value: 0 <= value <= _LARGEST_GIB, f"from 0 to {_LARGEST_GIB:,} GiB"),
+    "kv_offloading_size": (lambda value: 0 <= value <= _LARGEST_GIB, f"from 0 to {_LARGEST_GIB:,} GiB"),
+    "gpu_memory_utilization": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
+}
+"""What the values of options and of keys within them must be: by the option's type, and by name."""
+
+
+def check_options(options: Mapping[str, tuple[str, Any]]) -> None:
+    """Raise InvalidRequestError for an option, or a key within it, whose value cannot be. None is no value.
+
+    `options` has the type and the value of each option by its name.
+    """
+    rules = {name: _BY_TYPE[type_] for name, (type_, _) in options.items() if type_ in _BY_TYPE} | _BY_NAME
+    for name, (is_right, wanted) in rules.items():
+        option, _, key = name.partition("'s ")
+        _, value = options[option]
+        value = (value or {}).get(key) if key else value
+        if value is not None and not is_right(value):
+            raise InvalidRequestError(f"{name} is {str(value)[:40]}: it must be {wanted}.")
+
+
+def _is_count(value: object, least: int) -> bool:
+    return type(value) is int and least <= value <= 1000
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size <= 2**20 for size in value)
+
 
 PINNED_VERSION = "0.32.0"
 DEFAULT_LORA_RANK = 16  # vLLM's --max-lora-rank (config/lora.py)

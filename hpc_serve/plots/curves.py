@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.choice.candidates import Candidate
 from hpc_serve.plan.speed.estimate import ReplicaSpeeds, SpeedEstimate
-from hpc_serve.plan.speed.traffic import Traffic
+from hpc_serve.plan.speed.throughput import Traffic
 
 if TYPE_CHECKING:
     from hpc_serve.plan.make import PlanResult

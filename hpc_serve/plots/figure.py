@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.memory.estimate import MemoryEstimate
-from hpc_serve.plan.speed.decode import critical_batch
 from hpc_serve.plan.speed.estimate import ReplicaSpeeds, SpeedEstimate, requests_held
 from hpc_serve.plan.speed.step import EXPECTED, IDEAL
-from hpc_serve.plan.speed.traffic import Speed
+from hpc_serve.plan.speed.throughput import Speed, critical_batch
 from hpc_serve.plots.curves import curve, drawn_speeds, prompt_lengths, with_prompts
-from hpc_serve.sizes import GIB
+from hpc_serve.units import GIB
 
 if TYPE_CHECKING:
     from hpc_serve.plan.choice.candidates import Candidate

@@ -16,14 +16,13 @@ import hpc_serve
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.pages.frame import document
 from hpc_serve.plan.report.speed import accuracy_text, formula_text
-from hpc_serve.plan.speed.classes import class_texts
-from hpc_serve.plan.speed.decode import critical_batch
-from hpc_serve.plan.speed.estimate import ReplicaSpeeds
-from hpc_serve.plan.speed.traffic import Traffic
+from hpc_serve.plan.speed.estimate import ReplicaSpeeds, class_texts
+from hpc_serve.plan.speed.throughput import Traffic, critical_batch
 from hpc_serve.plots.curves import curve, drawn_speeds, prompt_lengths, with_prompts
 
 if TYPE_CHECKING:
     from hpc_serve.plan.make import PlanResult
+
 
 _PROMPTS = tuple(512 << power for power in range(9))
 _MOST_COMPARED = 6

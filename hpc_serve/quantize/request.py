@@ -11,11 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.sizes import GIB
-from hpc_serve.submit.request.job_env import check_env
+from hpc_serve.submit.request.options import SlurmOptions, check_choice, check_directive, check_env
 from hpc_serve.submit.request.request import Cluster
-from hpc_serve.submit.request.sbatch_options import SlurmOptions, check_choice, check_directive
-from hpc_serve.submit.script.program import program_directives, render_program
+from hpc_serve.submit.script.render import program_directives, render_program
+from hpc_serve.units import GIB
 
 Scheme = Literal["int8", "fp8"]
 SCHEMES: Mapping[Scheme, str] = {"int8": "INT8", "fp8": "FP8_DYNAMIC"}

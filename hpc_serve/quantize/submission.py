@@ -15,9 +15,8 @@ from hpc_serve.errors import InvalidRequestError, ServiceFailedError
 from hpc_serve.hub.hub import FoundModel, find_model
 from hpc_serve.hub.local_weights import missing_weights, weight_files
 from hpc_serve.quantize.request import QuantizeRequest, render_quantize_script
-from hpc_serve.rendezvous.files import make_private_folder
-from hpc_serve.rendezvous.named_folder import make_log_dir
-from hpc_serve.submit.logs.log_files import follow, tail
+from hpc_serve.rendezvous.files import make_log_dir, make_private_folder
+from hpc_serve.submit.logs import follow, tail
 from hpc_serve.submit.plans.preflight import is_repository
 from hpc_serve.submit.slurm.local import process_start_time
 from hpc_serve.submit.slurm.scheduler import SchedulerView

@@ -4,12 +4,17 @@ or not at all, and read only if it belongs to us. Other modules decide what the 
 Shared filesystems answer from caches: a file that was just listed may be gone (ENOENT), and a handle may belong to a
 file that was replaced (ESTALE). Therefore files are opened without asking first, and opened again when the handle is
 stale.
+
+A key in a private file: how one is made, and what counts as one. Other modules decide who must show it.
+
+Folders that a person names: made if they are missing, and used only if nobody else can change what is in them.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -19,15 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hpc_serve.errors import RecordError, StoreError
+from hpc_serve.rendezvous.acl import SHARED_FILE, SHARED_FOLDER, give_to_group, is_open_to_group, open_to_group
 from hpc_serve.rendezvous.fields import from_json_text, to_json_text
-from hpc_serve.rendezvous.group_access import (
-    SHARED_FILE,
-    SHARED_FOLDER,
-    give_to_group,
-    is_open_to_group,
-    open_to_group,
-)
-from hpc_serve.rendezvous.ownership import fault, stat_fault
+from hpc_serve.rendezvous.names import check_log_path
+from hpc_serve.rendezvous.ownership import fault, require, stat_fault
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -296,3 +296,57 @@ def _explained(what: str, path: Path) -> Iterator[None]:
         elif error.errno in _FULL:
             advice = " The filesystem is full or your quota is used up: free space, or set HPC_SERVE_HOME elsewhere."
         raise StoreError(f"cannot {what} {path}: {error.strerror}.{advice}") from error
+
+
+_KEY = re.compile(r"[\x21-\x7e]{16,}")
+
+
+def make_key(path: Path, *, is_shared: bool = False) -> None:
+    """Write a new key unless a file is there; two makers at once end with one key. Raises StoreError.
+
+    If it `is_shared` and its folder is shared with a group, the group may read it.
+    """
+    create_private(path, secrets.token_urlsafe(32) + "\n", is_shared=is_shared)
+
+
+def read_key(path: Path, *, cure: str, owner: int | None = None) -> str:
+    """Return the key. Never put it in a log, a command line or an error; `cure` is what to do about a file without one.
+
+    `owner` is the number of another user who shares it. Raises FileNotFoundError, StoreError, RecordError
+    (others can read it, or it is no key).
+    """
+    key = read_private(path, secret=True, owner=owner).strip()
+    if not _KEY.fullmatch(key):
+        raise RecordError(f"{path} holds no usable key (16 or more printable characters, no blanks): {cure}.")
+    return key
+
+
+def make_own_folder(path: Path, *, called: str, why: str) -> None:
+    """Make a folder that a person has named, 0700, if it is missing. OSErrors are the caller's to explain.
+
+    Raises InvalidRequestError, which says `why`, where others can change what is in it.
+    """
+    advice = f"{why}: set it to a folder of your own, below folders that only you and root can write to."
+    require(path, "own", called=called, advice=advice)
+    make_folders(path)
+    require(path, "own", called=called, advice=advice)  # others may have made it, or one above it, a moment ago
+
+
+def make_log_dir(path: Path, *, called: str) -> Path:
+    """Make the folder of logs if it is missing, 0700, and return it. `called` is how a person named it.
+
+    Raises InvalidRequestError where Slurm would not find it or others can change what is in it, StoreError where it
+    cannot be made or written to.
+    """
+    check_log_path(str(path), called)
+    try:
+        make_own_folder(
+            path,
+            called=f"{called}={path}",
+            why="Other users could put links in it, and logs would be written to wherever those lead",
+        )
+    except OSError as error:
+        raise StoreError(f"the log folder {path} cannot be made: {error.strerror}. Set {called}.") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise StoreError(f"the log folder {path} cannot be written to. Set {called} to one that can.")
+    return path

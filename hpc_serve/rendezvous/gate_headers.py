@@ -16,7 +16,7 @@ CANARY_HEADER = (b"x-hpc-serve", b"canary")
 LAUNCHER_HEADER, LAUNCHER_VARIABLE = b"x-hpc-serve-launcher", "HPC_SERVE_LAUNCHER_TOKEN"
 """In requests of the engine's own launcher: what it alone knows. The engine has it in its environment."""
 SIGNS = (b"x-hpc-serve-signs", b"1")
-"""In requests that ask for signs that the engine lives, until and within the answer; see `gate/signs.py`."""
+"""In requests that ask for signs that the engine lives, until and within the answer: `gate/connection_limits.py`."""
 ENGINE_HEADER = b"x-hpc-serve-engine"
 """In answers of /health to who shows the key: `idle`, `busy`, `paused`, or why the engine counts as hung."""
 PROCESSING = b"HTTP/1.1 102 Processing\r\n\r\n"

@@ -2,19 +2,55 @@
 
 A record is a hint that expires when it is not renewed. This module decides its fields. It does not find out whether an
 engine answers at the address: readers do.
+
+LoRA adapters of a service. `wanted.json` says which there are to be, each record which its engine has.
+
+Chains of jobs that were submitted ahead: which come before a job, and which after it. Pure.
+
+Slurm decides when each begins. job/run/record_keeper.py decides what a job does about the jobs before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
 
+from hpc_serve.errors import InvalidRequestError
 from hpc_serve.redact import redact, redact_lines
-from hpc_serve.rendezvous.adapters import Adapter
 from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Bounds, SignedInt, Timestamp
 from hpc_serve.rendezvous.names import record_file_name, replica_name, validate_job_id
-from hpc_serve.sizes import layout_text
+from hpc_serve.units import layout_text
+
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+"""Routes of an engine. Its gate takes them from its launcher alone."""
+ONE_REPLICA_ALONE = (
+    "This would change one replica of the service, until its engine starts again. For all of them, and those to come: "
+    "hpc-serve adapter add SERVICE NAME FOLDER, or hpc-serve adapter remove SERVICE NAME."
+)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """A folder with an adapter. Each one that is added has its own `added_at`, so an engine knows which it has loaded.
+
+    In a record, `fault` says why the engine has not loaded it.
+    """
+
+    path: str
+    added_at: Timestamp
+    fault: str = ""
+
+
+def check_adapter_name(name: str) -> None:
+    """Raises InvalidRequestError for a name that is no model's name of this kind."""
+    if not _NAME.fullmatch(name):
+        raise InvalidRequestError(
+            f"{name!r} cannot name an adapter: use 1 to 63 letters, digits, dots, dashes and underscores."
+        )
+
 
 VERSION = 1
 DEFAULT_MACHINE = "default"
@@ -81,7 +117,7 @@ class EndpointRecord:
     `cache` says whether the engine found code that an earlier start had compiled, and where. `loading` says by which
     strategy its weights are read, and why.
     `replica` counts the `replicas_per_job` replicas of its job from 0. `drain_cause` says why it drains, or drained
-    (rendezvous/drain.py).
+    (rendezvous/store.py).
     `signs` says that the engine's gate sends signs within its answers to clients that ask for them. `adapters` are
     those of what is wanted that its engine has loaded, or has failed to load. `weight_version` is what a program that
     changes the weights calls them; "" if the engine does not say it, as outside of vLLM's development mode.
@@ -234,3 +270,24 @@ class SubmittedJob:
         return tuple(
             replica_name(self.job_id, replica, self.replicas_per_job) for replica in range(self.replicas_per_job)
         )
+
+
+def predecessors_of(job_id: str, submitted: Sequence[SubmittedJob]) -> list[SubmittedJob]:
+    """Return the jobs from which a job takes over, the nearest first."""
+    known = {job.job_id: job for job in submitted}
+    found: list[SubmittedJob] = []
+    before = known[job_id].predecessor if job_id in known else ""
+    while before in known and before != job_id and known[before] not in found:
+        found.append(known[before])
+        before = known[before].predecessor
+    return found
+
+
+def followers_of(job_ids: Sequence[str], submitted: Sequence[SubmittedJob]) -> list[str]:
+    """Return the jobs that take over from these, and from those in turn, in order; not these themselves."""
+    after = {job.predecessor: job.job_id for job in submitted if job.predecessor}
+    found: list[str] = []
+    for job_id in job_ids:
+        while (job_id := after.get(job_id, "")) and job_id not in found:
+            found.append(job_id)
+    return [job_id for job_id in found if job_id not in job_ids]

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError, StoreError
 from hpc_serve.rendezvous import acl
+from hpc_serve.rendezvous.acl import is_shared_folder
 from hpc_serve.rendezvous.files import list_folder, remove_file, share_folder
-from hpc_serve.rendezvous.group_access import is_shared_folder
 from hpc_serve.rendezvous.names import is_record_file_name
 from hpc_serve.rendezvous.ownership import group_name
 from hpc_serve.rendezvous.store import ServiceStore

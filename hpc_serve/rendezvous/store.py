@@ -2,6 +2,15 @@
 
 Each record has one writer, so readers need no lock. The content of a file is a hint: the client probes whether an
 engine answers, and only the scheduler knows whether a job exists. claims.py decides who may use a name.
+
+How a replica is asked to drain: a file beside its record, which its head looks for.
+
+Every program that may write into the service's folder may ask: `hpc-serve stop`, or the batch script before the time
+limit. The head decides what draining is, and how long it may take in fact.
+
+The report of a replica's preflight: a file beside its record, which its head writes before it starts the engine.
+
+`hpc_serve.job.preflight` decides which checks there are, and what they look at.
 """
 
 from __future__ import annotations
@@ -9,21 +18,26 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal, get_args
 
-from hpc_serve.errors import StoreError
+from hpc_serve.errors import RecordError, StoreError
 from hpc_serve.rendezvous.entries import EntryFiles, JobEntry, ServiceRecords
+from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Timestamp, from_json_text
 from hpc_serve.rendezvous.files import (
     check_folder,
     list_folder,
     list_newest_first,
+    make_key,
     make_private_folder,
+    read_json,
+    read_key,
+    read_private,
     remove_file,
     write_json,
     write_private,
 )
-from hpc_serve.rendezvous.key_file import make_key, read_key
 from hpc_serve.rendezvous.names import forgotten_file_name, is_service_name, validate_service_name
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 
@@ -196,3 +210,112 @@ class ServiceStore:
 def own_store() -> ServiceStore:
     """Return the store of this process's home. Raises StoreError."""
     return ServiceStore(default_home(os.environ))
+
+
+# slurm: before the time limit or a preemption. handover: another replica has taken over. stop: a person ends it.
+# surplus: it is not needed. unknown: the file is there and cannot be read, for example as the disk was full.
+DrainCause = Literal["slurm", "handover", "stop", "surplus", "unknown"]
+_UNKNOWN_S = 100.0  # what the batch script leaves of a notice of two minutes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainRequest:
+    """A request to drain: its author, its cause, and the seconds that requests under way may take; 0 ends at once.
+
+    The batch script writes no cause: it asks when Slurm does. `requested_at` is seconds since the epoch by the author's
+    clock. The head counts by its own clock.
+    """
+
+    by: str
+    deadline_s: float
+    requested_at: float | None = field(default=None, metadata=MAY_BE_MISSING)
+    cause: DrainCause = field(default="slurm", metadata=MAY_BE_MISSING)
+
+
+def drain_file(store: ServiceStore, service: str, record_name: str) -> Path:
+    """Return the path of a request to drain the replica of a record. Raises InvalidRequestError for a wrong service."""
+    return store.beside_record(service, record_name, ".drain")
+
+
+def ask_to_drain(path: Path, request: DrainRequest) -> None:
+    """Ask the replica of `path`; a later request takes the place of an earlier one. Raises StoreError."""
+    write_json(path, request)
+
+
+def read_drain_request(path: Path) -> DrainRequest | None:
+    """Return what is asked; None if nothing is, if the folder cannot be read now, or if it is not ours.
+
+    A file that is empty or damaged asks for a drain, too: its writer died, or had no room on the disk.
+    """
+    try:
+        text = read_private(path)
+    except (FileNotFoundError, StoreError, RecordError):  # or others may have written it
+        return None
+    try:
+        request = from_json_text(DrainRequest, text, source=str(path))
+    except RecordError as error:
+        return DrainRequest(by=f"an unreadable request ({error})", cause="unknown", deadline_s=_UNKNOWN_S)
+    return replace(request, deadline_s=max(0.0, request.deadline_s))
+
+
+Level = Literal["ok", "not checked", "warning", "failed"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+"""From the best to the worst."""
+_NODES_SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One check over all nodes: the worst that was seen, and on which nodes. `took_s` is that of the slowest node."""
+
+    check: str
+    level: Level
+    nodes: tuple[str, ...]
+    seen: str
+    cure: str = ""
+    took_s: float = 0.0
+
+    @property
+    def where(self) -> str:
+        more = len(self.nodes) - _NODES_SHOWN
+        return ", ".join(self.nodes[:_NODES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+    @property
+    def sentence(self) -> str:
+        """For a log or a record. `diagnose` has a rule that reads it."""
+        cure = f" To do: {self.cure}" if self.cure else ""
+        return f"preflight check {self.check}: {self.level} on {self.where}: {self.seen}.{cure}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreflightReport:
+    """All verdicts of a run, in the order of the checks. `began_at` is in seconds since the epoch."""
+
+    verdicts: tuple[Verdict, ...]
+    num_nodes: int
+    took_s: float
+    began_at: Timestamp = field(default=0.0, metadata=MAY_BE_MISSING)
+
+    def of_level(self, level: Level) -> tuple[Verdict, ...]:
+        return tuple(verdict for verdict in self.verdicts if verdict.level == level)
+
+    @property
+    def summary(self) -> str:
+        """Return one line: how many checks had which result."""
+        counts = [(level, len(self.of_level(level))) for level in reversed(LEVELS)]
+        words = ", ".join(f"{count} {level}" for level, count in counts if count)
+        nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
+        return f"preflight of {nodes} in {self.took_s:.1f} s: {words}"
+
+
+def preflight_file(store: ServiceStore, service: str, record_name: str) -> Path:
+    """Return the path of the report of a record's replica. Raises InvalidRequestError for a wrong service."""
+    return store.beside_record(service, record_name, ".preflight")
+
+
+def read_preflight(path: Path) -> PreflightReport | None:
+    """Return the report, as far as it can be read, for those who show it."""
+    try:
+        return read_json(PreflightReport, path)
+    except (FileNotFoundError, StoreError, RecordError):
+        return None

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from hpc_serve.rendezvous.adapters import Adapter
 from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Bounds, Timestamp
+from hpc_serve.rendezvous.record import Adapter
 
 _MOST_DECISIONS = 8
 # sbatch is given a minute, and tries again itself. A program that says for longer that it submits has died.

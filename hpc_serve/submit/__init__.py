@@ -15,9 +15,8 @@ from hpc_serve.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hpc_serve.submit.plans.planning import plan_service
-    from hpc_serve.submit.request.environment import Environment, JobSettings
+    from hpc_serve.submit.request.options import Environment, JobSettings, SlurmOptions
     from hpc_serve.submit.request.request import ServeRequest
-    from hpc_serve.submit.request.sbatch_options import SlurmOptions
     from hpc_serve.submit.services.services import Submission, submit
 
 __all__ = ["Environment", "JobSettings", "ServeRequest", "SlurmOptions", "Submission", "plan_service", "submit"]
@@ -27,9 +26,9 @@ if not TYPE_CHECKING:
         __name__,
         {
             "plan_service": "plans.planning",
-            **dict.fromkeys(("Environment", "JobSettings"), "request.environment"),
+            **dict.fromkeys(("Environment", "JobSettings"), "request.options"),
             "ServeRequest": "request.request",
-            "SlurmOptions": "request.sbatch_options",
+            "SlurmOptions": "request.options",
             **dict.fromkeys(("Submission", "submit"), "services.services"),
         },
     )

@@ -2,19 +2,116 @@
 
 The authority's file holds its key and its certificate, 0600. Making certificates needs the `cryptography` package, and
 only a job's head imports it. A program that trusts them needs the standard library alone (`pinned`, `bundle`).
+
+The certificates in PEM text. What they are worth is not decided here.
+
+The certificates by which the processes of one run's Ray know each other.
+
+Each run has a separate authority in its private folder, and it goes with the folder. A certificate of another run is
+therefore not accepted. Each launcher signs one certificate for its node. `job/run/ray_cluster` uses them.
+
+A certificate that is signed by its own key: who trusts it trusts one endpoint, and nobody else.
+
+A gateway shows it to people of other accounts. The authority of the home would vouch for more than that. Key and
+certificate lie in one private file and stay the same as long as they can, so that copies of the certificate stay good.
 """
 
 from __future__ import annotations
 
+import contextlib
+import re
 import secrets
-from collections.abc import Iterable
+import ssl
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 from hpc_serve.errors import RecordError, StoreError
 from hpc_serve.rendezvous.files import create_private, make_private_folder, read_private, write_private
-from hpc_serve.trust.pem import certificates_of
+
+_CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----[A-Za-z0-9+/=\s]+-----END CERTIFICATE-----")
+
+
+def certificates_of(text: str) -> tuple[str, ...]:
+    """The certificates in `text`, each as PEM with 64 characters a line; a block that is no base64 is left out."""
+    found = []
+    for match in _CERTIFICATE.finditer(text):
+        with contextlib.suppress(ValueError):
+            found.append(ssl.DER_cert_to_PEM_cert(ssl.PEM_cert_to_DER_cert(match[0])))
+    return tuple(dict.fromkeys(found))
+
+
+_AUTHORITY = "ray_authority.pem"
+_NAME = "hpc-serve run"
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerFiles:
+    """The 0600 files that a process of the run reads: the trusted authority, its certificate, and the key."""
+
+    authority: Path
+    certificate: Path
+    key: Path
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> PeerFiles:
+        """Return the paths at which `make_peer_files` writes them."""
+        return cls(authority=folder / "authority.pem", certificate=folder / "node.pem", key=folder / "node.key")
+
+
+def make_peer_files(run_dir: Path, folder: Path, *, addresses: Iterable[str]) -> PeerFiles:
+    """Make a key and a certificate for this node at `addresses` (and the loopback address), in its private `folder`.
+
+    The run's authority is made in `run_dir` if it is missing; two nodes at once end with one. Raises StoreError,
+    RecordError, or InvalidRequestError without `cryptography`.
+    """
+    from hpc_serve.trust import making
+
+    authority_file = run_dir / _AUTHORITY
+    if not authority_file.exists():  # it may sign for anybody, since only this run trusts it
+        create_private(authority_file, making.new_authority(f"{_NAME} authority", lifetime=making.RUN_LIFETIME))
+    authority = read_private(authority_file, secret=True)
+    names = making.names((), (*addresses, _LOOPBACK))
+    try:
+        key, certificate = making.issue(authority, _NAME, names, is_for_clients=True)
+    except ValueError as error:
+        raise RecordError(f"{authority_file} does not hold the authority of this run: start the job again.") from error
+    make_private_folder(folder)
+    files = PeerFiles.in_folder(folder)
+    write_private(files.authority, "".join(certificates_of(authority)))
+    write_private(files.certificate, certificate)
+    write_private(files.key, key)
+    return files
+
+
+_RENEWED_BEFORE_END = timedelta(days=90)
+
+
+def ensure_self_signed(path: Path, *, names: Collection[str], addresses: Collection[str]) -> str:
+    """Return the certificate (PEM) of the key in `path`, for these host names and IP addresses.
+
+    The file holds both, 0600. It is made anew if it is missing, unusable or not secret, lacks a name, or ends within 90
+    days. Raises StoreError, or InvalidRequestError without `cryptography`.
+    """
+    from hpc_serve.trust import making
+
+    wanted = making.names(names, addresses)
+    try:
+        held = read_private(path, secret=True)
+        (found,) = certificates_of(held)
+        held_names, ends_at = making.names_and_end(found)
+        if ends_at - making.now() > _RENEWED_BEFORE_END and set(wanted) <= set(held_names):
+            return found
+    except (FileNotFoundError, ValueError):
+        pass
+    # Two certificates of one name confuse a search by name.
+    text = making.self_signed(f"hpc-serve gateway {secrets.token_hex(4)}", wanted)
+    write_private(path, text)
+    (made,) = certificates_of(text)
+    return made
+
 
 _AUTHORITY_LIFETIME = timedelta(days=20 * 365)
 _ALWAYS = ("127.0.0.1", "::1")

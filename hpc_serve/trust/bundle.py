@@ -14,8 +14,7 @@ from pathlib import Path
 
 from hpc_serve.errors import HpcServeError
 from hpc_serve.rendezvous.files import read_private, write_private
-from hpc_serve.trust.authority import authority_certificate
-from hpc_serve.trust.pem import certificates_of
+from hpc_serve.trust.authority import authority_certificate, certificates_of
 
 REPLACING_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 """Read by OpenSSL (and Go and Python), by Python's requests, and by curl: each in place of the system's authorities."""

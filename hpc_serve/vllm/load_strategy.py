@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpc_serve.sizes import readable_size
+from hpc_serve.units import readable_size
 from hpc_serve.vllm.arguments import names_in, read_arguments, value_of
 
 STRATEGY = "--safetensors-load-strategy"

@@ -2,18 +2,119 @@
 
 It reads one line at a time. The words are vLLM's, as data in `data/log.ini`; an unknown line has no meaning.
 `start_progress` decides whether a start makes progress, and `diagnose` why one failed.
+
+Reads vLLM's report line: every ten seconds, what an engine did since the last line. Pure.
+
+Decides whether the start of an engine still makes progress: by the lines of its log, and by how much is read.
 """
 
 from __future__ import annotations
 
 import configparser
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_serve.sizes import GIB
-from hpc_serve.vllm.report_line import read_report
+from hpc_serve.units import GIB, MIB
+
+_N = r"(\d{1,12}(?:\.\d{1,12})?)"
+_REPORT = re.compile(
+    rf"Avg prompt throughput: {_N} tokens/s, Avg generation throughput: {_N} tokens/s"
+    rf".*?Running: (\d{{1,9}}) reqs?(?:.*?Waiting: (\d{{1,9}}) reqs?)?(?:.*?KV cache usage: {_N}%)?"
+)
+_IDLE_TOKENS_PER_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineReport:
+    """Tokens a second since the last report; requests at this moment; the share of the cache in use, if it is said."""
+
+    prompt_tokens_per_s: float
+    generation_tokens_per_s: float
+    running: int
+    waiting: int
+    cache_use: float | None = None
+
+    @property
+    def does_next_to_nothing(self) -> bool:
+        """Whether no request runs or waits, and hardly a token came or went."""
+        tokens_per_s = max(self.prompt_tokens_per_s, self.generation_tokens_per_s)
+        return not (self.running or self.waiting) and tokens_per_s <= _IDLE_TOKENS_PER_S
+
+    def plus(self, other: EngineReport | None) -> EngineReport:
+        """Add the report of another part of the engine, made at the same moment."""
+        if other is None:
+            return self
+        uses = [use for use in (self.cache_use, other.cache_use) if use is not None]
+        return EngineReport(
+            prompt_tokens_per_s=self.prompt_tokens_per_s + other.prompt_tokens_per_s,
+            generation_tokens_per_s=self.generation_tokens_per_s + other.generation_tokens_per_s,
+            running=self.running + other.running,
+            waiting=self.waiting + other.waiting,
+            cache_use=max(uses, default=None),
+        )
+
+
+def read_report(line: str) -> EngineReport | None:
+    """Return the report in `line`, or None.
+
+    >>> read_report("Avg prompt throughput: 4.0 tokens/s, Avg generation throughput: 9.5 tokens/s, Running: 2 reqs, "
+    ...     "Waiting: 1 reqs, GPU KV cache usage: 12.5%, Prefix cache hit rate: 0.0%").cache_use
+    0.125
+    """
+    if (found := _REPORT.search(line)) is None:
+        return None
+    prompt, generation, running, waiting, cache_use = found.groups()
+    return EngineReport(
+        prompt_tokens_per_s=float(prompt),
+        generation_tokens_per_s=float(generation),
+        running=int(running),
+        waiting=int(waiting or 0),
+        cache_use=float(cache_use) / 100 if cache_use else None,
+    )
+
+
+# Lines that repeat while nothing moves: vLLM's complaints, and the answers to our own probes.
+_WAITING = re.compile(
+    r"No available shared memory broadcast block|Waiting for creating a placement group|\"(?:GET|POST) /\S* HTTP/"
+)
+# Ray's processes read some hundred bytes a second when nothing happens; the slowest useful load is far from this.
+_LOADS_BYTES_PER_S = MIB
+# No look takes so long. If more time has passed the launcher stood still, and its engine perhaps as well: a suspended
+# job.
+_LONGEST_LOOK_S = 60.0
+
+
+class StartProgress:
+    """The time of a start's last progress, by the monotonic clock. Gaps between looks do not count as idle."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._progress_at, self._read_bytes = clock(), 0
+        self._looked_at = self._progress_at
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last progress."""
+        return self._clock() - self._progress_at
+
+    def note_line(self, line: str) -> None:
+        """Count a line of the engine's log as progress, unless it only says that the engine waits."""
+        if not _WAITING.search(line):
+            self._progress_at = self._clock()
+
+    def note_read_bytes(self, read_bytes: int) -> None:
+        """Count what all processes have read so far as progress, if it is as much as a load reads: one look."""
+        now = self._clock()
+        if now - self._looked_at > _LONGEST_LOOK_S:
+            self._progress_at = now
+        self._looked_at = now
+        self._read_bytes = min(self._read_bytes, read_bytes)  # what a process has read goes with it
+        if read_bytes - self._read_bytes >= _LOADS_BYTES_PER_S * self.idle_s:
+            self._progress_at, self._read_bytes = self._clock(), read_bytes
+
 
 WEIGHTS_LOADED = "weights loaded"
 SERVER_IS_UP = "server is up"

@@ -19,8 +19,8 @@ from typing import Any
 from hpc_serve.hub.hub import find_model
 from hpc_serve.plan import ClusterSpec, accelerator, model_from_config, plan
 from hpc_serve.plan.choice.layout import Layout
+from hpc_serve.submit.request.options import SlurmOptions
 from hpc_serve.submit.request.request import Backend, ServeRequest
-from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.script.render import render_script
 from hpc_serve.vllm.arguments import names_in, without
 from tests.cluster import SlurmCluster, wait_for

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.submit.slurm.slurm_answers import parse_scontrol_job
+from hpc_serve.submit.slurm.slurm import parse_scontrol_job
 from tests.e2e.jobs import User, stub_script
 
 pytestmark = [pytest.mark.slurm]

@@ -12,7 +12,7 @@ import signal
 
 import pytest
 
-from hpc_serve.submit.request.sbatch_options import SlurmOptions
+from hpc_serve.submit.request.options import SlurmOptions
 from tests.cluster import wait_for
 from tests.e2e.jobs import STUB, Record, User, send, stub_script
 

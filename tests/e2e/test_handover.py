@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.submit.slurm.slurm_answers import parse_scontrol_job
+from hpc_serve.submit.slurm.slurm import parse_scontrol_job
 from tests.cluster import wait_for
 from tests.cluster.config import CHECKOUT
 from tests.e2e.jobs import User

@@ -14,7 +14,7 @@ from hpc_serve.demo_model import make_demo_model
 from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan import EngineConfig, accelerator, estimate_memory
 from hpc_serve.plan.memory.stages import pipeline_stages
-from hpc_serve.sizes import GIB
+from hpc_serve.units import GIB
 from hpc_serve.vllm.log import read_figures
 
 CHECKOUT = Path(__file__).resolve().parents[2]

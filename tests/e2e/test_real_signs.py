@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.demo_model import make_demo_model
-from hpc_serve.rendezvous.gate_headers import COMMENT_CHUNK, PROCESSING
+from hpc_serve.rendezvous.gate_headers import PROCESSING
 from tests.cluster import processes
 
 pytestmark = [pytest.mark.engine]

@@ -25,15 +25,15 @@ from hpc_serve.errors import HpcServeError
 from hpc_serve.gate import connection_limits
 from hpc_serve.gate.gate import Gate
 from hpc_serve.hub.hub import find_model
-from hpc_serve.job.links.admission import make_ticket
 from hpc_serve.job.links.control import ControlServer, connect
+from hpc_serve.job.links.link import make_ticket
 from hpc_serve.job.machine.network import choose_port, listen_on
 from hpc_serve.plan import model_from_config
 from hpc_serve.rendezvous.fields import from_json_text, to_json_text
 from hpc_serve.rendezvous.record import EndpointRecord, JobEnd, SubmittedJob
 from hpc_serve.submit.site.site import load_site
-from hpc_serve.vllm.allowed import check_file_arguments
 from hpc_serve.vllm.arguments import read_args_file
+from hpc_serve.vllm.command import check_file_arguments
 from tests.support.asgi_server import served
 from tests.support.stubs import make_record, make_submitted
 

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.accuracy import DATA, published_configs
 from hpc_serve.plan import ModelSpec, model_from_config, resolve
 from hpc_serve.plan.model.scheme import Scheme
-from hpc_serve.plan.model.weights import Linear
+from hpc_serve.plan.model.spec import Linear
 
 _PLAN = Path(__file__).parents[1] / "unit" / "plan"
 

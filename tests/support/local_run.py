@@ -15,7 +15,7 @@ import hpc_serve.client
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.plans.planning import plan_service
-from hpc_serve.submit.request.environment import Environment
+from hpc_serve.submit.request.options import Environment
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.script.render import render_script
 from tests.cluster import processes, wait_for

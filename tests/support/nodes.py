@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from hpc_serve.job.cache.engine_cache import private_cache
-from hpc_serve.job.cleanup.run_dir import write_control_port
+from hpc_serve.job.cleanup.node_dir import write_control_port
 from hpc_serve.job.links.control import ControlServer
 from hpc_serve.job.links.link import Link
 from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.job.machine.network import listen_on
 from hpc_serve.job.run.node import LaunchOptions, Node
-from hpc_serve.sizes import GIB
+from hpc_serve.units import GIB
 from hpc_serve.vllm.command import read_command
 
 ALLOCATION = Allocation(

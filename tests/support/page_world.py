@@ -17,9 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc_serve.demo_model import make_demo_model
-from hpc_serve.rendezvous.drain import drain_file, read_drain_request
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.rendezvous.store import ServiceStore, drain_file, read_drain_request
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.page_blocks import CHECKOUT, Block
 from tests.support.stubs import StubEngine, StubService

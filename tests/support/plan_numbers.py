@@ -16,8 +16,8 @@ from typing import Any
 from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan import EngineConfig, Workload
 from hpc_serve.plan.as_json import result_json
-from hpc_serve.plan.asked import PlanRequest
 from hpc_serve.plan.catalog import models
+from hpc_serve.plan.make import PlanRequest
 from hpc_serve.submit.plans.planning import plan_for
 
 NUMBERS = Path(__file__).parents[1] / "unit" / "plan" / "plan_numbers.json"

@@ -21,16 +21,14 @@ from hpc_serve.plan import (
     model_from_config,
     resolve,
 )
-from hpc_serve.plan.asked import PlanRequest
 from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.choice.layout import Layout
-from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
-from hpc_serve.plan.hardware.cluster import cluster_named
-from hpc_serve.plan.make import FoundParts, PlanResult, make_plan
+from hpc_serve.plan.hardware import AcceleratorSpec, cluster_named
+from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
 from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.speed.estimate import ReplicaSpeeds, SpeedEstimate
 from hpc_serve.plan.speed.step import Roofline
-from hpc_serve.plan.speed.traffic import Traffic
+from hpc_serve.plan.speed.throughput import Traffic
 
 
 @cache

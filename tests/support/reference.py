@@ -16,9 +16,8 @@ from hpc_serve import errors
 from hpc_serve.cli import main
 from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.rendezvous import record
-from hpc_serve.rendezvous.drain import DrainRequest
 from hpc_serve.rendezvous.fields import field_types
-from hpc_serve.rendezvous.preflight import PreflightReport, Verdict
+from hpc_serve.rendezvous.store import DrainRequest, PreflightReport, Verdict
 from hpc_serve.rendezvous.wanted import Decision, Wanted
 from hpc_serve.submit.site.site import SiteProfile
 from tests.support.api_page import python_api

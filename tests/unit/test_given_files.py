@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.bench.files import read_samples
+from hpc_serve.bench.workload import read_samples
 from hpc_serve.errors import InvalidRequestError, SiteFileError
 from hpc_serve.given_files import MAX_INDEX_BYTES, parse_json
 from hpc_serve.hub.hub import find_model, stored_weights
 from hpc_serve.hub.local_weights import damaged_files, missing_weights, snapshot_folder, weight_files
 from hpc_serve.hub.needed_files import RepositoryFile
-from hpc_serve.job.weights.stage_copy import copy_files
+from hpc_serve.job.weights.staging import copy_files
 from hpc_serve.quantize.program import CannotQuantizeError, read_texts
 from hpc_serve.submit.site.site import load_site
-from hpc_serve.submit.site.site_models import load_site_models
+from hpc_serve.submit.site.site_files import load_site_models
 from tests.unit.conftest import Ran
 
 INDEX = "model.safetensors.index.json"

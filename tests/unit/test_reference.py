@@ -17,8 +17,8 @@ import pytest
 import hpc_serve
 from hpc_serve.cli import main
 from hpc_serve.client.replicas.status import ReplicaState
-from hpc_serve.submit.request.environment import JobSettings, variable_of
-from hpc_serve.variables import KEPT
+from hpc_serve.submit.request.options import JobSettings, variable_of
+from hpc_serve.submit.services.want import KEPT
 from tests.support.markdown import examples
 from tests.support.reference import FOLDER, PAGES, STATES
 from tests.support.stubs import StubService

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from hpc_serve.plan.model.skipped_modules import is_skipped
+from hpc_serve.plan.model.scheme import is_skipped
 
 Tensor = tuple[str, str, tuple[int, ...]]
 """Name, type as safetensors writes it, shape."""

@@ -19,7 +19,7 @@ from benchmarks.accuracy.speed_cases_later import ENGINE, load_later
 from hpc_serve.plan import resolve
 from hpc_serve.plan.engine import gpu_memory_utilization, max_num_batched_tokens, max_num_seqs
 from hpc_serve.plan.speed.step import Factors
-from hpc_serve.sizes import GIB
+from hpc_serve.units import GIB
 
 FIGURES = ("weights", "cache", "token", "speed")
 """Weights of a GPU and cache of a GPU in GiB, bytes of the cache of a GPU for one token, output tokens per second."""

@@ -55,8 +55,8 @@ def doctor_command(target: str, bundle: Path | None, as_json: bool) -> None:
     else the latest. Exit code 0 if nothing is wrong, 6 if something is.
     """
     from hpc_serve.cli import show
-    from hpc_serve.submit.diagnosis.diagnosis import choose_replica, diagnose_replica, with_batch_log
-    from hpc_serve.submit.plans.preflight_job import report_of
+    from hpc_serve.submit.diagnosis import choose_replica, diagnose_replica, with_batch_log
+    from hpc_serve.submit.plans.preflight import report_of
     from hpc_serve.submit.status.status_reader import find
 
     store = own_store()
@@ -66,7 +66,7 @@ def doctor_command(target: str, bundle: Path | None, as_json: bool) -> None:
     preflight = report_of(store, status)
     warnings = preflight.of_level("warning") if preflight is not None else ()
     if bundle is not None:
-        from hpc_serve.submit.diagnosis.bug_report import write_bundle
+        from hpc_serve.submit.diagnosis import write_bundle
 
         names = write_bundle(bundle, diagnosis, show.status_json(status), store, os.environ)
         click.echo(f"Wrote {bundle}: {', '.join(names)}. Look through it before you send it.", err=True)

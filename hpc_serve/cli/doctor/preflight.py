@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.text import Text
 
-from hpc_serve.cli.commands import CommandWithVllmOptions, print_json
+from hpc_serve.cli.commands import SECONDS, CommandWithVllmOptions, print_json
 from hpc_serve.cli.console import PlainConsole, plain_table
-from hpc_serve.cli.submit.options import REQUEST_GROUPS, request_options
-from hpc_serve.cli.submit.request import assumed_gpu_note, make_request
-from hpc_serve.cli.values import SECONDS
+from hpc_serve.cli.submit.request import REQUEST_GROUPS, assumed_gpu_note, make_request, request_options
 from hpc_serve.errors import HpcServeError, ServiceFailedError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import own_store
 
 if TYPE_CHECKING:
-    from hpc_serve.rendezvous.preflight import PreflightReport
+    from hpc_serve.rendezvous.store import PreflightReport
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "not checked": "dim"}
 
@@ -36,7 +34,7 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "not checked": 
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def preflight_command(timeout: float | None, as_json: bool, **options: Any) -> None:
     from hpc_serve.cli.services.stages import Stages
-    from hpc_serve.submit.plans.preflight_job import preflight_request, report_of
+    from hpc_serve.submit.plans.preflight import preflight_request, report_of
     from hpc_serve.submit.services import services
     from hpc_serve.submit.services.wait import wait
     from hpc_serve.submit.status.status_reader import find

@@ -1,20 +1,195 @@
-"""`report`: one page of HTML about a service or a job, to look at and to pass on."""
+"""`report`: one page of HTML about a service or a job, to look at and to pass on.
+
+The report of replicas as one page of HTML: no script, no picture and no style from elsewhere. Pure.
+
+Text of records and logs is made printable and escaped wherever it is put in.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from markupsafe import Markup
 
+import hpc_serve
 from hpc_serve.cli.complete import service_names
+from hpc_serve.cli.show import figure, figure_name, status_rows, when, work_rows
+from hpc_serve.pages.frame import Curve, document, over_time, stage_bar, swatch, table
+from hpc_serve.printable import printable
+from hpc_serve.redact import redact
 from hpc_serve.rendezvous.store import ServiceStore, own_store
+from hpc_serve.submit.plans.planned_speed import measured_runs_of, planned_request, planned_speeds, planned_tokens_per_s
+from hpc_serve.submit.status.job_status import stage_seconds
+from hpc_serve.units import duration
 
 if TYPE_CHECKING:
-    from hpc_serve.cli.doctor.report_page import ReplicaReport
+    from hpc_serve.client.engine_work import ReplicaWork
     from hpc_serve.client.replicas.status import ReplicaStatus
-    from hpc_serve.submit.logs.log_history import Reports
+    from hpc_serve.submit.diagnosis import Diagnosis
+    from hpc_serve.submit.logs import Reports
+    from hpc_serve.vllm.log import EngineReport
+
+
+_STYLE = """
+body{max-width:900px} th{white-space:nowrap} td{overflow-wrap:anywhere} .scroll td{overflow-wrap:normal}
+svg{width:100%;display:block}
+pre{background:var(--panel);padding:.7em;white-space:pre-wrap;overflow-wrap:anywhere} svg .in{fill:var(--paper)}
+.ready{color:var(--good)} .failed,.unresponsive{color:var(--bad)}
+.bad{background:var(--bad-panel);border-left:3px solid var(--bad);padding:.4em .8em}
+.bad pre{background:none;padding:0;margin:.3em 0}
+"""
+_WITHOUT_HISTORY = (
+    "No figures over time: vLLM writes them to its log every ten seconds while it has work, and the log that this host "
+    "can see has none."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaReport:
+    """All that the page says of one replica."""
+
+    status: ReplicaStatus
+    work: ReplicaWork
+    reports: Reports
+    diagnosis: Diagnosis
+    engine_args: Sequence[str] = ()
+
+
+def report_page(title: str, replicas: Sequence[ReplicaReport], *, at: float) -> str:
+    """The page. `at`: seconds since the epoch, when its figures were read."""
+    about = Markup('<h1>{}</h1><p class="when">hpc-serve {}, {}</p>').format(
+        _text(title), hpc_serve.__version__, when(at)
+    )
+    return document(_text(title), Markup("\n").join((about, *(_replica(one, at) for one in replicas))), style=_STYLE)
+
+
+def _replica(found: ReplicaReport, at: float) -> Markup:
+    status = found.status
+    parts = [
+        Markup('<h2>{} job {} <span class="{}">{}</span></h2>').format(
+            _text(status.service), _text(status.name), status.state, status.state
+        ),
+        _facts(status_rows(status, at)),
+        _failure(found.diagnosis),
+        _section("Plan", _plan(found)),
+        _section("The start", _start(status)),
+        _section("Measured against predicted", _figures(status)),
+        _section("Now", _facts(work_rows(status, found.work))),
+        _section("Over time", _over_time(found)),
+    ]
+    return Markup("\n").join(part for part in parts if part)
+
+
+def _section(title: str, content: Markup) -> Markup:
+    return Markup("<h3>{}</h3>\n{}").format(title, content) if content else Markup("")
+
+
+def _failure(diagnosis: Diagnosis) -> Markup:
+    if diagnosis.cause is None:
+        return Markup("")
+    return Markup('<div class="bad"><pre>{}</pre></div>').format(_text(diagnosis.report))
+
+
+def _plan(found: ReplicaReport) -> Markup:
+    status = found.status
+    job = status.job
+    nodes = "a node" if job.num_nodes == 1 else f"{job.num_nodes} nodes"
+    gpus = f" with {job.gpus_per_node} GPU{'s' if job.gpus_per_node > 1 else ''}" if job.gpus_per_node else ""
+    rows = {"layout": f"{status.layout} on {nodes}{gpus}".strip(), "options": " ".join(found.engine_args)}
+    speeds, request = planned_speeds(status.predicted), planned_request(status.predicted)
+    if not status.predicted:
+        return _facts(rows) + _note("The plan was not written down: this job was not submitted by hpc-serve submit.")
+    if not speeds or request is None:
+        return _facts(rows)
+    cells = [(f"{count:,}", f"{speed:,.0f}") for count, speed in speeds]
+    runs = measured_runs_of(status.predicted)
+    corrected = f", corrected by {runs} earlier run{'s' if runs > 1 else ''} measured here" if runs else ""
+    what = f"Expected of requests of {request[0]:,} tokens in and {request[1]:,} out{corrected}:"
+    return _facts(rows) + _note(what) + table(("in flight", "generated tokens/s"), cells)
+
+
+def _start(status: ReplicaStatus) -> Markup:
+    stages = {_text(name): seconds for name, seconds in stage_seconds(status).items()}
+    if not stages:
+        return _note("Its record tells no stage of it.")
+    total = sum(stages.values())
+    cells = [
+        (
+            Markup("{} {}").format(swatch(place), name),
+            f"{seconds:,.1f} s",
+            f"{100 * seconds / max(total, 1.0):.0f} %",
+        )
+        for place, (name, seconds) in enumerate(stages.items())
+    ]
+    is_ready = status.start is not None and not status.start.stage
+    end = "until it was ready" if is_ready else "until it ended" if status.is_over else "so far"
+    caches = f" Caches: {_text(status.record.cache)}." if status.record and status.record.cache else ""
+    note = f"{duration(total)} {end}.{caches}"
+    bar = stage_bar(list(stages.items()))
+    return bar + _note(note) + table(("stage", "took", "share"), cells)
+
+
+def _figures(status: ReplicaStatus) -> Markup:
+    if not status.predicted_and_measured:
+        why = "the engine has logged none so far" if status.predicted else "the plan was not written down"
+        return _note(f"No figure is both predicted and measured: {why}.")
+    cells = []
+    for name, (predicted, measured) in status.predicted_and_measured.items():
+        ratio = f"{round(100 * (measured / predicted - 1), 1) + 0.0:+.1f} %" if predicted else ""
+        cells.append((_text(figure_name(name)), figure(name, predicted), figure(name, measured), ratio))
+    return table(("figure", "predicted", "measured", "measured is"), cells)
+
+
+def _over_time(found: ReplicaReport) -> Markup:
+    reports, predicted = found.reports, found.status.predicted
+    if not reports:
+        return _note(_WITHOUT_HISTORY)
+
+    def curve(name: str, value: Callable[[EngineReport], float | None]) -> Curve:
+        points = [(at, float(seen)) for at, one in reports if (seen := value(one)) is not None]
+        return Curve(name=name, points=points)
+
+    planned = curve(
+        "planned, for as many requests as there were at that moment",
+        lambda one: planned_tokens_per_s(predicted, one.running + one.waiting),
+    )
+    generated = [curve("generated", lambda one: one.generation_tokens_per_s), *([planned] if planned.points else [])]
+    requests = [curve("running", lambda one: one.running), curve("waiting", lambda one: one.waiting)]
+    pictures = [
+        over_time("Generated", generated, unit="tokens/s"),
+        over_time("Prompts", [curve("of prompts", lambda one: one.prompt_tokens_per_s)], unit="tokens/s"),
+        over_time("Requests", requests),
+        over_time("KV cache in use", [curve("in use", lambda one: one.cache_use)], percent=True),
+    ]
+    note = (
+        f"{len(reports):,} reports that vLLM wrote to the head's log, every ten seconds while it had work. "
+        "A gap in a curve is a time without work."
+    )
+    return _note(note) + Markup("\n").join(pictures)
+
+
+def _note(text: str) -> Markup:
+    return Markup('<p class="note">{}</p>').format(text)
+
+
+def _facts(rows: Mapping[str, str]) -> Markup:
+    lines = [
+        Markup("<tr><th>{}</th><td>{}</td></tr>").format(_text(name), _text(value))
+        for name, value in rows.items()
+        if value
+    ]
+    return Markup("<table>{}</table>").format(Markup("").join(lines)) if lines else Markup("")
+
+
+def _text(text: str) -> str:
+    """Text of others without what moves a cursor or looks like a secret; it is escaped where it is put in."""
+    return redact(printable(text))
+
 
 _MOST_REPLICAS = 16
 
@@ -32,7 +207,6 @@ def report_command(target: str, output: str | None) -> None:
     One file of HTML without a script, which loads nothing. It shows a service's replicas that are not over, else the
     last. Look through it before you pass it on: it names addresses and folders, and quotes logs.
     """
-    from hpc_serve.cli.doctor.report_page import report_page
     from hpc_serve.rendezvous.files import write_private
 
     store = own_store()
@@ -48,9 +222,8 @@ def report_command(target: str, output: str | None) -> None:
 
 
 def _reports(store: ServiceStore, target: str) -> list[ReplicaReport]:
-    from hpc_serve.cli.doctor.report_page import ReplicaReport
     from hpc_serve.client.engine_work import look_for
-    from hpc_serve.submit.diagnosis.diagnosis import diagnose_replica
+    from hpc_serve.submit.diagnosis import diagnose_replica
     from hpc_serve.submit.status.status_reader import find
 
     found = find(store, target)
@@ -71,7 +244,7 @@ def _reports(store: ServiceStore, target: str) -> list[ReplicaReport]:
 
 
 def _engine_reports(status: ReplicaStatus) -> Reports:
-    from hpc_serve.submit.logs.log_history import read_reports
+    from hpc_serve.submit.logs import read_reports
 
     near = status.updated_at or status.started_at or time.time()
     head = Path(status.log_dir) / f"{status.name}-node0.log"

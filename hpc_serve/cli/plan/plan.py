@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpc_serve.cli.commands import CommandWithVllmOptions, print_json
-from hpc_serve.cli.submit.options import PLAN_GROUPS, not_empty, plan_options
-from hpc_serve.cli.submit.request import assumed_gpu_note, engine_words, request_of_plan
-from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
+from hpc_serve.cli.submit.request import (
+    PLAN_GROUPS,
+    assumed_gpu_note,
+    engine_words,
+    not_empty,
+    plan_options,
+    request_of_plan,
+)
+from hpc_serve.plan.hardware import DEFAULT_GPU
 
 if TYPE_CHECKING:
-    from hpc_serve.plan.asked import PlanRequest
-    from hpc_serve.plan.make import PlanResult
+    from hpc_serve.plan.make import PlanRequest, PlanResult
 
 
 def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
@@ -91,7 +96,7 @@ def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str 
         documents = [result_json(result) for result in results]
         print_json(documents if compare else documents[0])
     elif compare:
-        from hpc_serve.cli.plan.plan_compare import print_comparison
+        from hpc_serve.cli.plan.plan_view import print_comparison
 
         print_comparison(results)
     elif explained:
@@ -119,7 +124,7 @@ def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
     """Return the request for the plan: that of `submit` with these options, and what `plan` alone is asked for."""
     from hpc_serve.submit.plans.planning import asked_plan
     from hpc_serve.submit.site.site_files import read_site
-    from hpc_serve.vllm.allowed import check_arguments
+    from hpc_serve.vllm.command import check_arguments
 
     version = options.get("vllm_version")
     words, _ = engine_words(options, read_site(os.environ))

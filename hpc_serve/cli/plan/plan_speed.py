@@ -11,24 +11,24 @@ from rich.text import Text
 
 from hpc_serve.cli.console import plain_table
 from hpc_serve.plan.make import PlanResult
-from hpc_serve.plan.report.explain_speed import explain_lines
-from hpc_serve.plan.report.gains import offloading_text, speculation_text
+from hpc_serve.plan.report.explain import explain_lines
 from hpc_serve.plan.report.speed import (
     accuracy_text,
     arrivals_text,
     critical_text,
     knee_text,
     measured_text,
+    offloading_text,
     range_of,
     range_text,
     requests_text,
+    speculation_text,
     start_text,
     time_of,
     waiting_text,
 )
-from hpc_serve.plan.speed.classes import class_texts, speed_range
 from hpc_serve.plan.speed.drafts import known_draft
-from hpc_serve.plan.speed.estimate import SpeedEstimate
+from hpc_serve.plan.speed.estimate import SpeedEstimate, class_texts, speed_range
 
 _UNKNOWN = "Speed: no source confirms this accelerator's FLOP/s and bandwidth."
 OF_SPEECH = "Speed: not planned for models that attend to an encoder of sound."

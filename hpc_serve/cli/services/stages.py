@@ -12,7 +12,7 @@ from rich.text import Text
 from hpc_serve.cli.console import ChangingLine
 from hpc_serve.rendezvous.store import ServiceStore, own_store
 from hpc_serve.submit.plans.planned_speed import ENCODER_POSITIONS
-from hpc_serve.submit.status.start_words import CoarseChanges, detail_words, stages_words
+from hpc_serve.submit.status.job_status import CoarseChanges, detail_words, stages_words
 
 if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus

@@ -58,8 +58,8 @@ def targets_command(
 
 def _write(store: ServiceStore, services: Sequence[str], output: Path | None, written: str | None) -> str:
     """Write the targets if they are others than those `written`; returns them."""
-    from hpc_serve.client.discovery.all_services import discover_services
-    from hpc_serve.client.scrape import target_groups
+    from hpc_serve.client.discovery.discovery import discover_services
+    from hpc_serve.client.engine_work import target_groups
     from hpc_serve.rendezvous.files import write_private
 
     found = [one for one in discover_services(store) if not services or one.service in services]
@@ -82,7 +82,7 @@ def _write(store: ServiceStore, services: Sequence[str], output: Path | None, wr
 
 
 def _scrape_config(store: ServiceStore, services: Sequence[str], output: Path) -> str:
-    from hpc_serve.client.scrape import scrape_config
+    from hpc_serve.client.engine_work import scrape_config
     from hpc_serve.trust.bundle import authority_alone
 
     names = services or live_services(store)

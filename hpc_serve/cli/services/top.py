@@ -1,18 +1,33 @@
-"""`top`: all replicas with what their engines do, drawn again every two seconds."""
+"""`top`: all replicas with what their engines do, drawn again every two seconds.
+
+A separate screen for a view that is drawn again and again, with keys read one by one.
+
+The screen before, its cursor and the terminal's settings come back however the view ends, but by SIGKILL.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import shutil
+import signal
+import sys
+import termios
 import threading
 import time
-from collections.abc import Sequence
+import tty
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
+from rich.live import Live
+from rich.text import Text
 
 from hpc_serve.cli.commands import print_json
 from hpc_serve.cli.complete import live_service_names
+from hpc_serve.cli.console import PlainConsole
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore, own_store
@@ -20,6 +35,56 @@ from hpc_serve.rendezvous.store import ServiceStore, own_store
 if TYPE_CHECKING:
     from hpc_serve.client.engine_work import ReplicaWork
     from hpc_serve.client.replicas.status import ReplicaStatus
+
+
+_VSUSP_OFF = b"\0"
+
+
+def has_screen() -> bool:
+    """Whether stdout and stdin are a terminal on which a cursor can be moved."""
+    return sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+class Screen:
+    """The screen while it is ours."""
+
+    def __init__(self, live: Live, keys: int) -> None:
+        self._live = live
+        self._keys = keys
+
+    def draw(self, lines: list[str]) -> None:
+        """Replace what is shown. The lines must fit."""
+        self._live.update(Text("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)
+
+    def key(self, *, within_s: float) -> str:
+        """Return the next key; "" after `within_s` seconds, and q if nobody can press keys. A key that sends several
+        characters counts as the first."""
+        if not select.select([self._keys], [], [], within_s)[0]:
+            return ""
+        return os.read(self._keys, 64).decode(errors="replace")[:1] or "q"
+
+
+@contextlib.contextmanager
+def own_screen() -> Iterator[Screen]:
+    """Enter a separate screen. Ctrl-C, SIGTERM and SIGHUP are a KeyboardInterrupt."""
+    keys = sys.stdin.fileno()
+    settings = termios.tcgetattr(keys)
+    # SIGINT too: a shell may have started us with Ctrl-C ignored.
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {one: signal.signal(one, signal.default_int_handler) for one in ends}
+    try:
+        tty.setcbreak(keys, termios.TCSANOW)
+        changed = termios.tcgetattr(keys)
+        changed[6][termios.VSUSP] = _VSUSP_OFF  # Ctrl-Z would leave a shell on our screen
+        termios.tcsetattr(keys, termios.TCSANOW, changed)
+        with Live(console=PlainConsole(), screen=True, auto_refresh=False) as live:
+            yield Screen(live, keys)
+    finally:
+        with contextlib.suppress(termios.error):  # the terminal itself may be gone
+            termios.tcsetattr(keys, termios.TCSANOW, settings)
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
 
 _EVERY_S = 2.0
 _SLURM_S = 15.0  # a controller serves a whole site: it is asked less often than engines are
@@ -74,7 +139,6 @@ def top_command(services: Sequence[str], once: bool, as_json: bool) -> None:
 
     It looks every two seconds; tokens/s are counted since the last look. If stdout is no terminal, it prints one look.
     """
-    from hpc_serve.cli.services.terminal_screen import has_screen
     from hpc_serve.client.engine_work import LOOK_S
 
     looks = Looks(own_store(), services)
@@ -100,7 +164,6 @@ def top_command(services: Sequence[str], once: bool, as_json: bool) -> None:
 
 def _follow(looks: Looks) -> None:
     """Draw frames until q is pressed. A thread looks, so that a key counts also while an engine does not answer."""
-    from hpc_serve.cli.services.terminal_screen import own_screen
 
     latest: list[Frame] = []
 
@@ -162,7 +225,7 @@ def _table(frame: Frame, width: int) -> list[str]:
 
 def _row(status: ReplicaStatus, work: ReplicaWork, now: float) -> dict[str, str]:
     """Return the cells of a replica by their headings."""
-    from hpc_serve.durations import duration
+    from hpc_serve.units import duration
 
     doing, cache = work.now, work.now.cache_use
     cells = {

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpc_serve.cli.commands import print_json
+from hpc_serve.cli.commands import SECONDS, print_json
 from hpc_serve.cli.complete import service_names
-from hpc_serve.cli.values import SECONDS
 from hpc_serve.printable import printable
 from hpc_serve.redact import redact_lines
 from hpc_serve.rendezvous.shares import named_service
@@ -22,7 +21,7 @@ from hpc_serve.rendezvous.store import own_store
 
 if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
-    from hpc_serve.submit.logs.log_files import LogWriter
+    from hpc_serve.submit.logs import LogWriter
 
 
 @click.command("status")
@@ -127,8 +126,7 @@ def logs_command(
     A service with several jobs shows the logs of one that is ready, else of one that runs, else of the last that ended.
     Name a JOB to see those of another.
     """
-    from hpc_serve.submit.diagnosis import diagnosis
-    from hpc_serve.submit.logs import log_files
+    from hpc_serve.submit import diagnosis, logs
 
     store = own_store()
     status, others = diagnosis.find_job(store, target, to_follow=follow)
@@ -136,23 +134,23 @@ def logs_command(
         click.echo(_which_is_shown(status, others), err=True)
 
     def find_files() -> list[Path]:
-        return log_files.files_of(status, writer, node)
+        return logs.files_of(status, writer, node)
 
     found = find_files()
     if not found and not follow:
         of_which = (f" by {writer}" if writer else "") + ("" if node is None else f" of node {node}")
         raise click.ClickException(
             f"{status.service} (job {status.name}, {status.sentence}) has no logs{of_which} that this host can see; "
-            f"they would be {' and '.join(log_files.places_of(status))}."
+            f"they would be {' and '.join(logs.places_of(status))}."
         )
-    secrets = log_files.known_secrets(status.service, store, os.environ)
+    secrets = logs.known_secrets(status.service, store, os.environ)
     if files:
         click.echo("\n".join(map(str, found)))
     elif follow:
-        new = log_files.follow(find_files, first_lines=lines, is_over=diagnosis.end_of(store, status))
-        _print_lines(((path, line) for path, line in new if log_files.is_by(writer, line)), secrets)
+        new = logs.follow(find_files, first_lines=lines, is_over=diagnosis.end_of(store, status))
+        _print_lines(((path, line) for path, line in new if logs.is_by(writer, line)), secrets)
     else:
-        _print_lines(((path, line) for path in found for line in log_files.tail_by(path, lines, writer)), secrets)
+        _print_lines(((path, line) for path in found for line in logs.tail_by(path, lines, writer)), secrets)
 
 
 def _which_is_shown(status: ReplicaStatus, others: Sequence[ReplicaStatus]) -> str:

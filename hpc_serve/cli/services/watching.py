@@ -16,7 +16,7 @@ from hpc_serve.cli.services.stages import stage_line
 from hpc_serve.cli.show import recent, status_table
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.slurm.scheduler import SchedulerView
-from hpc_serve.submit.status.start_words import CoarseChanges
+from hpc_serve.submit.status.job_status import CoarseChanges
 from hpc_serve.submit.status.status_reader import find, read_any_status
 
 if TYPE_CHECKING:

@@ -1,23 +1,64 @@
-"""`fetch`: brings a model from the hub into the cache that jobs read. Progress is on stderr, the folder on stdout."""
+"""`fetch`: brings a model from the hub into the cache that jobs read. Progress is on stderr, the folder on stdout.
+
+The progress of `fetch` on stderr: on a terminal one line that changes, elsewhere lines that stay.
+
+rich measures the speed over the last ten seconds.
+"""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from rich.progress import Task
 
 from hpc_serve.cli.commands import print_json
 from hpc_serve.cli.complete import model_names
-from hpc_serve.durations import duration
+from hpc_serve.cli.console import ChangingLine
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.units import about, duration, readable_size
 
 if TYPE_CHECKING:
-    from hpc_serve.hub.fetch.model_files import ModelFiles
+    from hpc_serve.hub.fetch import ModelFiles
     from hpc_serve.hub.hub_settings import HubSettings
+
+
+_RATE_OVER_S = 10.0
+_LINE_EVERY_S = 60.0
+
+
+class FetchProgress(ChangingLine):
+    """`done` of `total` bytes are here at the beginning."""
+
+    def __init__(self, done: int, total: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self.progress.get_time, self.progress.speed_estimate_period = clock, _RATE_OVER_S
+        self.progress.reset(self.task, total=total, completed=done)
+        self._clock, self._tenth, self._line_at_s = clock, 0, clock()
+
+    def show(self, done: int) -> None:
+        """Show that `done` bytes are here. Without a terminal, print a line at each tenth and once a minute."""
+        self.progress.update(self.task, completed=done)
+        task = self.progress.tasks[self.task]
+        self.change(words(task))
+        tenth, now_s = int(task.percentage // 10), self._clock()
+        if not self.is_shown and (tenth > self._tenth or now_s - self._line_at_s >= _LINE_EVERY_S):
+            self._tenth, self._line_at_s = max(tenth, self._tenth), now_s
+            click.echo(words(task), err=True)
+
+
+def words(task: Task) -> str:
+    """Return how far a fetch is: `3.0 GiB of 15.0 GiB (20 %), 200 MiB/s, about 60 s left`."""
+    done, total = int(task.completed), int(task.total or 0)
+    text = f"{readable_size(done)} of {readable_size(total)} ({100 * done // total if total else 100} %)"
+    if not task.speed or task.time_remaining is None or done >= total:
+        return text
+    return f"{text}, {readable_size(round(task.speed))}/s, {about(task.time_remaining)} left"
 
 
 @click.command("fetch")
@@ -39,8 +80,7 @@ def fetch_command(model: str, revision: str, include: tuple[str, ...], site: str
     Only what the engine reads is fetched. After a fetch that broke off, the same command fetches the files that are not
     whole.
     """
-    from hpc_serve.hub.fetch.hub_repository import HubConnectionError
-    from hpc_serve.hub.fetch.model_files import cached_alone, look_for_model
+    from hpc_serve.hub.fetch import HubConnectionError, cached_alone, look_for_model
 
     repository, settings = _repository(model, site)
     try:
@@ -75,7 +115,7 @@ def _repository(model: str, site_file: str | None) -> tuple[str, HubSettings]:
     from hpc_serve.hub.hub_settings import read_hub_settings
     from hpc_serve.plan import catalog
     from hpc_serve.submit.plans.preflight import is_repository
-    from hpc_serve.submit.request.job_env import expanded
+    from hpc_serve.submit.request.options import expanded
     from hpc_serve.submit.site.site_files import read_site
 
     site = read_site(os.environ, site_file)
@@ -95,8 +135,7 @@ def _repository(model: str, site_file: str | None) -> tuple[str, HubSettings]:
 def _run(found: ModelFiles) -> None:
     """Fetch, and show the progress."""
     from hpc_serve.cli.main import INTERRUPTED
-    from hpc_serve.cli.setup.fetch_progress import FetchProgress
-    from hpc_serve.sizes import readable_size
+    from hpc_serve.units import readable_size
 
     began_s = time.monotonic()
     try:

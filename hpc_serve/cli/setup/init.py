@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpc_serve.submit.init.facts import ClusterFacts
-    from hpc_serve.submit.init.setting import Setting
+    from hpc_serve.submit.init.places import Setting
     from hpc_serve.submit.site.site_files import MergedSite
 
 _SHOWN = 5
@@ -43,7 +43,7 @@ def init_command(output: Path | None, only_print: bool, force: bool, as_json: bo
     """
     from hpc_serve.submit.init.choose import choose_settings
     from hpc_serve.submit.init.look import look
-    from hpc_serve.submit.init.setting import site_text
+    from hpc_serve.submit.init.places import site_text
     from hpc_serve.submit.site.site import read_settings
     from hpc_serve.submit.site.site_files import find_system_file, user_file
 
@@ -160,7 +160,7 @@ def _next(path: Path, settings: Sequence[Setting]) -> str:
 
 
 def _show_merged(merged: MergedSite) -> None:
-    from hpc_serve.submit.init.setting import yaml_value
+    from hpc_serve.submit.init.places import yaml_value
 
     numbers = {file: f"[{number}]" for number, file in enumerate(merged.files, 1)}
     for file, number in numbers.items():

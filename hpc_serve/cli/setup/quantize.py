@@ -10,7 +10,7 @@ import click
 
 from hpc_serve.cli.commands import GroupedCommand
 from hpc_serve.cli.complete import model_names
-from hpc_serve.cli.submit.options import SLURM_OPTIONS, slurm_options
+from hpc_serve.cli.submit.request import SLURM_OPTIONS, slurm_options
 from hpc_serve.printable import printable
 from hpc_serve.redact import redact_lines
 from hpc_serve.rendezvous.store import default_home
@@ -50,7 +50,7 @@ def quantize_command(model: str, scheme: str | None, only_print: bool, wait: boo
     """
     from hpc_serve.quantize import submission
     from hpc_serve.quantize.request import QuantizeRequest, render_quantize_script
-    from hpc_serve.submit.request.job_env import expanded
+    from hpc_serve.submit.request.options import expanded
     from hpc_serve.submit.site.site_files import read_site
 
     if scheme is None:

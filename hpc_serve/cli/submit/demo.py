@@ -11,9 +11,9 @@ import click
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.rendezvous.store import own_store
-from hpc_serve.sizes import GIB
-from hpc_serve.submit.request.environment import Environment
+from hpc_serve.submit.request.options import Environment
 from hpc_serve.submit.request.request import ServeRequest
+from hpc_serve.units import GIB
 from hpc_serve.vllm.arguments import ARGS_FILE, read_args_file
 
 SERVICE = "demo"
@@ -35,7 +35,7 @@ def demo_command(keep: bool, folder: Path | None) -> None:
     gibberish.
     """
     from hpc_serve.cli.services.stages import Stages
-    from hpc_serve.cli.submit.submission import submission_text
+    from hpc_serve.cli.submit.submit import submission_text
     from hpc_serve.submit.services import services
     from hpc_serve.submit.services.stop import stop
     from hpc_serve.submit.services.wait import wait

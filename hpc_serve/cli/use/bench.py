@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from hpc_serve.bench.files import FORMATS
 from hpc_serve.bench.run import Dataset, Lengths, Pace
-from hpc_serve.cli.commands import GroupedCommand, print_json
+from hpc_serve.bench.workload import FORMATS
+from hpc_serve.cli.commands import SECONDS, GroupedCommand, Written, print_json
 from hpc_serve.cli.complete import gpu_names, live_service_names
-from hpc_serve.cli.values import SECONDS, Written
 from hpc_serve.errors import HpcServeError
 from hpc_serve.given_files import parse_json
 
@@ -124,11 +123,11 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
     Several services, lengths, concurrencies or rates are one run each, and a table at the end. Ctrl-C ends the run and
     keeps what was measured; a second one drops it.
     """
-    from hpc_serve.bench.checks import load_check, wrong_answers
     from hpc_serve.bench.expected import predict
     from hpc_serve.bench.page import page
     from hpc_serve.bench.plot import draw_runs
     from hpc_serve.bench.results import document, result_of
+    from hpc_serve.bench.sweep import load_check, wrong_answers
     from hpc_serve.cli.use import bench_view
     from hpc_serve.plots.figure import check_picture
     from hpc_serve.rendezvous.store import own_store
@@ -169,9 +168,9 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
 
 def _keep(store: ServiceStore, run: Run, number: int, gpu: str | None) -> None:
     """Keep a run for later plans, and say so on stderr, or why it is not kept."""
-    from hpc_serve.bench.answers import one_line
     from hpc_serve.bench.expected import measured_run
-    from hpc_serve.submit.plans.measured_runs import FILE, keep_run
+    from hpc_serve.bench.service import one_line
+    from hpc_serve.submit.plans.planning import FILE, keep_run
 
     try:
         kept = measured_run(store, run, gpu=gpu)
@@ -227,7 +226,7 @@ def _sweep(services: tuple[str, ...], options: dict[str, Any]) -> Sweep:
 
 def _only_service(store: Any, wait: float | None) -> str:
     from hpc_serve.client.access import pick_service
-    from hpc_serve.client.discovery.all_services import find_ready_services
+    from hpc_serve.client.discovery.discovery import find_ready_services
 
     return pick_service(find_ready_services(store), store, waits=bool(wait))
 

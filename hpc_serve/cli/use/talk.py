@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpc_serve.cli.commands import print_json
+from hpc_serve.cli.commands import SECONDS, print_json
 from hpc_serve.cli.complete import live_service_names
-from hpc_serve.cli.values import SECONDS
 from hpc_serve.errors import HpcServeError, ServiceNotFoundError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.names import is_service_name

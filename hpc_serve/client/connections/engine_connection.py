@@ -2,25 +2,74 @@
 
 httptools finds where an answer begins and ends. Nothing is copied on the way but what the reader has not taken yet. How
 bytes travel is decided by the two kinds of connection, in `thread_pool` and in `loop_pool`.
+
+Whether a connection has something to read.
+
+The body of an answer, as the HTTP library and the gateway read it.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import ssl
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
 import httptools
 
 from hpc_serve.client.connections.answer_wait import AnswerWait, Judge, ReplicaLostError
-from hpc_serve.client.connections.body import Body
 from hpc_serve.client.connections.message import Header, Message, lines_for
-from hpc_serve.client.connections.readable import is_readable
+from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.rendezvous.gate_headers import COMMENT
+
+
+def is_readable(connected: Any) -> bool:
+    """Return whether bytes, or the end of a connection, have come; True for a socket that is closed."""
+    if (number := connected.fileno()) < 0:
+        return True
+    asked = select.poll()
+    asked.register(number, select.POLLIN)
+    return bool(asked.poll(0))
+
+
+class Body(http.SyncByteStream, http.AsyncByteStream):
+    """An answer's body, for threads and event loops. A kind of body has `read` and `aclose`."""
+
+    async def read(self) -> bytes | None:
+        """Return what has come since the last read, once something has; None at the end."""
+        raise NotImplementedError
+
+    async def read_all(self) -> bytes:
+        """Return all that comes, and close."""
+        try:
+            return b"".join([piece async for piece in self])
+        finally:
+            await self.aclose()
+
+    # No generators: the SDK leaves one suspended at `[DONE]`, and the event loop makes a task to end each of them.
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if (piece := await self.read()) is None:
+            raise StopAsyncIteration
+        return piece
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        if (piece := run_blocking(self.read())) is None:
+            raise StopIteration
+        return piece
+
+    def close(self) -> None:
+        run_blocking(self.aclose())
+
 
 _JOINED_BYTES = 64 * 1024
 

@@ -15,9 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpc_serve.client.connections.answer_wait import Judge
-from hpc_serve.client.connections.engine_connection import EngineAnswer, EngineConnection
+from hpc_serve.client.connections.engine_connection import EngineAnswer, EngineConnection, is_readable
 from hpc_serve.client.connections.message import Message
-from hpc_serve.client.connections.readable import is_readable
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.errors import RecordError

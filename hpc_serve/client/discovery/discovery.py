@@ -3,6 +3,8 @@
 This decides when to read, whom to probe, and when a replica is lost that has requests under way. `proofs` says what a
 probe is worth. The pool chooses the replica for a request, and the caller decides how long to wait. The scheduler is
 never asked.
+
+All services of a store at once: how each is, for lists and for whoever names none.
 """
 
 from __future__ import annotations
@@ -17,16 +19,20 @@ from contextlib import suppress
 
 from hpc_serve.background import in_background
 from hpc_serve.client.discovery.lost_replicas import LookResult, LostReplicas
-from hpc_serve.client.discovery.reading import RecordReader
-from hpc_serve.client.discovery.search import Search
+from hpc_serve.client.discovery.reading import RecordReader, Search
 from hpc_serve.client.discovery.wake import Waker
-from hpc_serve.client.replicas.assess import assess_replica, assess_submitted
-from hpc_serve.client.replicas.fork import renew_after_fork
-from hpc_serve.client.replicas.pool import ReplicaAddress, ReplicaPool
-from hpc_serve.client.replicas.probe import LeaseWatch, probe_records
-from hpc_serve.client.replicas.proofs import FRESH_S, MOST_MISSED, REVERIFY_S, WITHOUT_ENGINE, Proofs
-from hpc_serve.client.replicas.replicas import LastReplica
-from hpc_serve.client.replicas.status import ProbeResult, ServiceStatus
+from hpc_serve.client.replicas.event_loops import renew_after_fork
+from hpc_serve.client.replicas.pool import LastReplica, ReplicaAddress, ReplicaPool
+from hpc_serve.client.replicas.probe import (
+    FRESH_S,
+    MOST_MISSED,
+    REVERIFY_S,
+    WITHOUT_ENGINE,
+    LeaseWatch,
+    Proofs,
+    probe_records,
+)
+from hpc_serve.client.replicas.status import ProbeResult, ServiceStatus, assess_replica, assess_submitted
 from hpc_serve.errors import HpcServeError
 from hpc_serve.rendezvous.entries import ServiceRecords
 from hpc_serve.rendezvous.record import EndpointRecord
@@ -294,3 +300,24 @@ def _address(record: EndpointRecord, result: ProbeResult, api_key: str) -> Repli
         signs=record.signs,
         adapters=frozenset(record.adapter_names),
     )
+
+
+def discover_services(store: ServiceStore) -> tuple[ServiceStatus, ...]:
+    """Every service of the store with all its replicas, all read and probed at the same time. Raises StoreError."""
+    return _each_service(store, lambda watch: watch.refresh(is_complete=True))
+
+
+def find_ready_services(store: ServiceStore) -> tuple[ServiceStatus, ...]:
+    """The same, without waiting for the other replicas of a service of which one is ready."""
+    return _each_service(store, lambda watch: watch.status if watch.find_one() else watch.refresh())
+
+
+def _each_service(store: ServiceStore, find: Callable[[ServiceWatch], ServiceStatus]) -> tuple[ServiceStatus, ...]:
+    def read(service: str) -> ServiceStatus:
+        try:
+            return find(ServiceWatch(store, service))
+        except HpcServeError as error:
+            return ServiceStatus(service=service, home=str(store.home), problems=(str(error),))
+
+    reading = [in_background(read, service) for service in store.services()]
+    return tuple(one.result() for one in reading)

@@ -2,20 +2,104 @@
 
 A shared filesystem may hang: a call on it then returns when the filesystem is back, or never. A client that has proven
 replicas waits for a reading a few seconds, and leaves it to a thread of its own.
+
+A search for one ready replica among many records: those written last are asked first, side by side.
+
+The search is over with the first replica that answers, so that one that does not answer costs nothing. The others go on
+being asked in threads of their own. Replicas that do not renew their records are asked after all that do. The caller
+decides what an answer means.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from hpc_serve.background import in_background
-from hpc_serve.client.replicas.proofs import Proofs
+from hpc_serve.client.replicas.probe import Proofs
+from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.errors import HpcServeError, RecordError, StoreError
 from hpc_serve.rendezvous.entries import RecordFile, ServiceRecords
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
+
+_FIRST = 4  # so many are asked first, then twice as many, and so on
+_MOST_AT_ONCE = 64  # replicas that do not renew their records and are asked at the same time
+_PAUSE_S = 0.05  # before the next ones are asked, while none of the newer ones has answered
+_MOST_GRACE_S = 0.05
+
+
+class Search:
+    """One search. `answers` are all records that were asked, with what they answered; None until they do.
+
+    `read` gives the records of files, `ask` asks the engine of one. `ask` is called in threads.
+    `clock` gives the seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        *,
+        read: Callable[[Sequence[RecordFile]], Sequence[EndpointRecord]],
+        ask: Callable[[EndpointRecord], ProbeResult],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.answers: dict[str, tuple[EndpointRecord, ProbeResult | None]] = {}
+        self.is_ready = False
+        self._read = read
+        self._ask = ask
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._waiting = 0
+
+    def run(self, files: Sequence[RecordFile]) -> None:
+        """Ask until one is ready, or all have answered. Once one is ready the others have as long again as it took."""
+        began_at_s, read, count = time.monotonic(), 0, _FIRST
+        overdue: list[EndpointRecord] = []
+        while read < len(files) and not self.is_ready:
+            records = self._read(files[read : read + count])
+            renewed = [record for record in records if not record.is_overdue(self._clock())]
+            overdue += [record for record in records if record not in renewed]
+            for record in renewed:
+                self._start(record)
+            read += count
+            count *= 2
+            self._wait(_PAUSE_S if renewed else 0.0)
+        overdue.sort(key=lambda record: record.updated_at)
+        while overdue and not self.is_ready:
+            self._start(overdue.pop())
+            with self._changed:
+                self._changed.wait_for(lambda: self.is_ready or self._waiting < _MOST_AT_ONCE)
+        if self.is_ready or self._wait(None):
+            took_s = time.monotonic() - began_at_s
+            with self._changed:
+                self._changed.wait_for(lambda: not self._waiting, timeout=min(took_s, _MOST_GRACE_S))
+
+    def _start(self, record: EndpointRecord) -> None:
+        with self._changed:
+            self.answers[record.name] = record, None
+            self._waiting += 1
+        in_background(self._ask_one, record)
+
+    def _ask_one(self, record: EndpointRecord) -> None:
+        result = None
+        try:
+            result = self._ask(record)
+        finally:
+            with self._changed:
+                self.answers[record.name] = record, result
+                self.is_ready = self.is_ready or (result is not None and result.status == "ready")
+                self._waiting -= 1
+                self._changed.notify_all()
+
+    def _wait(self, timeout_s: float | None) -> bool:
+        """Wait until one is ready or all have answered; whether one is ready."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_ready or not self._waiting, timeout=timeout_s)
+            return self.is_ready
+
 
 READ_S = 3.0
 

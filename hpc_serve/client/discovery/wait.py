@@ -7,11 +7,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from hpc_serve.client.discovery.all_services import discover_services
-from hpc_serve.client.discovery.discovery import ServiceWatch
+from hpc_serve.client.discovery.discovery import ServiceWatch, discover_services
 from hpc_serve.client.replicas.event_loops import InLoop, InThread
-from hpc_serve.client.replicas.messages import not_found, summary
-from hpc_serve.client.replicas.status import ServiceStatus
+from hpc_serve.client.replicas.status import ServiceStatus, not_found, summary
 from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError, StoreError, WaitTimeoutError
 
 # A shared filesystem may hide a new file while its attribute cache is valid. "There is none" is believed after this.

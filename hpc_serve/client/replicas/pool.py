@@ -3,19 +3,178 @@
 How much each can take is measured by how fast it answered (`speeds`): a client with few requests at a time has nothing
 to count. A replica that was sent such a request before is preferred (`beginnings`). One that was lost lately comes
 last. Pure, apart from the clock and the random choice among equals.
+
+How fast each replica has answered this client lately, as a weight for the choice of the next one.
+
+Pure: the caller tells the times. Requests are unlike, so only times of one kind are compared (`Kind`), on a scale of
+factors, and only a replica that is more than twice as slow as the fastest counts as slower. What was seen is forgotten
+with time, so that a replica that was slow once is tried again.
+
+Which replica has the beginning of a request in its cache: the one that was sent such a request last. Pure.
+
+Engines keep the keys and values of prompts. A conversation's next request, or another question on the same document,
+costs little where the first one was.
+
+How long one replica may send nothing within an answer before it counts as lost. Pure: callers give the times.
+
+An engine of ours sends a sign every half second while it lives (`rendezvous/gate_headers.py`), so silence is evidence.
+Pauses that ended by themselves are remembered for a while: such a replica may be silent for longer.
+
+For whoever wants to see where requests go: the replicas that a client knows, and the one that answered last.
 """
 
 from __future__ import annotations
 
+import contextvars
+import math
 import random
 import threading
 import time
+import weakref
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from typing import Literal
 
-from hpc_serve.client.replicas.beginnings import Beginnings
-from hpc_serve.client.replicas.speeds import Kind, Speeds
+from hpc_serve.client.replicas.status import ReplicaState, ReplicaStatus
 from hpc_serve.trust.connection import Identity
+
+Kind = Literal["first", "stream", "whole"]
+"""Until a stream's first bytes came, until its end; until the end of an answer that is none."""
+
+# What counts as equal: answers are of all lengths, so that equal replicas look unlike for a while.
+EQUAL_WITHIN = 2.0
+HALF_LIFE_S = 30.0
+_MOST_SAMPLES = 16.0
+_ENOUGH_SAMPLES = 1.5  # with fewer, or older ones, a difference counts in part
+_SHORTEST_S = 0.02  # shorter times tell of the client and its machine
+
+
+class _Mean:
+    """The mean of the logarithms of times; `count` is how many they are, older ones counting less."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._count = 0.0
+        self._at_s = 0.0
+
+    def add(self, took_s: float, now_s: float) -> None:
+        count = min(self.count(now_s), _MOST_SAMPLES - 1)
+        self._count, self._at_s = count + 1, now_s
+        self.value += (math.log(max(took_s, _SHORTEST_S)) - self.value) / self._count
+
+    def count(self, now_s: float) -> float:
+        return self._count * math.pow(0.5, (now_s - self._at_s) / HALF_LIFE_S)
+
+
+class Speeds:
+    """Not safe to share between threads: the pool's lock guards it."""
+
+    def __init__(self) -> None:
+        self._means: dict[Kind, dict[str, _Mean]] = {"first": {}, "stream": {}, "whole": {}}
+
+    def note(self, name: str, kind: Kind, took_s: float, now_s: float) -> None:
+        """A replica took so long for an answer of that kind."""
+        self._means[kind].setdefault(name, _Mean()).add(took_s, now_s)
+
+    def weights(self, names: Iterable[str], now_s: float) -> dict[str, float]:
+        """How much each replica can take of what the fastest one can: 1.0 for those that are not known to be slower."""
+        slower = dict.fromkeys(names, 0.0)
+        for of_kind in self._means.values():
+            known = {name: of_kind[name] for name in slower if name in of_kind}
+            fastest = min((mean.value for mean in known.values()), default=0.0)
+            for name, mean in known.items():
+                certainty = min(1.0, mean.count(now_s) / _ENOUGH_SAMPLES)
+                slower[name] = max(slower[name], (mean.value - fastest) * certainty)
+        return {name: 1.0 if log <= math.log(EQUAL_WITHIN) else math.exp(-log) for name, log in slower.items()}
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Forget all replicas but these."""
+        kept = set(names)
+        for of_kind in self._means.values():
+            for name in of_kind.keys() - kept:
+                del of_kind[name]
+
+
+_SHORTEST_BYTES = 1024
+_LONGER = 1.25
+_MOST_KNOWN = 20_000
+
+
+def beginnings(content: bytes) -> list[int]:
+    """Return a number for each of some beginnings of a body, the longest last, each half of the body or more.
+
+    Bodies that begin alike have a number in common. A body of less than 1 KiB has none: to read it again costs little.
+
+    >>> one, other = b"a" * 9000 + b"?", b"a" * 9000 + b"b" * 3000
+    >>> bool(set(beginnings(one)) & set(beginnings(other))), beginnings(b"short")
+    (True, [])
+    """
+    if len(content) < _SHORTEST_BYTES:
+        return []
+    found, view, sum_, begin, end = [], memoryview(content), 0, 0, _SHORTEST_BYTES
+    while end <= len(view):
+        sum_ = zlib.crc32(view[begin:end], sum_)
+        if 2 * end >= len(view):
+            found.append(end << 32 | sum_)
+        begin, end = end, int(end * _LONGER)
+    return found
+
+
+class Beginnings:
+    """The replica that was last sent each beginning. Not safe to share between threads."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[int, str] = {}  # the latest last
+
+    def replica_of(self, found: list[int]) -> str | None:
+        """Return the name of the replica that was sent the longest of these beginnings."""
+        return next((self._replicas[one] for one in reversed(found) if one in self._replicas), None)
+
+    def note(self, found: list[int], name: str) -> None:
+        """A replica is sent a request with these beginnings."""
+        for one in found:
+            self._replicas.pop(one, None)
+            self._replicas[one] = name
+        while len(self._replicas) > _MOST_KNOWN:
+            del self._replicas[next(iter(self._replicas))]
+
+
+SILENT_S = 1.5
+PAUSE_TIMES = 1.5  # the limit, as a multiple of the longest pause that ended by itself
+MOST_SILENT_S = 10.0
+_REMEMBER_S = 120.0
+
+
+class SilenceLimit:
+    """The pauses of one replica, over all its connections. All times are seconds of one monotonic clock.
+
+    At `heard_at_s` the last bytes of an answer came, at `proved_at_s` the last good answer to a probe.
+    """
+
+    def __init__(self) -> None:
+        self.heard_at_s = -math.inf
+        self.proved_at_s = -math.inf
+        self._longest_s = 0.0
+        self._longest_at_s = -math.inf
+
+    def note(self, now_s: float, pause_s: float) -> None:
+        """Note that bytes of an answer came, after a pause."""
+        self.heard_at_s = now_s
+        if pause_s >= self._longest_s or now_s - self._longest_at_s > _REMEMBER_S:
+            self._longest_s, self._longest_at_s = pause_s, now_s
+
+    def limit_s(self, now_s: float) -> float:
+        """Return how many seconds of silence are too long.
+
+        >>> limit = SilenceLimit()
+        >>> limit.note(100.0, pause_s=2.0)
+        >>> limit.limit_s(101.0), limit.limit_s(300.0)
+        (3.0, 1.5)
+        """
+        longest_s = self._longest_s if now_s - self._longest_at_s <= _REMEMBER_S else 0.0
+        return min(max(SILENT_S, PAUSE_TIMES * longest_s), MOST_SILENT_S)
+
 
 WEIGH_S = 0.2  # replicas are weighed again after this time: a choice is to cost little
 
@@ -188,3 +347,58 @@ class ReplicaPool:
         self._lock = threading.RLock()
         self._under_way = {}
         self.process = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """A replica as a client knows it. `name` is job, restart and number, as in `123-r0-0`; `address` is host:port.
+
+    `state` is `ready` while requests are sent there. `reason` says why they are not.
+    """
+
+    name: str
+    state: ReplicaState
+    address: str = ""
+    reason: str = ""
+
+
+def known_replica(status: ReplicaStatus, pool: ReplicaPool) -> Replica:
+    """Return a replica as it was found at the last look; `pool` holds those that get requests."""
+    if status.record is None:
+        return Replica(name=status.name, state=status.state, reason=status.detail)
+    state, reason = status.state, status.detail
+    if status.record.name in pool:
+        state, reason = "ready", ""
+    elif state == "ready":
+        state, reason = "unknown", "a request failed there: it is asked before it gets another"
+    return Replica(name=replica_of_file(status.record.name), state=state, address=status.address, reason=reason)
+
+
+class LastReplica:
+    """Which replica answered last: in this thread or task, or else in any. Safe to share between threads."""
+
+    def __init__(self) -> None:
+        self._anywhere: str | None = None
+
+    def note(self, record_name: str) -> None:
+        """A replica has answered a request of this thread or task."""
+        self._anywhere = record_name
+        _here.set((weakref.ref(self), record_name))
+
+    @property
+    def name(self) -> str | None:
+        of, record_name = _here.get() or (None, None)
+        if of is None or of() is not self:
+            record_name = self._anywhere
+        return replica_of_file(record_name) if record_name is not None else None
+
+
+# One for all clients: a variable for each would stay in every context for ever.
+_here: contextvars.ContextVar[tuple[weakref.ref[LastReplica], str] | None] = contextvars.ContextVar(
+    "hpc_serve_last_replica", default=None
+)
+
+
+def replica_of_file(record_name: str) -> str:
+    """Return a replica's name for programs, by the name of its record's file."""
+    return record_name.removesuffix(".json")

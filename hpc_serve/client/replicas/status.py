@@ -2,16 +2,24 @@
 
 Pure. A client derives the value from a replica's record and its engine's answer to a probe (`assess`).
 `hpc_serve.submit` adds what the scheduler says about the job to the same value. The sentences are in messages.py.
+
+What a person reads about services: one in a line, a list of all, and why there is none to talk to. Pure.
+
+Derives how a replica is from its record and its engine's answer to a probe, or from its job alone. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from hpc_serve.rendezvous.names import replica_name
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE, EndpointRecord, Progress, StartRecord, SubmittedJob
+from hpc_serve.rendezvous.store import ABANDONED_AFTER_S
+from hpc_serve.units import duration
 
 # pending: submitted, and nothing published yet. ready: the engine has just answered. unresponsive: the engine should
 # answer and does not, as its own launcher or a probe found, or the job runs and does not renew its record. draining: it
@@ -219,3 +227,146 @@ class ServiceStatus:
         """The last replica, if it failed or is not heard of any more."""
         newest = self.replicas[-1] if self.replicas else None
         return newest if newest is not None and newest.state in ("failed", "unknown") else None
+
+
+# Where no replica is ready, the first of these states that one of them is in describes the service.
+_MOST_HOPEFUL_FIRST: tuple[ReplicaState, ...] = ("starting", "pending", "draining", "unresponsive", "unknown")
+
+
+def summary(status: ServiceStatus) -> str:
+    """The state of a service in one line, without its name."""
+    if count := len(status.ready):
+        return "ready" if count == 1 else f"ready ({count} replicas)"
+    for state in _MOST_HOPEFUL_FIRST:
+        if matching := [replica for replica in status.replicas if replica.state == state]:
+            return f"{matching[-1].sentence} (job {matching[-1].name})"
+    if not status.replicas:
+        return "nothing was ever published"
+    last = max(status.replicas, key=lambda replica: replica.updated_at or 0.0)
+    return f"{last.sentence} (job {last.name})"
+
+
+def listing(services: Sequence[ServiceStatus]) -> str:
+    """All services, one a line."""
+    return "\n".join(f"  {status.service}: {summary(status)}" for status in services)
+
+
+def not_found(status: ServiceStatus, others: Sequence[ServiceStatus], *, wanted: str = "service") -> str:
+    """Why there is no replica of `status.service` to talk to, what else there is, and what to do.
+
+    `wanted` says what the name may have stood for.
+    """
+    name = status.service
+    others = [other for other in others if other.service != name and other.exists]
+    if status.exists:
+        text = f"No replica of {name} takes requests. {name} is {summary(status)}."
+        if status.is_coming:
+            text += f" Wait for it: connect({name!r}, wait=600), or `hpc-serve wait {name}`."
+        else:
+            text += f" Start one: hpc-serve submit; see what happened: hpc-serve status {name}."
+    else:
+        close = difflib.get_close_matches(name, [other.service for other in others], n=1)
+        text = f"No {wanted} {name!r} in {status.home}."
+        text += f" Did you mean {close[0]!r}?" if close else " Start one: hpc-serve submit."
+    if status.problems:
+        text += "\nNot trusted:\n" + "\n".join(f"  {problem}" for problem in status.problems)
+    if others:
+        text += f"\nThere {'are' if len(others) > 1 else 'is'}:\n{listing(others)}"
+    return text
+
+
+def assess_replica(
+    record: EndpointRecord,
+    *,
+    submitted: SubmittedJob | None = None,
+    probe: ProbeResult | None = None,
+    lease_age_s: float = 0.0,
+    wall_age_s: float = 0.0,
+) -> ReplicaStatus:
+    """How a replica is, by its record and its engine's answer (None: it was not asked).
+
+    `lease_age_s` is how long the record has not been renewed by this process's own clock, `wall_age_s` by the date in
+    the record.
+    """
+    status = ReplicaStatus(
+        job=record,
+        state="unknown",
+        record=record,
+        probe=probe,
+        record_age_s=max(lease_age_s, wall_age_s),
+        reason=record.reason or "",
+        stage=record.stage,
+        progress=record.progress,
+        restart=record.restart,
+        replica=record.replica,
+        submitted_at=submitted.submitted_at if submitted else None,
+        exit_code=record.exit_code,
+        last_log_lines=record.last_log_lines,
+        log_dir=record.log_dir or "",
+        batch_log=submitted.log_path if submitted else None,
+        predicted=record.predicted or (submitted.predicted if submitted else {}),
+        machine=submitted.machine if submitted else DEFAULT_MACHINE,
+    )
+    if record.state == "failed" or record.state == "stopped":
+        return replace(status, state=record.state, reason=_end_reason(record), end_reported_by_job=True)
+    if record.state != "ready":
+        probe = None
+    if probe is not None and probe.status == "ready":
+        return replace(status, state="ready")
+    if probe is not None and probe.status == "draining":
+        return replace(status, state="draining")
+    if lease_age_s > record.lease_s or wall_age_s > ABANDONED_AFTER_S:
+        age = duration(status.record_age_s)
+        reason = f"its record has not been renewed for {age}; it was {record.stage_words}"
+        return replace(status, state="unknown", stage="", progress=None, reason=reason)
+    if probe is not None:
+        return replace(status, state="unresponsive", reason=_why_unresponsive(record, probe))
+    is_as_written = record.state == "draining" or record.state == "unresponsive"
+    return replace(status, state=record.state if is_as_written else "starting")
+
+
+def assess_submitted(job: SubmittedJob, replica: int = 0) -> ReplicaStatus:
+    """Return how a replica without a record is: pending, or ended as its job's file says."""
+    status = ReplicaStatus(
+        job=job,
+        replica=replica,
+        state="pending",
+        reason="it has not started, or its record cannot be seen yet",
+        submitted_at=job.submitted_at,
+        log_dir=str(Path(job.log_path).parent) if job.log_path else "",
+        batch_log=job.log_path,
+        predicted=job.predicted,
+        machine=job.machine,
+    )
+    if job.end is None:
+        return status
+    return replace(
+        status,
+        state=job.end.state,
+        reason=job.end.reason,
+        ended_at=job.end.at,
+        exit_code=job.end.exit_code,
+        end_reported_by_job=True,
+    )
+
+
+def _end_reason(record: EndpointRecord) -> str:
+    if record.reason or record.state == "stopped":
+        return record.reason or ""
+    return f"exit code {record.exit_code}" if record.exit_code is not None else "no reason given"
+
+
+def _why_unresponsive(record: EndpointRecord, probe: ProbeResult) -> str:
+    asked = f"{probe.host}:{record.port}"
+    if probe.status in ("hung", "unhealthy"):
+        return f"its engine at {asked} is not healthy: {probe.detail}"
+    if probe.status == "other key":
+        return (
+            f"the engine at {asked} has another API key than the service's file: the key was replaced after it "
+            "started; restart it"
+        )
+    if probe.status == "not ours":
+        why = f" ({probe.detail})" if probe.detail else ""
+        return f"something else answers at {asked}, the engine is gone{why}"
+    places = ", ".join(f"{host}:{record.port}" for host in record.hosts) or "no address"
+    return f"ready by its record, but no answer from {places} to this machine: {probe.detail}"

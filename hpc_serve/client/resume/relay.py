@@ -12,20 +12,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_serve.client.resume.received import (
+from hpc_serve.client.resume.stream import (
+    CHAT,
+    COMPLETIONS,
     DONE,
     DONE_EVENT,
     EVENT_END,
+    KEPT,
     START,
     CannotResumeError,
     Chunk,
     Received,
     StreamPosition,
+    StreamRequest,
     datas,
     event,
     text_of,
 )
-from hpc_serve.client.resume.request import CHAT, COMPLETIONS, KEPT, StreamRequest
 
 # How an engine that is failing ends a stream. Text that holds the same is escaped, so it reads otherwise.
 _ERROR = b'data: {"error"'

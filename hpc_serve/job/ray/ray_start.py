@@ -15,7 +15,7 @@ import sys
 import threading
 
 from hpc_serve.job.machine.network import choose_port
-from hpc_serve.job.machine.own_script import is_own_script
+from hpc_serve.job.machine.process import is_own_script
 from hpc_serve.job.ray import ray_nodes, ray_private
 
 

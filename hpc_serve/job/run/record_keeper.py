@@ -1,6 +1,10 @@
 """The record of a replica, as its head writes it: published early, renewed on a lease, left with the reason of its end.
 
 `rendezvous.record` defines the fields, and `start_stages` the progress of a start.
+
+Takes over from the jobs before this one in a chain (`submit --chain`): once this replica is ready, those drain.
+
+Which jobs come before is written down at the submission. How a replica drains is decided in its own job.
 """
 
 from __future__ import annotations
@@ -10,22 +14,29 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from hpc_serve.errors import HpcServeError
 from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.job.machine.network import LOOPBACK, PortsInUseError, reachable_addresses
-from hpc_serve.job.progress.start_stages import StartStages
+from hpc_serve.job.progress import StartStages
 from hpc_serve.job.run.node import Node
-from hpc_serve.job.run.outcome import Outcome, outcome_of
+from hpc_serve.job.run.parts import Outcome, outcome_of
 from hpc_serve.rendezvous.entries import read_entry
 from hpc_serve.rendezvous.names import array_of
 from hpc_serve.rendezvous.ownership import user_name
-from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress, SubmittedJob
+from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress, SubmittedJob, predecessors_of
 from hpc_serve.rendezvous.start_times import last_start, remember_start
-from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.rendezvous.store import (
+    DrainRequest,
+    ServiceStore,
+    ask_to_drain,
+    default_home,
+    drain_file,
+    read_drain_request,
+)
 
 _log = logging.getLogger(__name__)
 LEASE_S = 30.0
@@ -256,3 +267,50 @@ class RecordKeeper:
             elif self._problem and not problem:
                 _log.info("the record is written again")
             self._problem = problem
+
+
+_POLL_S = 1.0
+_LOOK_S = 30.0  # a job before this one may be run again by Slurm
+_WAY_DOWN_S = 20.0  # from the last answer to the end of a job
+
+
+async def take_over(store: ServiceStore, keeper: RecordKeeper) -> None:
+    """While this replica is ready, ask those before it to drain. Returns if there can be none."""
+    complaint = ""
+    while True:
+        if keeper.record.state != "ready":
+            await asyncio.sleep(_POLL_S)
+            continue
+        try:
+            if not await asyncio.to_thread(drain_predecessors, store, keeper.record):
+                return
+        except (HpcServeError, OSError) as error:
+            if str(error) != complaint:
+                complaint = str(error)
+                _log.warning("the jobs before this one are not asked to drain: %s", error)
+        await asyncio.sleep(_LOOK_S)
+
+
+def drain_predecessors(store: ServiceStore, own: EndpointRecord, *, now: Callable[[], float] = time.time) -> bool:
+    """Ask the same replica of each job before this one to drain, unless it is over. Returns whether there are any.
+
+    Raises StoreError, RecordError.
+    """
+    found = store.read(own.service)
+    before = predecessors_of(own.job_id, found.submitted)
+    earlier = {job.job_id: job for job in before if job.time_limit_s}  # of others, the reconciler knows the end
+    last = {
+        record.job_id: record
+        for record in sorted(found.records, key=lambda record: record.restart)
+        if record.job_id in earlier and record.replica == own.replica
+    }
+    for record in last.values():
+        path = drain_file(store, record.service, record.name)
+        if record.is_final or read_drain_request(path) is not None:
+            continue
+        ends_at = record.started_at + earlier[record.job_id].time_limit_s
+        deadline_s = max(1.0, ends_at - now() - _WAY_DOWN_S)
+        by = f"hpc-serve chain: job {own.job_id} has taken over"
+        ask_to_drain(path, DrainRequest(by=by, cause="handover", deadline_s=deadline_s, requested_at=now()))
+        _log.info("job %s was asked to drain: this one has taken over", record.job_id)
+    return bool(earlier)

@@ -1,19 +1,25 @@
-"""Evaluates single layouts: whether one fits, and the number that decides about it."""
+"""Evaluates single layouts: whether one fits, and the number that decides about it.
+
+Searches for limits: the longest context that a layout holds, and the fewest GPUs on which a model starts.
+
+Compares one engine on a whole node with several engines that share it: how many tokens each option can hold.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.plan.choice.layout import Layout, layouts_on
+from hpc_serve.plan.choice.layout import Layout, layouts_on, without_layout
 from hpc_serve.plan.engine import EngineConfig, Workload, max_num_batched_tokens
-from hpc_serve.plan.hardware.cluster import ClusterSpec
+from hpc_serve.plan.hardware import ClusterSpec
 from hpc_serve.plan.memory.estimate import MemoryEstimate, estimate_memory
-from hpc_serve.plan.memory.kv_cache import cache_layout
+from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
 from hpc_serve.plan.model.spec import ModelSpec
-from hpc_serve.sizes import GIB
+from hpc_serve.units import GIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,3 +257,146 @@ def _reason_against(layout: Layout, chosen: Layout, inputs: PlanInputs) -> str:
         verb = "is" if chosen.num_gpus == 1 else "are"
         return f"{layout.num_gpus} {accelerator.unit}s, and {chosen.num_gpus} {verb} enough"
     return "more pipeline stages than needed, and each costs a transfer and waiting"
+
+
+CONTEXT_STEP = 1024
+"""Contexts are looked for in steps of so many tokens, and the model's own is tried too."""
+AT_ONCE = (1, 4, 16, 64)
+Contexts: TypeAlias = dict[Layout, dict[int, int]]
+"""The longest context of each layout, by the number of requests of that length at once. 0: none of a step fits."""
+
+
+def longest_context(inputs: PlanInputs, layout: Layout) -> int:
+    """Return the longest context that fits for the requests asked for, at most that of `inputs`.
+
+    0: none of a step fits.
+    """
+    whole = inputs.max_model_len
+    inputs = replace(inputs, workload=replace(inputs.workload, request_tokens=None))
+    if inputs.fits(layout):
+        return whole
+    steps = range(CONTEXT_STEP, whole, CONTEXT_STEP)
+    fitting = bisect_left(steps, True, key=lambda tokens: not replace(inputs, max_model_len=tokens).fits(layout))
+    return fitting * CONTEXT_STEP
+
+
+def contexts_of(inputs: PlanInputs, layouts: Iterable[Layout]) -> Contexts:
+    """Return the longest contexts of those layouts that hold any, for several numbers of requests at once."""
+    found: Contexts = {}
+    for layout in layouts:
+        lengths: dict[int, int] = {}
+        longest = inputs.max_model_len
+        for count in AT_ONCE:
+            asked = replace(inputs, workload=replace(inputs.workload, concurrency=count), max_model_len=longest)
+            lengths[count] = longest = longest_context(asked, layout) if longest else 0
+        if lengths[AT_ONCE[0]]:
+            found[layout] = lengths
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinimumGpus:
+    """GPUs by their label's bytes (80e9 for an H100): for the weights, and for weights and one longest request.
+
+    `usable` is the smallest number on which vLLM starts with any sizes. None: not on as many as were tried.
+    """
+
+    weights: int
+    full_context: int
+    usable: int | None
+
+
+def minimum_gpus(inputs: PlanInputs, *, at_most: int) -> MinimumGpus:
+    """Return the three figures. The search for `usable` ends at `at_most` GPUs.
+
+    >>> from hpc_serve.plan import ClusterSpec, EngineConfig, accelerator, model_from_config, resolve
+    >>> model = model_from_config(resolve("70b").config, name="70b")
+    >>> h100 = ClusterSpec(accelerator=accelerator("h100-80gb"))
+    >>> asked = PlanInputs(
+    ...     model=model, cluster=h100, engine=EngineConfig(), workload=Workload(), max_model_len=131072
+    ... )
+    >>> minimum_gpus(asked, at_most=4)
+    MinimumGpus(weights=2, full_context=3, usable=3)
+    """
+    label = inputs.cluster.accelerator.label_bytes
+    weights = inputs.model.weight_bytes
+    context = full_context_bytes(inputs.model, inputs.engine, inputs.max_model_len)
+    return MinimumGpus(
+        weights=-(-weights // label),
+        full_context=-(-(weights + context) // label),
+        usable=_usable(inputs, range(max(1, weights // label), at_most + 1)),
+    )
+
+
+def _usable(inputs: PlanInputs, counts: range) -> int | None:
+    one_request = replace(inputs, workload=Workload())
+    model = inputs.model
+    for gpus in counts:
+        for width in range(min(gpus, inputs.cluster.node_size), 0, -1):
+            if gpus % width or model.num_attention_heads % width or gpus // width > model.num_hidden_layers:
+                continue
+            if one_request.fits(Layout(tensor_parallel_size=width, pipeline_parallel_size=gpus // width)):
+                return gpus
+    return None
+
+
+TYPICAL_REQUEST_TOKENS = 2048
+"""The length of a request for comparing options."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """A node shared by `replicas` engines of one layout, each with `memory` on its tightest GPU."""
+
+    replicas: int
+    layout: Layout
+    memory: MemoryEstimate
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens in the caches of all replicas."""
+        return self.replicas * self.memory.kv_cache_tokens
+
+    @property
+    def typical_requests(self) -> int:
+        """Requests of TYPICAL_REQUEST_TOKENS that all replicas hold at once."""
+        return self.replicas * (self.memory.kv_cache_tokens // TYPICAL_REQUEST_TOKENS)
+
+
+def replica_options(inputs: PlanInputs) -> list[Sharing]:
+    """Return all options to fill one node evenly with replicas that can start. The fewest replicas come first.
+
+    Replicas that cannot hold the whole context are listed too, with the context that they can hold.
+    """
+    size = inputs.cluster.node_size
+    found = []
+    free = replace(inputs, engine=without_layout(inputs.engine))
+    for replicas in (count for count in range(1, size + 1) if size % count == 0):
+        width = size // replicas
+        layout = Layout(tensor_parallel_size=width, pipeline_parallel_size=1)
+        memory = free.evaluate(layout).memory
+        if memory is not None and memory.kv_cache_tokens >= TYPICAL_REQUEST_TOKENS:
+            found.append(Sharing(replicas=replicas, layout=layout, memory=memory))
+    return found
+
+
+def compare_sharing(options: list[Sharing], max_model_len: int) -> str | None:
+    """Say when the fewest and when the most replicas are better, with the numbers. None if there is one option."""
+    if len(options) < 2:
+        return None
+    large, many = options[0], options[-1]
+    of_large, of_many = (f"{one.replicas} x TP={one.layout.tensor_parallel_size}" for one in (large, many))
+    text = (
+        f"On a node {of_many} hold the weights {many.replicas} times and leave {many.total_tokens:,} tokens of cache "
+        f"in all, against {large.total_tokens:,} of {of_large}. "
+    )
+    if many.typical_requests >= large.typical_requests:
+        text += "The small engines hold no less and communicate less: they are the better choice."
+    else:
+        text += (
+            f"The small engines communicate less and are the better choice up to {many.typical_requests:,} requests of "
+            f"{TYPICAL_REQUEST_TOKENS:,} tokens at once. Beyond that {of_large} is, with larger batches."
+        )
+    if many.memory.kv_cache_tokens < max_model_len:
+        text += f" In a small engine a request may have at most {many.memory.kv_cache_tokens:,} tokens."
+    return text

@@ -11,24 +11,23 @@ from dataclasses import dataclass, replace
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.choice.candidates import (
     Candidate,
+    MinimumGpus,
     PlanInputs,
     alternatives,
     cache_room_text,
     closest_to_fitting,
+    minimum_gpus,
     next_smaller,
     on_most_gpus,
     that_queues,
 )
-from hpc_serve.plan.choice.layout import Layout, layouts
-from hpc_serve.plan.choice.limits import MinimumGpus, minimum_gpus
+from hpc_serve.plan.choice.layout import Layout, assumption, is_quantized_by_vllm, layouts, vllm_args
 from hpc_serve.plan.choice.suggestions import Remedy, suggestions
-from hpc_serve.plan.choice.vllm_flags import assumption, is_quantized_by_vllm, vllm_args
 from hpc_serve.plan.engine import EngineConfig, Workload, max_num_batched_tokens, max_num_seqs
-from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
-from hpc_serve.plan.hardware.cluster import ClusterSpec
+from hpc_serve.plan.hardware import AcceleratorSpec, ClusterSpec
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.model.spec import ModelSpec
-from hpc_serve.sizes import GIB
+from hpc_serve.units import GIB
 
 _SHOWN_WHEN_NOTHING_FITS = 4
 

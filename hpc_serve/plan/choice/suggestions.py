@@ -10,16 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.plan.choice.candidates import PlanInputs
+from hpc_serve.plan.choice.candidates import CONTEXT_STEP, PlanInputs, longest_context
 from hpc_serve.plan.choice.layout import Layout, layouts, layouts_on, without_layout
-from hpc_serve.plan.choice.limits import CONTEXT_STEP, longest_context
 from hpc_serve.plan.engine import max_num_batched_tokens
-from hpc_serve.plan.hardware.accelerator import chip_count
-from hpc_serve.plan.hardware.cluster import whole_cluster
+from hpc_serve.plan.hardware import chip_count, whole_cluster
 from hpc_serve.plan.memory.kv_cache import kv_cache_dtype
 from hpc_serve.plan.model.scheme import FP8_TENSOR, Scheme, int_groups
-from hpc_serve.plan.model.spec import ModelSpec
-from hpc_serve.plan.model.weights import Linear, Weight
+from hpc_serve.plan.model.spec import Linear, ModelSpec, Weight
 
 _QUANTIZATIONS: tuple[tuple[str, str, Scheme], ...] = (
     ("fp8", "fp8 weights", FP8_TENSOR),

@@ -18,12 +18,16 @@ from hpc_serve.plan.engine import (
     max_num_batched_tokens,
     max_num_seqs,
 )
-from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
-from hpc_serve.plan.memory.cache_groups import CacheLayout
-from hpc_serve.plan.memory.cuda_graphs import cuda_graph_bytes, needs_state_blocks
-from hpc_serve.plan.memory.kv_cache import cache_layout
-from hpc_serve.plan.memory.overhead import ProfileRun, activation_bytes, non_torch_bytes
-from hpc_serve.plan.memory.rocm import row_padding_bytes
+from hpc_serve.plan.hardware import AcceleratorSpec
+from hpc_serve.plan.memory.kv_cache import CacheLayout, cache_layout
+from hpc_serve.plan.memory.overhead import (
+    ProfileRun,
+    activation_bytes,
+    cuda_graph_bytes,
+    needs_state_blocks,
+    non_torch_bytes,
+    row_padding_bytes,
+)
 from hpc_serve.plan.memory.stages import (
     check_decode_context,
     check_layout,

@@ -3,19 +3,237 @@
 Layers of one kind are a group. A model with several kinds (full attention, sliding windows, states) has several groups,
 which take blocks of equal size from one pool (cache_groups.py). Drafted tokens have states of their own. Layers that
 keep several tensors are in packed_cache.py.
+
+Groups the layers that share blocks of the KV cache, and counts the blocks that one request takes of them.
+
+kv_cache.py knows the bytes that a layer takes. Follows vLLM's v1/core/kv_cache_utils.py (`get_kv_cache_groups`,
+`get_kv_cache_config_from_groups`, `get_max_concurrency_for_kv_cache_config`) and kv_cache_interface.py.
+
+Groups the layers of models with several cache tensors of different page sizes: DeepSeek V4's compressed cache.
+
+A block holds one page of each tensor of a group, side by side. Follows `_get_packed_kv_cache_groups` in vLLM's
+v1/core/kv_cache_utils.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from hpc_serve.errors import InvalidRequestError
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.engine import EngineConfig, default_block_size
-from hpc_serve.plan.hardware.accelerator import AcceleratorKind
-from hpc_serve.plan.memory.cache_groups import CacheLayout, LayerPage, grouped
-from hpc_serve.plan.memory.packed_cache import packed_groups
-from hpc_serve.plan.model.spec import LayerCache, ModelSpec
-from hpc_serve.plan.model.weights import Part, round_up
+from hpc_serve.plan.hardware import AcceleratorKind
+from hpc_serve.plan.model.spec import LayerCache, ModelSpec, Part, round_up
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerPage:
+    """One layer's part of a block: `page_bytes` for `block_size` tokens. `cache` has the heads of one rank."""
+
+    cache: LayerCache
+    block_size: int
+    page_bytes: int
+
+    @property
+    def type(self) -> tuple[str, int]:
+        """Kind and window, or a state's bytes: layers with the same need as many tokens (`is_uniform_type` in vLLM)."""
+        if self.cache.kind == "state":
+            return "state", self.page_bytes
+        return (
+            "full" if self.cache.kind == "mla" else self.cache.kind,
+            self.cache.window or self.cache.encoder_positions,
+        )
+
+    def raised_to(self, page_bytes: int) -> LayerPage:
+        """Return the page with so many bytes: of more tokens, or padded where the ratio is no whole number.
+
+        A state has no tokens, so it is padded. Source: `unify_kv_cache_spec_page_size`.
+        """
+        ratio, rest = divmod(page_bytes, self.page_bytes)
+        tokens = self.block_size if rest or self.cache.kind == "state" else self.block_size * ratio
+        return replace(self, page_bytes=page_bytes, block_size=tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheGroup:
+    """Layers that share a block table. A block takes `page_bytes` of each of `layers`."""
+
+    kind: str
+    layers: tuple[int, ...]
+    page_bytes: tuple[int, ...]
+    block_size: int
+    window: int = 0
+    encoder_positions: int = 0
+
+    def blocks_per_request(
+        self, max_model_len: int, in_flight_tokens: int, state_blocks: int, context_ranks: int = 1
+    ) -> int:
+        """Return the blocks that one request of `max_model_len` tokens may hold at once on one rank.
+
+        `context_ranks` each hold an equal part of the tokens: `max_num_blocks_per_req` in vLLM.
+        """
+        if self.kind == "state":
+            return state_blocks
+        held = self.encoder_positions or max_model_len
+        if self.kind == "sliding":
+            held = min(self.window - 1 + in_flight_tokens, max_model_len)
+        elif self.kind == "chunked":
+            held = min(self.window + in_flight_tokens, max_model_len)
+        return -(-held // (self.block_size * context_ranks)) + (1 if self.kind == "sliding" else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheLayout:
+    """All groups of a model at one tensor parallel size, on one rank.
+
+    `bytes_per_token` are by layer. The state of a request takes `state_blocks`. `context_ranks` divide the tokens of a
+    request among them (--decode-context-parallel-size).
+    """
+
+    groups: tuple[CacheGroup, ...]
+    block_size: int
+    bytes_per_token: tuple[int, ...]
+    state_blocks: int
+    context_ranks: int = 1
+
+    def bytes_per_block(self, first_layer: int, end_layer: int) -> int:
+        """Return the bytes of one block on a rank with these layers: those of its largest group."""
+        return max(
+            (
+                sum(page for layer, page in zip(group.layers, group.page_bytes) if first_layer <= layer < end_layer)
+                for group in self.groups
+            ),
+            default=0,
+        )
+
+    def token_bytes(self, first_layer: int, end_layer: int) -> int:
+        """Return the bytes of the keys and values of one token in these layers."""
+        return sum(self.bytes_per_token[first_layer:end_layer])
+
+    def blocks_per_request(self, max_model_len: int, in_flight_tokens: int) -> int:
+        """Return the blocks of all groups that one request of `max_model_len` tokens may hold."""
+        return sum(
+            group.blocks_per_request(max_model_len, in_flight_tokens, self.state_blocks, self.context_ranks)
+            for group in self.groups
+        )
+
+    def for_one_to_start(self, step_tokens: int) -> CacheLayout:
+        """Return the layout by which vLLM counts a request when it starts: an encoder's output fills a whole step.
+
+        Source: `CrossAttentionSpec.max_memory_usage_bytes`. A request that runs takes no more than its positions.
+        """
+        groups = (replace(one, encoder_positions=step_tokens) if one.encoder_positions else one for one in self.groups)
+        return replace(self, groups=tuple(groups))
+
+
+def grouped(pages: Sequence[tuple[int, LayerPage]]) -> tuple[CacheGroup, ...]:
+    """Return the groups of a model's layers, each with its number, which all take blocks of equally many bytes a layer.
+
+    A layer with attention and a state has two pages.
+
+    Layers that need equally many tokens at all times are one group, whatever their pages. Otherwise pages are made
+    equal, and a group has layers of one kind and size, about as many as each other group. Raises DoesNotFitError where
+    vLLM cannot make pages equal.
+    """
+    if len({page.type for _, page in pages}) == 1:
+        return (_group(dict(pages)),)
+    largest = max((page.page_bytes for _, page in pages), default=0)
+    if any(page.cache.kind == "mla" and largest % page.page_bytes for _, page in pages):
+        return (_group(_all_kept(dict(pages))),)
+    buckets: dict[LayerPage, list[int]] = {}
+    for index, page in pages:
+        buckets.setdefault(page.raised_to(largest), []).append(index)
+    counts = [len(layers) for layers in buckets.values()] or [1]
+    group_size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+    groups = []
+    for page, layers in buckets.items():
+        number = -(-len(layers) // group_size)
+        groups += [_group(dict.fromkeys(layers[start::number], page)) for start in range(number)]
+    return tuple(groups)
+
+
+def _all_kept(pages: Mapping[int, LayerPage]) -> dict[int, LayerPage]:
+    """Return pages of layers with windows as if they kept all tokens, for vLLM cannot pad pages of a latent cache.
+
+    Source: `_try_get_full_allocation_fallback_groups`, which knows sliding windows alone.
+    """
+    kinds = {page.cache.kind for page in pages.values()}
+    if "sliding" not in kinds or kinds & {"chunked", "state"}:
+        sizes = ", ".join(f"{size:,}" for size in sorted({page.page_bytes for page in pages.values()}))
+        raise DoesNotFitError(
+            f"vLLM refuses it: pages of a latent cache do not divide the largest page (pages of {sizes} bytes); "
+            "use another --tensor-parallel-size or --block-size"
+        )
+    return {
+        index: replace(page, cache=replace(page.cache, kind="full", window=0)) if page.cache.window else page
+        for index, page in pages.items()
+    }
+
+
+def _group(pages: Mapping[int, LayerPage]) -> CacheGroup:
+    first = next(iter(pages.values()))
+    return CacheGroup(
+        kind=first.cache.kind,
+        window=first.cache.window,
+        encoder_positions=first.cache.encoder_positions,
+        layers=tuple(pages),
+        page_bytes=tuple(page.page_bytes for page in pages.values()),
+        block_size=first.block_size,
+    )
+
+
+_Pages = dict[int, list[int]]
+"""The layers that have a tensor of these many bytes a page."""
+
+
+def packed_groups(caches: Sequence[LayerCache | None]) -> tuple[CacheGroup, ...]:
+    """Return the groups of these layers.
+
+    A bucket holds the tensors with equal numbers of tokens in a block and equal windows. A bucket with several sizes of
+    pages, and as many layers of each, stays whole. The most layers of such a bucket are the least number of layers in a
+    group of another bucket.
+    """
+    buckets: dict[tuple[int, int], _Pages] = {}
+    for index, cache in enumerate(caches):
+        for tensor in cache.tensors if cache is not None else ():
+            sizes = buckets.setdefault((tensor.block_tokens, tensor.window), {})
+            sizes.setdefault(tensor.page_bytes, []).append(index)
+    balanced = [pages for pages in buckets.values() if len({len(layers) for layers in pages.values()}) == 1]
+    least = max((_layers(pages) for pages in balanced if len(pages) > 1), default=0)
+    repeats = _least_padding([_layers(pages) for pages in balanced], least) if least else 0
+    groups: list[CacheGroup] = []
+    for (block_tokens, window), pages in buckets.items():
+        number = -(-_layers(pages) // repeats) if repeats and pages in balanced else 1
+        for start in range(number):
+            layers = [(layer, page) for page, found in pages.items() for layer in found[start::number]]
+            groups.append(
+                CacheGroup(
+                    kind="sliding" if window else "full",
+                    window=window,
+                    layers=tuple(layer for layer, _ in layers),
+                    page_bytes=tuple(page for _, page in layers),
+                    block_size=block_tokens,
+                )
+            )
+    return tuple(groups)
+
+
+def _layers(pages: _Pages) -> int:
+    """Return the most layers with one size of page."""
+    return max(len(layers) for layers in pages.values())
+
+
+def _least_padding(counts: Sequence[int], least: int) -> int:
+    """Return the size, at least `least`, that adds least when all counts are rounded up to its multiples.
+
+    Among equal sizes it returns the largest: `_approximate_gcd` in vLLM.
+
+    >>> _least_padding([43, 21, 20], 21)
+    22
+    """
+    sizes = range(least, max(*counts, least) + 1)
+    return min(sizes, key=lambda size: (sum(-count % size for count in counts), -size))
+
 
 _PER_TOKEN_HEAD_SCALE_BYTES = 4
 _PACKED_LATENT_BYTES = 656

@@ -11,10 +11,8 @@ from dataclasses import replace
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.engine import EngineConfig
-from hpc_serve.plan.model.gptq import FUSED
-from hpc_serve.plan.model.scheme import BF16
-from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
-from hpc_serve.plan.model.weights import Block, Linear, Part, Vector, Weight
+from hpc_serve.plan.model.scheme import BF16, FUSED
+from hpc_serve.plan.model.spec import Block, DecoderLayer, Linear, ModelSpec, Part, Vector, Weight
 
 _STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _READS = {"Qwen3ASR": ("audio",), "Whisper": ("audio",), "Qwen": ("image", "video"), "Gemma3n": ("image", "audio")}

@@ -2,21 +2,86 @@
 
 Activations are the peak of vLLM's profile run. Torch does not see NCCL and the CUDA context. Each number that is not
 arithmetic has a name here, and its source.
+
+Counts the memory that a rank takes on ROCm in addition to CUDA: padded rows of weights, the runtime, RCCL.
+
+CUDA graphs: which ones vLLM captures, and what they take of a rank's memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from hpc_serve.plan.engine import EngineConfig, max_num_batched_tokens, max_num_seqs
-from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
-from hpc_serve.plan.memory.rocm import RCCL_BYTES, ROCM_CONTEXT_BYTES, is_rocm
+from hpc_serve.plan.hardware import AcceleratorSpec
 from hpc_serve.plan.memory.stages import PipelineStage
 from hpc_serve.plan.model.scheme import MXFP4
-from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec, distinct_layers
-from hpc_serve.plan.model.weights import Linear
-from hpc_serve.sizes import GIB, MIB
+from hpc_serve.plan.model.spec import Block, DecoderLayer, Linear, ModelSpec, distinct_layers
+from hpc_serve.units import GIB, MIB
+
+ROW_PADDING_BYTES = 256
+PADDED_ROWS_MULTIPLE = 512
+"""vLLM moves rows of weights apart where they are multiples of 512 bytes: VLLM_ROCM_FP8_PADDING for matrices in fp8 per
+tensor and in blocks (quantization/utils/fp8_utils.py), VLLM_ROCM_MOE_PADDING for experts in 16 bit
+(fused_moe/unquantized_fused_moe_method.py). Both are on by default. Llama 3.1 405B of AMD on MI300X: 49.32 GiB at TP=8
+(47.77 without, 49.23 with), 97.43 at TP=4 (95.51, 97.43)."""
+
+PADDED_PER_TENSOR = ("fp8", "compressed_tensors")
+"""Methods whose matrices with one scale for each tensor are padded. Those of Quark and ModelOpt are not, and none that
+vLLM quantises itself."""
+
+ROCM_CONTEXT_BYTES = GIB * 66 // 100
+"""How much memory outside of torch grows during the profile run: 0.66 GiB in four logs of vLLM 0.9.2 on one MI300X
+(github.com/cmontemuino/amd-mi300x-ml-benchmarks), where an H100 has 0.13."""
+
+RCCL_BYTES = GIB
+"""The first communicator of RCCL takes about 1 GiB of each rank on MI250X (github.com/Lumi-supercomputer/LUMI-AI-Guide,
+issue 111). Several ranks take at least that."""
+
+
+def is_rocm(accelerator: AcceleratorSpec) -> bool:
+    """Return whether vLLM runs on ROCm there."""
+    return accelerator.kind == "gpu" and accelerator.vendor == "AMD"
+
+
+def row_padding_bytes(
+    model: ModelSpec, layers: Sequence[DecoderLayer], accelerator: AcceleratorSpec, ranks: int, expert_ranks: int
+) -> int:
+    """Return the bytes between rows of weights on one rank of a stage. 0 where vLLM does not run on ROCm."""
+    if not is_rocm(accelerator):
+        return 0
+    return sum(
+        count * _block_padding(layer.block, model, ranks, expert_ranks) for layer, count in distinct_layers(layers)
+    )
+
+
+def _block_padding(block: Block, model: ModelSpec, ranks: int, expert_ranks: int) -> int:
+    total = 0
+    for weight in block.weights:
+        if not isinstance(weight, Linear) or not _is_padded(weight, model):
+            continue
+        divides = weight.is_expert and expert_ranks > 1
+        copies = -(-weight.copies // expert_ranks) if divides else weight.copies
+        outputs, inputs = weight.shard(1 if divides else ranks)
+        row_bytes = int(inputs * weight.scheme.weight_bits / 8)
+        if row_bytes % PADDED_ROWS_MULTIPLE == 0:
+            total += copies * sum(outputs) * ROW_PADDING_BYTES
+    return total
+
+
+def _is_padded(weight: Linear, model: ModelSpec) -> bool:
+    scheme, quantization = weight.scheme, model.quantization
+    if weight.is_expert:
+        return scheme.weight_bits == 16
+    if scheme.weight_bits != 8 or not scheme.name.startswith("fp8"):
+        return False
+    if scheme.granularity == "block":
+        return True
+    is_read = quantization.method in PADDED_PER_TENSOR and not quantization.is_assumed
+    return scheme.granularity == "tensor" and is_read
+
 
 HIDDEN_COPIES = 4
 """Tensors of the hidden size at the peak of a layer: residual, normed input, a projection's output, one more.
@@ -257,3 +322,92 @@ def _tensor_parallel_bytes(run: ProfileRun) -> int:
     is_custom = run.engine.is_v0 or run.accelerator.has_custom_all_reduce(run.ranks)
     buffers = (run.ranks - 1) * (NCCL_PER_PEER_BYTES if is_custom else NCCL_PER_PLAIN_PEER_BYTES)
     return max(RCCL_BYTES, buffers) if is_rocm(run.accelerator) else buffers
+
+
+GRAPH_BYTES_PER_DENSE_LAYER = MIB * 26 // 100
+GRAPH_BYTES_PER_EXPERT_LAYER = MIB * 4 // 10
+"""The driver's memory for one captured graph, per layer. Layers with experts launch more kernels. Published totals
+divided by layers and graphs: Llama-3.1-8B 0.26-0.29 MiB, Qwen3-4B 0.23, with experts Qwen3-Next 0.38, GLM-5.2 0.39.
+Kept out of this: vLLM's own estimate for Qwen2.5-7B is 0.25 (0.22), for Qwen3.5-9B, a hybrid, 0.29 (0.19)."""
+
+_BY_LEVEL = {"0": "NONE", "1": "PIECEWISE"}
+_COMPILED = (3, "3", "VLLM_COMPILE")
+_DECODE_APART = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+_WITHOUT_PIECES = {"PIECEWISE": "NONE", "FULL_AND_PIECEWISE": "FULL_DECODE_ONLY"}
+"""The mode where the model is not compiled piece by piece."""
+
+
+def graph_mode(engine: EngineConfig) -> str:
+    """Return which CUDA graphs there are, in vLLM's word: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or
+    FULL_AND_PIECEWISE.
+
+    Sources: OPTIMIZATION_LEVEL_TO_CONFIG, `_normalize_piecewise_cudagraph_mode` and the override for pooling models in
+    vLLM's config/vllm.py.
+
+    >>> graph_mode(EngineConfig(optimization_level="0")), graph_mode(EngineConfig(compilation_config={"mode": 0}))
+    ('NONE', 'FULL_DECODE_ONLY')
+    """
+    if engine.enforce_eager:
+        return "NONE"
+    asked, level = engine.compilation_config or {}, engine.optimization_level
+    mode = str(asked.get("cudagraph_mode") or _BY_LEVEL.get(str(level), "FULL_AND_PIECEWISE")).upper()
+    compiled = asked.get("mode")
+    if (level == "0") if compiled is None else (compiled not in _COMPILED):
+        mode = _WITHOUT_PIECES.get(mode, mode)
+    return "PIECEWISE" if engine.is_pooling and mode.startswith("FULL") else mode
+
+
+def needs_state_blocks(engine: EngineConfig) -> bool:
+    """Return whether CUDA graphs of hybrids need a cache block for each sequence of a step: config/compilation.py."""
+    return engine.version >= (0, 20) and graph_mode(engine).startswith("FULL")
+
+
+def capture_sizes(limit: int, *, step_above_256: int = 16) -> list[int]:
+    """Return vLLM's batch sizes for CUDA graphs, up to `limit`: `_set_cudagraph_sizes` in config/vllm.py.
+
+    >>> len(capture_sizes(512))
+    51
+    """
+    sizes = [size for size in (1, 2, 4) if size <= limit]
+    sizes += range(8, min(limit + 1, 256), 8)
+    return sizes + list(range(256, limit + 1, step_above_256))
+
+
+def graph_count(run: ProfileRun) -> int:
+    """Return how many CUDA graphs vLLM captures: for mixed batches, and full ones for decoding.
+
+    Before V1 vLLM captures only full graphs. For LoRA each graph has a second one, with adapters
+    (`get_lora_capture_cases` in v1/worker/gpu/lora_utils.py).
+    """
+    mode = graph_mode(run.engine)
+    if run.model.encoder_positions and mode != "NONE":
+        mode = "FULL_DECODE_ONLY"
+    if mode == "NONE" or run.accelerator.kind != "gpu":
+        return 0
+    sequences = max_num_seqs(run.engine, run.accelerator)
+    if run.engine.is_v0:
+        return len(capture_sizes(min(sequences, 256)))
+    sizes = _sizes(run, sequences)
+    mixed = 0 if mode == "FULL_DECODE_ONLY" else len(sizes)
+    decoding = sum(size <= sequences for size in sizes) if mode in _DECODE_APART else 0
+    return (2 if run.engine.enable_lora else 1) * (mixed + decoding)
+
+
+def _sizes(run: ProfileRun, sequences: int) -> list[int]:
+    """Return the batch sizes of graphs: the sizes in --compilation-config, else vLLM's up to the largest."""
+    asked = run.engine.compilation_config or {}
+    named, largest = asked.get("cudagraph_capture_sizes"), asked.get("max_cudagraph_capture_size")
+    if named:
+        return [size for size in sorted(set(named)) if size <= run.tokens]
+    step = 16 if run.engine.version >= (0, 12) else 8
+    usual = min(2 * sequences, run.accelerator.max_cuda_graph_batch)
+    return capture_sizes(min(usual if largest is None else largest, run.tokens), step_above_256=step)
+
+
+def cuda_graph_bytes(run: ProfileRun) -> int:
+    """Return the memory of all CUDA graphs."""
+    per_graph = sum(
+        count * (GRAPH_BYTES_PER_EXPERT_LAYER if layer.block.experts else GRAPH_BYTES_PER_DENSE_LAYER)
+        for layer, count in run.distinct_layers
+    )
+    return graph_count(run) * per_graph

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.engine import EngineConfig
-from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec, distinct_layers
-from hpc_serve.plan.model.weights import Block, Linear, Vocabulary, round_up
-from hpc_serve.sizes import GIB, MIB
+from hpc_serve.plan.model.spec import Block, DecoderLayer, Linear, ModelSpec, Vocabulary, distinct_layers, round_up
+from hpc_serve.units import GIB, MIB
 
 _SHARED_EXPERT = "shared_expert"
 """The name of a weight of shared experts has this."""

@@ -21,8 +21,7 @@ from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.ordinary import ordinary_layer
 from hpc_serve.plan.model.quantization import quantization_from_config
 from hpc_serve.plan.model.scheme import plain_scheme
-from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec, distinct_layers
-from hpc_serve.plan.model.weights import Block, Vocabulary
+from hpc_serve.plan.model.spec import Block, DecoderLayer, ModelSpec, Vocabulary, distinct_layers
 
 Family: TypeAlias = Callable[[LayerBuilder], DecoderLayer]
 """What describes one layer."""
@@ -96,7 +95,7 @@ def model_from_config(
         tower, images = vision_tower(about["tower"], of_tower, builder.hidden_size)
     beside = list(about.get("beside", ()))
     if named != architecture and named.endswith(_CLASSIFIER):
-        beside.append("encoders.classifier_of_decoder")
+        beside.append("ordinary.classifier_of_decoder")
     layers = _layers(builder, function_named(about["layer"]))
     experts, expert_size = _experts(layers)
     model = ModelSpec(

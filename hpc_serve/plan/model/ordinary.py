@@ -2,19 +2,150 @@
 
 catalog/architectures.json says how the layers of each family differ: in biases, in norms, in gates, in their experts,
 and in the layers that have a sliding window. special.py has the families that need code.
+
+What encoders have beside their layers: tables of positions and of segments, a norm, and the head of a classifier.
+
+Encoders attend in both directions and keep no cache. catalog/architectures.json describes their layers, ordinary.py
+builds them. Sources: vLLM's models/bert.py, roberta.py, modernbert.py, bert_with_rope.py and colbert.py.
+
+Whisper's decoder: each layer attends to the tokens before, and to the output of an encoder of sound.
+
+catalog/towers.json has the encoder. vLLM keeps keys and values of the encoder's output in blocks of their own. Source:
+vLLM's models/whisper.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.catalog import ordinary_layers
-from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
-from hpc_serve.plan.model.moe import deepseek_half, experts_or_dense, qwen_moe_half
-from hpc_serve.plan.model.spec import CacheKind, DecoderLayer
-from hpc_serve.plan.model.weights import Part, Weight
+from hpc_serve.plan.model.config import CheckedConfig
+from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer, deepseek_half, experts_or_dense, qwen_moe_half
+from hpc_serve.plan.model.spec import CacheKind, DecoderLayer, Part, Vector, Vocabulary, Weight
+
+_HEAD_BYTES = 4
+"""Bytes of an element of a head, which vLLM keeps in float32: `head_dtype` in config/model.py."""
+_COLBERT_WIDTH = 128
+"""Of a token, where a config does not say it: colbert-ir/colbertv2.0, lightonai/GTE-ModernColBERT-v1."""
+_ROTARY = ("rope", "rotary")
+
+
+def bert_beside(builder: LayerBuilder) -> list[Weight]:
+    """Return what BERT and its kin have beside their layers. Positions are a table, unless they are rotary."""
+    weights = builder.norms("embeddings.LayerNorm", "embeddings.LayerNorm.bias")
+    weights += _table(builder, "token_type_embeddings", builder.get("type_vocab_size", 0))
+    if builder.require("position_embedding_type") not in _ROTARY:
+        weights += _table(builder, "position_embeddings", builder.require("max_position_embeddings"))
+    return weights
+
+
+def classifier(builder: LayerBuilder, *, bias: bool = True) -> list[Weight]:
+    """Return the last layer, with a row for each label. transformers takes two labels where a config names none."""
+    labels = len(builder.get("id2label", ())) or builder.get("num_labels", 2)
+    return [_of_head("classifier", labels * (builder.hidden_size + bias))]
+
+
+def classifier_of_decoder(builder: LayerBuilder) -> list[Weight]:
+    """Return the layer that vLLM puts on a decoder to make a classifier of it: models/adapters.py."""
+    return classifier(builder, bias=False)
+
+
+def pooled_classifier(builder: LayerBuilder, *, pooler_bias: bool = True) -> list[Weight]:
+    """Return BERT's head: a pooler and a classifier."""
+    pooler = _of_head("pooler.dense", builder.hidden_size * (builder.hidden_size + pooler_bias))
+    return [pooler, *classifier(builder)]
+
+
+def modernbert_classifier(builder: LayerBuilder) -> list[Weight]:
+    """Return ModernBERT's head: a layer, a norm and a classifier."""
+    head = pooled_classifier(builder, pooler_bias=builder.flag("classifier_bias"))
+    return [_of_head("head.norm", builder.hidden_size), *head]
+
+
+def colbert(builder: LayerBuilder) -> list[Weight]:
+    """Return ColBERT's projection of each token: models/colbert.py, which reads its width off the weights if need
+    be."""
+    width = next(filter(None, (builder.get(name) for name in ("colbert_dim", "dim", "projection_dim"))), _COLBERT_WIDTH)
+    return [_of_head("linear", builder.hidden_size * width)]
+
+
+def roberta_fields(config: CheckedConfig) -> None:
+    """Write RoBERTa's longest input: the first rows of its table of positions are not for tokens."""
+    if config["position_embedding_type"] not in _ROTARY:
+        config.setdefault("model_max_length", config["max_position_embeddings"] - config.get("pad_token_id", 1) - 1)
+
+
+def modernbert_fields(config: CheckedConfig) -> None:
+    """Write which layers of ModernBERT have a window, and its width, where all families have them.
+
+    Its first layer has no norm before attention, and its embedding has one: together they are those of all layers.
+    """
+    every = config.get("global_attn_every_n_layers", 3)
+    config.setdefault("sliding_window", config.get("local_attention", 128))
+    layers = range(config.get("num_hidden_layers", 0))
+    kinds = ["sliding_attention" if index % every else "full_attention" for index in layers]
+    config.setdefault("layer_types", kinds)
+
+
+def _of_head(name: str, size: int) -> Weight:
+    return Vector(name=name, size=size, element_bytes=_HEAD_BYTES)
+
+
+def _table(builder: LayerBuilder, name: str, rows: int) -> list[Weight]:
+    """Return an embedding table, whose rows vLLM pads and divides as those of the vocabulary."""
+    plain = builder.quantization.plain
+    return [Vocabulary(name=name, rows=rows, width=builder.hidden_size, scheme=plain)] if rows else []
+
+
+_NAMES = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "decoder_layers",
+    "num_attention_heads": "decoder_attention_heads",
+    "intermediate_size": "decoder_ffn_dim",
+    "max_position_embeddings": "max_target_positions",
+}
+"""The fields of all families by Whisper's names for its decoder. Its num_hidden_layers are the encoder's."""
+
+
+def whisper_fields(config: CheckedConfig) -> None:
+    """Write the decoder's sizes where all families have them. Positions are a table."""
+    for name, own in _NAMES.items():
+        config[name] = config[own]
+    config["position_embedding_type"] = "absolute"
+
+
+def whisper(builder: LayerBuilder) -> DecoderLayer:
+    """Build a layer of the decoder. vLLM gives keys a bias of zeros, which the files do not have."""
+    builder = builder.named("model.decoder.layers")
+    hidden = builder.hidden_size
+    heads = Part(builder.heads, builder.head_dim)
+    cross: list[Weight] = [
+        builder.linear("encoder_attn.q_proj", hidden, [heads], "column", bias=True),
+        builder.linear("encoder_attn.kv_proj", hidden, [heads, heads], "column"),
+        builder.linear("encoder_attn.out_proj", heads, [hidden], "row", bias=True),
+        builder.vector("encoder_attn.kv_proj.bias", hidden, split=True),
+    ]
+    zeros = [builder.vector("key_biases", 2 * hidden, split=True)]
+    cache = replace(builder.cache(), encoder_positions=builder.require("max_source_positions"))
+    return decoder_layer(
+        cache,
+        builder.attention("self_attn", output_bias=True),
+        [builder.vector("self_attn.qkv_proj.bias", 2 * hidden, split=True)],
+        cross,
+        builder.mlp("mlp", builder.intermediate_size, bias=True, gated=False),
+        builder.norms(*(f"norm_{number}" for number in range(6))),  # three, each with a bias
+        derived=zeros,
+    )
+
+
+def whisper_beside(builder: LayerBuilder) -> list[Weight]:
+    """Return the table of the decoder's positions."""
+    positions = builder.require("max_target_positions")
+    return [builder.vector("model.decoder.embed_positions", positions * builder.hidden_size)]
+
 
 _KINDS = ("full_attention", "sliding_attention")
 _NO = (False,)

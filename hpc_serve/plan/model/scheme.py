@@ -2,16 +2,90 @@
 
 vLLM refuses tensor parallelism that would divide a block or a group of scales, and so does this module. quantization.py
 decides which module has which scheme.
+
+Which modules of a checkpoint are not quantized, by the patterns in its `quantization_config`.
+
+A pattern is a module's name, some dotted parts of it, with `*` for any text, or `re:` and a regular expression. Anybody
+can write one: an expression that might take for ever to match is refused.
+
+GPTQModel's `dynamic` rules: modules of a checkpoint with other bits or groups than the rest, or with none.
+
+The first rule that matches a module's name decides. vLLM matches the names of its modules, and q, k and v are one
+matrix there. Follows vLLM's quantization/utils/gptq_utils.py and quantization/auto_gptq.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+
+_LONGEST_EXPRESSION = 1000
+MOST_EXPRESSIONS = 1000
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_REPETITION = re.compile(r"[*+{]")
+_MOST_REPETITIONS = 4
+"""(a+)+, or many of them in a row: matching may take longer than anybody waits."""
+
+
+def is_skipped(module: str, patterns: tuple[str, ...]) -> bool:
+    """Return whether one of the patterns matches a module's name.
+
+    >>> is_skipped("model.layers.3.mlp.gate", ("lm_head", "mlp.gate")), is_skipped("model.gates", ("gate",))
+    (True, False)
+    """
+    names, expression = _matchers(patterns)
+    if any(run in names for run in _runs(module)):
+        return True
+    return expression is not None and expression.search(module) is not None
+
+
+@lru_cache(maxsize=32)
+def _matchers(patterns: tuple[str, ...]) -> tuple[frozenset[str], re.Pattern[str] | None]:
+    """Return the patterns that are plain names, and one expression for all other patterns. There may be many names."""
+    names: set[str] = set()
+    expressions: list[str] = []
+    for pattern in patterns:
+        if not pattern.startswith("re:") and "*" not in pattern:
+            names.add(pattern.strip("."))
+        elif len(expressions) == MOST_EXPRESSIONS:
+            raise InvalidRequestError(
+                f"quantization_config skips modules by more than {MOST_EXPRESSIONS:,} patterns with * or re:."
+            )
+        elif pattern.startswith("re:"):
+            expressions.append(f"(?:^(?:{checked_expression(pattern[3:])}))")
+        else:
+            text = re.escape(checked_expression(pattern, is_text=True).strip("."))
+            expressions.append(r"(?:^|\.)" + re.sub(r"(?:\\\*)+", ".*", text) + r"(?:\.|$)")
+    return frozenset(names), re.compile("|".join(expressions)) if expressions else None
+
+
+def checked_expression(expression: str, *, is_text: bool = False) -> str:
+    """Return the expression. Raises InvalidRequestError where it is none, or may take for ever to match."""
+    try:
+        repeats = len(_REPETITION.findall(expression)) > _MOST_REPETITIONS
+        if repeats or len(expression) > _LONGEST_EXPRESSION or (not is_text and _REPEATED_GROUP.search(expression)):
+            raise re.error(
+                f"it repeats a group, or {_MOST_REPETITIONS + 1} parts, or is longer than {_LONGEST_EXPRESSION} letters"
+            )
+        if not is_text:
+            re.compile(expression)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"quantization_config names modules by {expression[:40]!r}, which this planner does not match: {error}."
+        ) from None
+    return expression
+
+
+def _runs(module: str) -> Iterator[str]:
+    """Return every run of the dotted parts of a name: a.b gives a, a.b and b."""
+    parts = module.split(".")
+    return (".".join(parts[first:last]) for first in range(len(parts)) for last in range(first + 1, len(parts) + 1))
+
 
 Granularity = Literal["none", "tensor", "channel", "group", "block"]
 
@@ -122,3 +196,80 @@ def plain_scheme(dtype: str) -> Scheme:
     if name not in known:
         raise InvalidRequestError(f"dtype is {dtype[:40]!r}: use bfloat16, float16 or float32.")
     return known[name]
+
+
+_BITS = (4, 8)
+FUSED = {
+    "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
+    "experts": ("experts", ("experts.0.gate_proj", "experts.0.up_proj", "experts.0.down_proj")),
+}
+"""vLLM's names of fused modules, by the names that hpc_serve has for them, and their names in a checkpoint."""
+DynamicRules: TypeAlias = tuple[tuple[str, Scheme], ...]
+"""Each rule's expression for the beginning of a module's name, and the scheme of the modules that it matches."""
+
+
+def dynamic_rules(config: Mapping[str, Any], plain: Scheme) -> DynamicRules:
+    """Return the rules of a `quantization_config`. Raises InvalidRequestError for what vLLM refuses."""
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise InvalidRequestError("The config's quantization_config.dynamic must be an object.")
+    if len(dynamic) > MOST_EXPRESSIONS:
+        raise InvalidRequestError(f"quantization_config.dynamic has more than {MOST_EXPRESSIONS:,} rules.")
+    rules = []
+    for pattern, settings in dynamic.items():
+        scheme = plain if pattern.startswith("-:") else _checked_scheme(config, pattern, settings)
+        rules.append((checked_expression(pattern.removeprefix("-:" if scheme is plain else "+:")), scheme))
+    return tuple(rules)
+
+
+def _checked_scheme(config: Mapping[str, Any], pattern: str, settings: Any) -> Scheme:
+    """Return the scheme of a rule's modules. Raises InvalidRequestError where vLLM refuses it."""
+    if not isinstance(settings, Mapping) or "gptq" not in str(config.get("quant_method")):
+        raise InvalidRequestError(
+            f"quantization_config.dynamic has no settings of GPTQ for {pattern[:60]!r}: vLLM takes such rules, each an "
+            "object, with quant_method gptq alone."
+        )
+    whole = {"bits": 4, "group_size": 128, "sym": True, **config, **settings}
+    bits, group, ordered = whole["bits"], whole["group_size"], whole.get("desc_act")
+    if type(bits) is not int or bits not in _BITS or type(group) is not int or not whole["sym"]:
+        raise InvalidRequestError(
+            f"quantization_config.dynamic has bits={str(bits)[:20]}, group_size={str(group)[:20]} and "
+            f"sym={str(whole['sym'])[:20]} for {pattern[:60]!r}: vLLM takes 4 or 8 bits with sym alone."
+        )
+    if ordered and group != -1:
+        raise InvalidRequestError(
+            f"quantization_config.dynamic has desc_act with groups of {group} for {pattern[:60]!r}: vLLM takes "
+            "desc_act with group_size -1 alone."
+        )
+    return int_groups(bits, group, zero_points=False)
+
+
+def dynamic_scheme(rules: DynamicRules, base: Scheme, plain: Scheme, module: str, *, is_fused: bool) -> Scheme:
+    """Return the scheme of a module. `is_fused`: vLLM holds it and those beside it in the checkpoint as one matrix.
+
+    Raises InvalidRequestError where the checkpoint's modules have another scheme than vLLM's one matrix.
+    """
+    last = module.rpartition(".")[2]
+    before = module.removesuffix(last)
+    fused, names = FUSED.get(last, (last, (last,))) if is_fused else (last, (last,))
+    found = _first_match(rules, base, before + fused)
+    own = {_first_match(rules, base, before + name) for name in names}
+    if own in ({base}, {found}):
+        return found
+    if own == {plain} and last != "experts":
+        return plain
+    kinds = " and ".join(sorted({scheme.name for scheme in own | {found}}))
+    raise InvalidRequestError(
+        f"quantization_config.dynamic asks for {kinds} in {before}{fused}: vLLM takes one kind for this name, and "
+        f"cannot load {', '.join(names)} of another."
+    )
+
+
+def _first_match(rules: DynamicRules, base: Scheme, name: str) -> Scheme:
+    return next((scheme for rule, (_, scheme) in zip(_compiled(rules), rules) if rule.match(name)), base)
+
+
+@lru_cache(maxsize=8)
+def _compiled(rules: DynamicRules) -> tuple[re.Pattern[str], ...]:
+    return tuple(re.compile(expression) for expression, _ in rules)

@@ -2,16 +2,223 @@
 
 Falcon runs attention and MLP in parallel. Nemotron's layers lack parts, Llama 4 attends within chunks. Of families that
 have an ordinary layer and say so in fields of their own, it has the functions that write the usual fields.
+
+The layers of EAGLE's draft heads, which read the hidden states of the model that they draft for.
+
+Sources: vLLM's model_executor/models/llama_eagle.py and llama_eagle3.py.
+
+Gemma 4's decoder: heads of two widths, values that are keys, layers that share a cache, layers' own embeddings.
+
+Gemma 3n's decoder: four streams of hidden states (AltUp), a low-rank residual (Laurel), and layers' own embeddings.
+
+The last layers take keys and values from a layer before, and each layer may have an MLP of its own size (MatFormer).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from hpc_serve.plan.model.config import CheckedConfig
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.model.config import CheckedConfig, missing
 from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
-from hpc_serve.plan.model.spec import DecoderLayer
-from hpc_serve.plan.model.weights import Vocabulary, Weight
+from hpc_serve.plan.model.spec import DecoderLayer, Part, Vocabulary, Weight
+
+_AUXILIARY_STATES = 3
+"""Hidden states of inner layers that an EAGLE-3 head reads, where its config does not say how many."""
+
+
+def eagle(builder: LayerBuilder) -> DecoderLayer:
+    """Build a layer of the first EAGLE: Llama's layers. The first has no input norm and a matrix before it."""
+    norms = ("post_attention_layernorm",) if builder.index == 0 else ("input_layernorm", "post_attention_layernorm")
+    return _layer(builder, norms, joined=2 * builder.hidden_size)
+
+
+def eagle3(builder: LayerBuilder) -> DecoderLayer:
+    """Build a layer of EAGLE-3: the first layer's attention reads embedding and hidden state side by side."""
+    hidden = builder.hidden_size
+    joined = builder.get("num_aux_hidden_states", _AUXILIARY_STATES) * builder.get("target_hidden_size", hidden)
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    return _layer(builder, norms, joined=joined, inputs=hidden if builder.index else 2 * hidden)
+
+
+def _layer(builder: LayerBuilder, norms: tuple[str, ...], *, joined: int, inputs: int | None = None) -> DecoderLayer:
+    """Return Llama's layer with these norms. Before the first is a matrix of so many `joined` features."""
+    return decoder_layer(
+        builder.cache(),
+        builder.attention("self_attn", bias=builder.flag("attention_bias"), inputs=inputs),
+        builder.mlp("mlp", builder.intermediate_size, bias=builder.flag("mlp_bias")),
+        builder.norms(*norms),
+        [] if builder.index else [builder.outside.linear("model.fc", joined, [builder.hidden_size])],
+    )
+
+
+_GLOBAL_HEAD_DIM = 512
+"""Width of the heads that attend to all tokens, where a config does not say: transformers' default."""
+
+
+def gemma4(builder: LayerBuilder) -> DecoderLayer:
+    """Build a layer of Gemma 4. A layer that attends to all tokens has wider heads, and its values may be its keys.
+
+    The last `num_kv_shared_layers` take keys and values from a layer before. Experts stand beside the MLP.
+    """
+    builder = builder.named("model.language_model.layers")
+    attends_to_all = builder.of_layer("layer_types", is_needed=True) == "full_attention"
+    is_shared = builder.index >= builder.num_layers - builder.get("num_kv_shared_layers", 0)
+    equal = builder.flag("attention_k_eq_v")
+    builder = _with_own_heads(builder, attends_to_all=attends_to_all, equal=equal)
+    attention, copied = _gemma4_attention(builder, is_shared=is_shared)
+    has_one = attends_to_all and equal and not is_shared
+    wide = is_shared and builder.flag("use_double_wide_mlp")
+    window = 0 if attends_to_all else builder.require("sliding_window")
+    cache = None if is_shared else builder.cache(window, "sliding" if window else "full")
+    return decoder_layer(
+        cache,
+        [*attention, *([] if has_one else copied)],
+        builder.mlp("mlp", builder.intermediate_size * (2 if wide else 1)),
+        _gemma4_experts(builder),
+        per_layer_input(builder),
+        [*builder.two_norms(), *builder.norms("pre_feedforward_layernorm", "post_feedforward_layernorm")],
+        derived=copied if has_one else [],
+    )
+
+
+def per_layer_input(builder: LayerBuilder) -> list[Weight]:
+    """Return what a layer adds its own embedding with, if the model has such embeddings."""
+    width = builder.get("hidden_size_per_layer_input", 0)
+    if not width:
+        return []
+    return [
+        builder.linear("per_layer_input_gate", builder.hidden_size, [width]),
+        builder.linear("per_layer_projection", width, [builder.hidden_size]),
+        *builder.norms("post_per_layer_input_norm"),
+    ]
+
+
+def gemma4_beside(builder: LayerBuilder) -> list[Weight]:
+    """Return the weights beside the layers of Gemma 4's small models: an embedding of each token for each layer."""
+    width = builder.get("hidden_size_per_layer_input", 0) * builder.num_layers
+    rows = builder.get("vocab_size_per_layer_input", builder.vocab_size)
+    if not width:
+        return []
+    plain = builder.quantization.plain
+    return [
+        Vocabulary(name="embed_tokens_per_layer", rows=rows, width=width, scheme=plain),
+        builder.linear("model.per_layer_model_projection", builder.hidden_size, [width], "column"),
+        builder.vector("model.per_layer_projection_norm", width // builder.num_layers),
+    ]
+
+
+def _with_own_heads(builder: LayerBuilder, *, attends_to_all: bool, equal: bool) -> LayerBuilder:
+    """Return the builder with the layer's heads, by the fields for full attention or transformers' for each layer."""
+    each = builder.get("per_layer_config", {})
+    if not isinstance(each, Mapping) or not all(isinstance(one, Mapping) for one in each.values()):
+        raise InvalidRequestError("The config's per_layer_config must be an object of objects.")
+    of: Mapping[str, int] = next(
+        (one for key, one in each.items() if str(key).lstrip("0") == (str(builder.index).lstrip("0"))), {}
+    )
+    if not attends_to_all:
+        width, kv_heads = builder.head_dim, builder.kv_heads
+    else:
+        width = builder.get("global_head_dim", of.get("head_dim", _GLOBAL_HEAD_DIM))
+        kv_heads = builder.get("num_global_key_value_heads", of.get("num_key_value_heads"))
+        kv_heads = kv_heads if equal and kv_heads else builder.kv_heads
+    unknown = sorted(set(of) - {"head_dim", "num_key_value_heads"})
+    if unknown or not all(type(value) is int and value > 0 for value in of.values()):
+        raise InvalidRequestError(
+            f"The config's per_layer_config has sizes of layer {builder.index} that are not known."
+        )
+    return builder.with_heads(head_dim=width, value_dim=width, kv_heads=kv_heads)
+
+
+def _gemma4_attention(builder: LayerBuilder, *, is_shared: bool) -> tuple[list[Weight], list[Weight]]:
+    """Return (weights of a layer's attention, the values' projection).
+
+    vLLM holds the values' projection even if the values are the keys.
+    """
+    bias, hidden = builder.flag("attention_bias"), builder.hidden_size
+    query, norm = Part(builder.heads, builder.head_dim), builder.vector("self_attn.q_norm", builder.head_dim)
+    output = builder.linear("self_attn.o_proj", query, [hidden], "row", bias=bias)
+    if is_shared:
+        return [builder.linear("self_attn.q_proj", hidden, [query], "column", bias=bias), output, norm], []
+    kv = Part(builder.kv_heads, builder.head_dim, replicate=True)
+    fused = builder.linear("self_attn.q_proj", hidden, [query, kv], "column", bias=bias)
+    values = builder.linear("self_attn.v_proj", hidden, [kv], "column", bias=bias)
+    return [fused, output, norm, builder.vector("self_attn.k_norm", builder.head_dim)], [values]
+
+
+def _gemma4_experts(builder: LayerBuilder) -> list[Weight]:
+    count = builder.get("num_experts", 0)
+    if not builder.get("enable_moe_block", bool(count)) or not count:
+        return []
+    size = builder.first("moe_intermediate_size", "expert_intermediate_size")
+    if size is None:
+        raise missing("moe_intermediate_size")
+    return [
+        *builder.router("router", count),
+        builder.vector("router.per_expert_scale", count),
+        *builder.experts("experts", count, size),
+        *builder.norms("router.scale", "pre_feedforward_layernorm_2"),
+        *builder.norms("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
+    ]
+
+
+_SIZES = "intermediate_size_by_layer"
+
+
+def gemma3n_fields(config: CheckedConfig) -> None:
+    """Write the sizes of all MLPs as one list, and the largest of them as `intermediate_size`."""
+    sizes, layers = config["intermediate_size"], config["num_hidden_layers"]
+    if isinstance(sizes, int):
+        sizes = [sizes] * layers
+    if len(sizes) != layers:
+        raise InvalidRequestError(f"The config's intermediate_size names {len(sizes)} of its {layers} layers.")
+    config[_SIZES], config["intermediate_size"] = sizes, max(sizes)
+
+
+def gemma3n(builder: LayerBuilder) -> DecoderLayer:
+    """Build a layer of Gemma 3n. A layer that takes keys and values from another has queries alone."""
+    builder = builder.named("model.language_model.layers")
+    hidden = builder.hidden_size
+    streams, rank = builder.require("altup_num_inputs"), builder.require("laurel_rank")
+    is_shared = builder.index >= builder.num_layers - builder.get("num_kv_shared_layers", 0)
+    bias = builder.flag("attention_bias")
+    altup: list[Weight] = [
+        builder.linear("altup.correction_coefs", streams, [streams]),
+        builder.linear("altup.prediction_coefs", streams, [streams**2]),
+        builder.linear("altup.modality_router", hidden, [streams]),
+        builder.vector("altup.correct_output_scale", hidden, element_bytes=4),
+        *builder.norms("altup.router_norm"),
+    ]
+    laurel: list[Weight] = [
+        builder.linear("laurel.linear_left", hidden, [rank], "column"),
+        builder.linear("laurel.linear_right", rank, [hidden], "row"),
+        *builder.norms("laurel.post_laurel_norm"),
+    ]
+    slides = builder.of_layer("layer_types", is_needed=True) == "sliding_attention"
+    window = builder.require("sliding_window") if slides else 0
+    cache = None if is_shared else builder.cache(window, "sliding" if window else "full")
+    return decoder_layer(
+        cache,
+        builder.attention("self_attn", bias=bias, output_bias=bias, has_keys=not is_shared),
+        builder.query_key_norms()[: 1 if is_shared else 2],
+        builder.mlp("mlp", builder.of_layer(_SIZES, is_needed=True)),
+        altup,
+        laurel,
+        per_layer_input(builder),
+        builder.two_norms(),
+        builder.norms("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    )
+
+
+def gemma3n_beside(builder: LayerBuilder) -> list[Weight]:
+    """Return the projections into and out of the streams."""
+    names = [
+        f"model.language_model.{name}.{stream}"
+        for name in ("altup_projections", "altup_unembed_projections")
+        for stream in range(builder.require("altup_num_inputs") - 1)
+    ]
+    return [builder.linear(name, builder.hidden_size, [builder.hidden_size], "column") for name in names]
+
 
 _SWA_HEADS_FACTOR = 2
 """KV heads of MiMo-V2's layers with a window, where a config does not have their number: transformers' default."""

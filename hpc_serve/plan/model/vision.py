@@ -15,8 +15,7 @@ from typing import Any
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.catalog import load_data
 from hpc_serve.plan.model.config import missing
-from hpc_serve.plan.model.spec import ImageEncoder
-from hpc_serve.plan.model.weights import Block, Linear, Part, Vector, Weight
+from hpc_serve.plan.model.spec import Block, ImageEncoder, Linear, Part, Vector, Weight
 
 
 def vision_tower(name: str, config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hpc_serve.plan import catalog
 from hpc_serve.plan.engine import PINNED_VERSION, EngineConfig
 from hpc_serve.plan.memory.loaded import is_left_out, is_text_only, kinds_read
-from hpc_serve.plan.model.adapters import ON_CPUS
+from hpc_serve.plan.model.checkpoint import ON_CPUS
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.vllm.options import is_known, nearest_version
 

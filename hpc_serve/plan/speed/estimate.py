@@ -3,22 +3,171 @@
 Every figure is given twice: ideally, which no engine can beat, and as expected of a real engine by `Factors`. step.py
 decides how long a step takes, steady.py, burst.py and decode.py how requests that arrive so share steps. This module
 decides how many run at once.
+
+Names the classes of published runs that a plan belongs to: by accelerator and weights, and by uncounted effects.
+
+The classes do not change the estimate. Each class tells how far its runs were from the speed that is printed for them;
+benchmarks/accuracy/speed_accuracy.py measures it (plan/catalog/speed_accuracy.json).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+from hpc_serve.plan.catalog import speed_accuracy
+from hpc_serve.plan.engine import LAYOUT_SIZES, EngineConfig
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.memory.kv_cache import cache_layout
-from hpc_serve.plan.speed.burst import burst_speed
-from hpc_serve.plan.speed.classes import case_of, speed_range
-from hpc_serve.plan.speed.decode import decode_speed
-from hpc_serve.plan.speed.measured import Correction
-from hpc_serve.plan.speed.steady import steady_speed
+from hpc_serve.plan.memory.overhead import graph_mode
+from hpc_serve.plan.model.spec import Linear, ModelSpec, distinct_layers
+from hpc_serve.plan.speed.measured import Case, Correction
 from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Factors, Roofline
-from hpc_serve.plan.speed.traffic import Speed, Traffic
+from hpc_serve.plan.speed.throughput import Speed, Traffic, burst_speed, decode_speed, steady_speed
+
+MANY_EXPERTS = 64
+"""With so many, each expert gets few tokens of a step, and its matrices are narrow on each rank."""
+MIXTURES = f"mixtures of {MANY_EXPERTS} experts and more on GPUs"
+OTHERS = "other models"
+PIPELINE_STAGES = "engines with pipeline stages"
+_OPTIONS = {
+    one.name: one.default
+    for one in fields(EngineConfig)
+    if one.name not in LAYOUT_SIZES
+    and one.name not in ("dtype", "quantization", "enforce_eager", "compilation_config", "optimization_level")
+    and one.name not in ("gpu_memory_utilization", "kv_cache_memory_bytes", "max_num_seqs", "vllm_version")
+}
+"""Options with their defaults that make a case another one: not those of layout, format and graphs, which a case names,
+and not those that only say how many requests run."""
+_FORMATS = {"bfloat16": "16 bit", "float16": "16 bit", "fp8": "fp8 (per tensor)"}
+
+
+def weights_format(model: ModelSpec) -> str:
+    """Return the format of most of a model's weights; of fp8 its kind too, because kernels differ by it."""
+    counts: Counter[str] = Counter()
+    for layer, layers in distinct_layers(model.layers):
+        for weight in layer.block.weights:
+            if isinstance(weight, Linear):
+                counts[weight.scheme.name] += weight.parameters * layers
+    name = counts.most_common(1)[0][0] if counts else model.dtype
+    return _FORMATS.get(name, name)
+
+
+def own_classes(roofline: Roofline) -> tuple[str, ...]:
+    """Return the classes of this accelerator alone, the narrowest first.
+
+    Empty for CPUs: only another engine was measured on them.
+
+    Eager runs are classes of their own: no term has the host's work for each kernel that CUDA graphs spare.
+    """
+    model, accelerator = roofline.model, roofline.accelerator
+    if accelerator.kind == "cpu":
+        return ()
+    kind, where = _kind_of(model), f"on {accelerator.name}"
+    state = " without CUDA graphs" if _is_eager(roofline) else ""
+    return (f"{kind} {where}{state}", f"{kind} {where}, with CUDA graphs or without", f"all models {where}{state}")
+
+
+def _kind_of(model: ModelSpec) -> str:
+    return f"{'mixtures of experts' if model.num_experts else 'dense models'} in {weights_format(model)}"
+
+
+def wide_classes(roofline: Roofline) -> tuple[str, ...]:
+    """Return classes of several accelerators, each for a reason that work.py's counts do not have.
+
+    A GPU without 4-bit arithmetic unpacks MXFP4 in its kernels (Marlin or Triton, by its generation), and how fast they
+    are differs by both. Many experts are narrow grouped products with tiles that are partly empty. Data-parallel ranks
+    wait for the one whose experts or requests are most. Batches in pipeline stages are not equally large. An engine
+    without CUDA graphs starts each kernel from the host.
+    """
+    model, accelerator, found = roofline.model, roofline.accelerator, []
+    if accelerator.kind == "gpu" and weights_format(model) == "mxfp4" and "fp4" not in accelerator.dense_flops:
+        found.append("mxfp4 on GPUs without 4-bit arithmetic")
+    if accelerator.kind == "gpu" and model.num_experts >= MANY_EXPERTS:
+        found.append(MIXTURES)
+    if roofline.layout.data_parallel_size > 1:
+        found.append("data-parallel ranks that share experts")
+    if roofline.layout.pipeline_parallel_size > 1:
+        found.append(PIPELINE_STAGES)
+    if _is_eager(roofline):
+        found.append("GPUs without CUDA graphs")
+    return tuple(found)
+
+
+def _is_eager(roofline: Roofline) -> bool:
+    return graph_mode(roofline.engine) == "NONE" and roofline.accelerator.kind == "gpu"
+
+
+def measured_classes(roofline: Roofline) -> dict[str, dict[str, Any]]:
+    """Return the figures of a plan's classes by name: of its accelerator the narrowest with runs, and all wide ones."""
+    found = speed_accuracy()["classes"]
+    own = [name for name in own_classes(roofline) if name in found][:1]
+    wide = [name for name in wide_classes(roofline) if name in found]
+    return {name: found[name] for name in (*own, *wide)}
+
+
+def speed_range(roofline: Roofline, traffic: Traffic) -> dict[str, Any] | None:
+    """Return where at least 17 of 20 published sources were that had no part in the fit.
+
+    `measured_by_printed` are the bounds, `sources` their number. None where too few were published.
+    """
+    found = speed_accuracy()[traffic.arrivals].get(roofline.accelerator.kind)
+    ranges: dict[str, dict[str, Any]] = {} if found is None or not _is_published(roofline, traffic) else found["ranges"]
+    return ranges.get(range_class(roofline))
+
+
+def _is_published(roofline: Roofline, traffic: Traffic) -> bool:
+    """Return whether runs of such a kind were published that the plan was held against."""
+    has_terms = traffic.decode_only or traffic.prefix_hits or roofline.engine.speculative_tokens
+    return traffic.generates and not has_terms
+
+
+def case_of(roofline: Roofline, traffic: Traffic, running: float) -> Case:
+    """Return what a speed is of, to be compared with runs measured here. So many requests are `running` at once."""
+    model, layout, engine = roofline.model, roofline.layout, roofline.engine
+    return Case(
+        accelerator=roofline.accelerator.name,
+        numbers={
+            "active_parameters": model.active_parameters,
+            **{name: getattr(layout, name) for name in (*LAYOUT_SIZES, "num_nodes")},
+            "input_tokens": traffic.input_tokens,
+            "output_tokens": traffic.output_tokens,
+            "running": running,
+        },
+        words={
+            "model": model.name,
+            "kind": _kind_of(model),
+            "graphs": graph_mode(engine),
+            "arrivals": "decoding alone" if traffic.decode_only else traffic.arrivals,
+            "vllm": ".".join(map(str, engine.version)),
+            **({"acceptance_length": f"{traffic.acceptance_length:g}"} if traffic.acceptance_length > 1 else {}),
+            **{name: str(value) for name in _OPTIONS if (value := getattr(engine, name)) != _OPTIONS[name]},
+        },
+    )
+
+
+def range_class(roofline: Roofline) -> str:
+    """Return the class whose range is a plan's: runs with pipeline stages are slower, those of many experts differ."""
+    wide = wide_classes(roofline)
+    return next((name for name in (PIPELINE_STAGES, MIXTURES) if name in wide), OTHERS)
+
+
+def class_texts(roofline: Roofline) -> list[str]:
+    """Return a sentence for each class, without its full stop: "Published runs of all models on v6e had 0.4 to 1.3
+    times"."""
+    return [f"Published runs of {name} had {_spread(figures)}" for name, figures in measured_classes(roofline).items()]
+
+
+def _spread(figures: dict[str, Any]) -> str:
+    low, high = figures["measured_by_printed"]
+    first, third = figures["measured_by_printed_quartiles"]
+    sources = f"{figures['sources']} source{'s' * (figures['sources'] > 1)}"
+    return (
+        f"{low:g} to {high:g} times these tokens/s ({figures['rows']} rows of {sources}; the middle half {first:g} to "
+        f"{third:g})"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,22 +5,60 @@
 Ideally only the larger of the first two counts, as in "How To Scale Your Model", part 7
 (jax-ml.github.io/scaling-book/inference). Published runs took the sum: a kernel loads before it multiplies, and a step
 has kernels of both kinds. work.py counts what is computed and moved. estimate.py decides what follows for requests.
+
+The rates at which the GPUs of a layout send to each other: within a node, and over the network.
+
+Says at which tensor parallel size communication takes longer than arithmetic.
+
+The closed formulas are from "How To Scale Your Model", parts 7 and 8 (jax-ml.github.io/scaling-book).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.engine import EngineConfig, is_async, max_num_batched_tokens, max_num_seqs
-from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
-from hpc_serve.plan.memory.rocm import is_rocm
+from hpc_serve.plan.hardware import AcceleratorSpec, slice_with, split_axes
+from hpc_serve.plan.memory.overhead import is_rocm
 from hpc_serve.plan.model.spec import ModelSpec
-from hpc_serve.plan.speed.links import ASSUMED_LINK_BYTES_PER_S, link_rate, network_rate, rate_in_node
 from hpc_serve.plan.speed.measured import MeasuredHere
 from hpc_serve.plan.speed.work import ALL_REDUCES_PER_LAYER, ModelWork, StageWork, model_work
+
+ASSUMED_LINK_BYTES_PER_S = 32e9
+"""PCIe 4.0 x16: assumed where no source confirms a rate between the GPUs of a node."""
+ASSUMED_NETWORK_BYTES_PER_S = 12.5e9
+"""100 Gb/s for each GPU: assumed where no source confirms a network."""
+
+
+def link_rate(accelerator: AcceleratorSpec, layout: Layout) -> float:
+    """Return the rate at which a rank sends to its tensor-parallel group, in bytes per second."""
+    if layout.splits_layers_across_nodes and accelerator.kind != "tpu":
+        return network_rate(accelerator)
+    return rate_in_node(accelerator, layout.tensor_parallel_size)
+
+
+def rate_in_node(accelerator: AcceleratorSpec, ranks: int) -> float:
+    """Return the rate at which a rank sends to a group of so many in its node, in bytes per second.
+
+    In a mesh every pair has its own link: a group smaller than the node has only the links between its members. A
+    bridge of two GPUs is of no use to more.
+    """
+    rate = accelerator.link_bytes_per_s or ASSUMED_LINK_BYTES_PER_S
+    if accelerator.link_topology == "pairs" and ranks > 2:
+        return ASSUMED_LINK_BYTES_PER_S
+    if accelerator.link_topology == "mesh" and 1 < ranks < accelerator.gpus_per_node:
+        return rate * (ranks - 1) / (accelerator.gpus_per_node - 1)
+    return rate
+
+
+def network_rate(accelerator: AcceleratorSpec) -> float:
+    """Return one GPU's share of its node's network, in bytes per second, one direction."""
+    return accelerator.network_bytes_per_s or ASSUMED_NETWORK_BYTES_PER_S
+
 
 DRAFT_S = 0.4e-3
 """For each token that a draft model drafts, beside the roofline of its pass: starting it, choosing its token, and
@@ -297,3 +335,40 @@ class Roofline:
         if not self.engine.enable_expert_parallel or self.engine.all2all_backend in _GATHERING:
             return places - 1
         return (places - 1) * (1 - (1 - 1 / places) ** stage.experts_per_token)
+
+
+_LINKS_BY_DIMENSIONS = {2: 4, 3: 6}
+
+
+def limit_lines(roofline: Roofline) -> Iterator[str]:
+    """Yield a sentence: whether communication or FLOP/s take longer in a full step. None for one GPU."""
+    gpu, model, width = roofline.accelerator, roofline.model, roofline.layout.tensor_parallel_size
+    inner = model.intermediate_size or model.moe_intermediate_size
+    if gpu.slices and inner and width > 1:
+        topology = slice_with(gpu, width)
+        used = split_axes(topology) if topology else 1
+        limit = model_parallel_limit(gpu, inner, used)
+        verdict = "communication takes longer" if width > limit else "FLOP/s take longer"
+        yield (
+            f"Full batches over {topology or width} chips: F·axes ÷ (C ÷ W_ici) = {inner:,} x {used} ÷ "
+            f"{inner * used / limit:,.0f} = {limit:.0f}; at {width}, {verdict}."
+        )
+    elif width > 1:
+        step = roofline.step(roofline.max_num_batched_tokens, 0, 1, IDEAL)
+        verdict = "communication takes longer" if step.communication_s > step.flops_s else "FLOP/s take longer"
+        yield (
+            f"A full step of {roofline.max_num_batched_tokens:,} tokens at TP={width}, ideally: "
+            f"{1000 * step.communication_s:.1f} ms of all-reduces, {1000 * step.flops_s:.1f} ms of FLOP/s: {verdict}."
+        )
+
+
+def axis_bytes_per_s(accelerator: AcceleratorSpec) -> float:
+    """Return the bytes per second along one axis of a torus, both directions together."""
+    assert accelerator.link_bytes_per_s
+    dimensions = len(accelerator.slices[0].split("x"))
+    return 2 * accelerator.link_bytes_per_s / _LINKS_BY_DIMENSIONS[dimensions]
+
+
+def model_parallel_limit(accelerator: AcceleratorSpec, intermediate_size: int, over_axes: int) -> float:
+    """Return the most chips for a large batch before the links take longer than arithmetic: F·axes ÷ (C ÷ W_ici)."""
+    return intermediate_size * over_axes / (accelerator.dense_flops["bf16"] / axis_bytes_per_s(accelerator))

@@ -14,12 +14,10 @@ from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.catalog import speed_accuracy
 from hpc_serve.plan.choice.candidates import Candidate, PlanInputs
 from hpc_serve.plan.choice.layout import Layout, data_parallel_layouts, layouts_on
-from hpc_serve.plan.speed.classes import PIPELINE_STAGES
-from hpc_serve.plan.speed.estimate import ReplicaSpeeds, SpeedEstimate
-from hpc_serve.plan.speed.limits import limit_lines
+from hpc_serve.plan.speed.estimate import PIPELINE_STAGES, ReplicaSpeeds, SpeedEstimate
 from hpc_serve.plan.speed.measured import MeasuredHere
-from hpc_serve.plan.speed.step import Roofline
-from hpc_serve.plan.speed.traffic import Traffic
+from hpc_serve.plan.speed.step import Roofline, limit_lines
+from hpc_serve.plan.speed.throughput import Traffic
 
 _NODES = (1, 2, 4, 8, 16)
 _EVEN_EXPERTS = (

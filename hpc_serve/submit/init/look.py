@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hpc_serve.rendezvous.ownership import user_name
-from hpc_serve.submit.init import machine_facts, slurm_facts
+from hpc_serve.submit.init import facts
 from hpc_serve.submit.init.facts import ClusterFacts
 from hpc_serve.submit.slurm import scheduler
 
@@ -70,19 +70,19 @@ def look() -> ClusterFacts:
 
     with ThreadPoolExecutor(max_workers=len(commands)) as pool:
         printed = dict(zip(commands, pool.map(ask, commands), strict=True))
-    partitions = slurm_facts.parse_partitions(printed["scontrol show partition"])
-    nodes = slurm_facts.parse_nodes(printed["scontrol show node"])
+    partitions = facts.parse_partitions(printed["scontrol show partition"])
+    nodes = facts.parse_nodes(printed["scontrol show node"])
     return ClusterFacts(
         host=socket.gethostname(),
         groups=_groups(),
-        config=slurm_facts.parse_config(printed["scontrol show config"]),
-        partitions=slurm_facts.with_nodes(partitions, nodes),
-        associations=slurm_facts.parse_associations(printed["sacctmgr"]),
-        default_account=slurm_facts.parse_default_account(printed["sacctmgr show user"]),
-        mounts=machine_facts.parse_df(printed["df"], folders),
-        quotas=machine_facts.parse_quota(printed["quota"]),
-        interfaces=machine_facts.parse_ip(printed["ip"]),
-        modules=machine_facts.parse_modules(printed["module"]),
+        config=facts.parse_config(printed["scontrol show config"]),
+        partitions=facts.with_nodes(partitions, nodes),
+        associations=facts.parse_associations(printed["sacctmgr"]),
+        default_account=facts.parse_default_account(printed["sacctmgr show user"]),
+        mounts=facts.parse_df(printed["df"], folders),
+        quotas=facts.parse_quota(printed["quota"]),
+        interfaces=facts.parse_ip(printed["ip"]),
+        modules=facts.parse_modules(printed["module"]),
         runtimes=tuple(name for name in _RUNTIMES if shutil.which(name, path=environ.get("PATH"))),
         environ={name: environ[name] for name in _VARIABLES if environ.get(name)},
         environment=environment,

@@ -2,30 +2,58 @@
 
 Finding a model reads files and may ask the hub. The plan itself is made in plan/make.py, which is pure; `hpc-serve
 plan`, `render` and `submit` all ask for it here.
+
+The runs that `bench` measured on this site, in one small file of the home. Plans are corrected by them.
+
+The file is a help and no more. A damaged file counts as none, and of two runs that are kept at once one is lost.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
-from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.errors import DoesNotFitError, HpcServeError, InvalidRequestError
 from hpc_serve.hub.hub import find_spec
-from hpc_serve.plan.asked import PlanRequest
 from hpc_serve.plan.catalog import parsers_of, reasoning_parsers, tool_parsers
+from hpc_serve.plan.choice.layout import is_quantized_by_vllm
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan
 from hpc_serve.plan.choice.suggestions import Remedy
-from hpc_serve.plan.choice.vllm_flags import is_quantized_by_vllm
 from hpc_serve.plan.engine import EngineConfig, Workload
-from hpc_serve.plan.hardware.cluster import cluster_named, part_of_node
-from hpc_serve.plan.make import FoundParts, PlanResult, make_plan
+from hpc_serve.plan.hardware import cluster_named, part_of_node
+from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
+from hpc_serve.plan.speed.measured import MeasuredRun
+from hpc_serve.rendezvous.files import make_private_folder, read_json, write_json
 from hpc_serve.rendezvous.store import default_home
-from hpc_serve.submit.plans.measured_runs import measured_runs
-from hpc_serve.submit.request.option import spellings
+from hpc_serve.submit.request.options import spellings
 from hpc_serve.submit.request.request import OPTIONS, ServeRequest
 from hpc_serve.vllm.arguments import read_arguments, value_of, without
+
+FILE = "measured_runs.json"
+MOST_RUNS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Runs:
+    runs: tuple[MeasuredRun, ...] = ()
+
+
+def measured_runs(home: Path) -> tuple[MeasuredRun, ...]:
+    """Return the runs that are kept and make sense, the oldest first."""
+    with contextlib.suppress(HpcServeError, OSError):
+        return tuple(run for run in read_json(_Runs, home / FILE).runs if run.is_sane)
+    return ()
+
+
+def keep_run(home: Path, run: MeasuredRun) -> None:
+    """Keep a run beside the MOST_RUNS latest. Raises StoreError."""
+    make_private_folder(home, tighten=False)
+    write_json(home / FILE, _Runs(runs=(*measured_runs(home), run)[-MOST_RUNS:]))
+
 
 _OWN_OPTIONS = {name: one.name for one in OPTIONS if one.metadata["of_plan"] for name in spellings(one)}
 """Options of remedies that are of the request, by its names; the others are vLLM's."""

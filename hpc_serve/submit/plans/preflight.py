@@ -4,6 +4,11 @@ It looks at weights, the tokenizer and the Python environment, and changes nothi
 checked when the request and its plan are made. Missing weights of a hub's model are an error if the job could not fetch
 them, else a sentence for the person who submits. The way in which jobs will read the weights is told as far as it is
 known here; the job decides it (`job/weights/weights_place.py`).
+
+The preflight as a separate job: its request, and the report that the job's launcher has left.
+
+The job has the script of a service, but ends before an engine starts. The job decides what is checked
+(`hpc_serve.job.preflight`).
 """
 
 from __future__ import annotations
@@ -11,21 +16,57 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.hub.hub_requests import check_access
+from hpc_serve.hub.hub import check_access
 from hpc_serve.hub.hub_settings import read_hub_settings
-from hpc_serve.hub.local_weights import PATTERNS, cached_folder, missing_weights, tokenizer_tokens
-from hpc_serve.hub.stand_in import find_stand_in
+from hpc_serve.hub.local_weights import PATTERNS, cached_folder, find_stand_in, missing_weights, tokenizer_tokens
 from hpc_serve.job.weights.weights_place import find_weights
 from hpc_serve.plan import ServePlan
-from hpc_serve.sizes import GIB
+from hpc_serve.rendezvous.names import record_file_name
+from hpc_serve.rendezvous.store import PreflightReport, ServiceStore, preflight_file, read_preflight
 from hpc_serve.submit.plans.planning import Planned
-from hpc_serve.submit.request.environment import Environment
+from hpc_serve.submit.request.options import Environment
 from hpc_serve.submit.request.request import ServeRequest
+from hpc_serve.units import GIB
 from hpc_serve.vllm.arguments import read_arguments, value_of
 from hpc_serve.vllm.load_strategy import foreseen_strategy
+
+_TIME = "00:15:00"
+_LONGEST_NAME = 63
+
+
+def preflight_request(request: ServeRequest, *, time: str | None = None) -> ServeRequest:
+    """Return the request of a job that checks the nodes that `request` would get. The job has a separate name.
+
+    It has one replica and a short time limit: `time`, or 15 minutes.
+    """
+    return replace(
+        request,
+        service=f"preflight-{request.service}"[:_LONGEST_NAME],
+        preflight_only=True,
+        replicas=1,
+        replicas_per_job=1,
+        max_replicas=None,
+        idle_stop_s=None,
+        keep_up=False,
+        chain=1,
+        overlap_s=None,
+        slurm=replace(request.slurm, time=time or _TIME),
+    )
+
+
+def report_of(store: ServiceStore, status: ReplicaStatus) -> PreflightReport | None:
+    """Return the preflight report of a replica's run; None if there was no preflight."""
+    try:
+        name = record_file_name(status.job_id, status.restart, status.replica)
+    except InvalidRequestError:
+        return None
+    return read_preflight(preflight_file(store, status.service, name))
+
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _FROM_FILES = (None, "auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral")

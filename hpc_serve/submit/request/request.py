@@ -12,17 +12,29 @@ from typing import Any, Literal
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.engine import LONGEST_THAT_FITS, Arrivals
-from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
+from hpc_serve.plan.hardware import DEFAULT_GPU
 from hpc_serve.rendezvous.names import expanded_log_dir, validate_service_name
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE
-from hpc_serve.submit.request.bounds import check_bounds, check_jobs_can_submit, check_replicas, is_machine_name
-from hpc_serve.submit.request.chain import begins_after_min, check_chain
-from hpc_serve.submit.request.environment import Environment, JobSettings
-from hpc_serve.submit.request.job_env import check_env
-from hpc_serve.submit.request.option import option, spellings
-from hpc_serve.submit.request.sbatch_options import SlurmOptions, check_choice, check_directive
-from hpc_serve.vllm.allowed import OVERRULE, check_arguments
+from hpc_serve.submit.request.bounds import (
+    begins_after_min,
+    check_bounds,
+    check_chain,
+    check_jobs_can_submit,
+    check_replicas,
+    is_machine_name,
+)
+from hpc_serve.submit.request.options import (
+    Environment,
+    JobSettings,
+    SlurmOptions,
+    check_choice,
+    check_directive,
+    check_env,
+    option,
+    spellings,
+)
 from hpc_serve.vllm.arguments import Argument, read_arguments, value_of
+from hpc_serve.vllm.command import OVERRULE, check_arguments
 
 Backend = Literal["auto", "ray", "mp"]
 Cluster = Literal["slurm", "local"]
@@ -40,7 +52,7 @@ class ServeRequest:
     `replicas` are dealt to jobs, tasks of one array; the `replicas_per_job` replicas of a job divide its node. The jobs
     decide how many replicas there are, up to `max_replicas`. All end after `idle_stop_s` without a request.
 
-    `gpu` names what the nodes have, as in plan/hardware/cluster.py: a GPU, a TPU slice, the sockets of a CPU node.
+    `gpu` names what the nodes have, as in plan/hardware.py: a GPU, a TPU slice, the sockets of a CPU node.
     `gpu_memory_bytes` is the memory of one of them. The layout holds `concurrency` requests at once, if any does. It is
     chosen for `target` (plan/speed/target.py), where requests have `input_tokens` and `output_tokens`.
 
@@ -196,7 +208,7 @@ class ServeRequest:
 
         Raises InvalidRequestError for a value that the plan cannot read.
         """
-        from hpc_serve.plan.choice.vllm_flags import read_fields
+        from hpc_serve.plan.choice.layout import read_fields
 
         return read_fields(self.engine_args)
 

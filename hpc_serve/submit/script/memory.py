@@ -13,8 +13,8 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from hpc_serve.hub.hub_settings import hub_cache
-from hpc_serve.sizes import GIB
 from hpc_serve.submit.request.request import ServeRequest
+from hpc_serve.units import GIB
 
 if TYPE_CHECKING:
     from hpc_serve.plan import ServePlan

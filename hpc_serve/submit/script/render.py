@@ -2,30 +2,149 @@
 
 It computes no layout and starts no process: the plan and the launcher do that. template.py quotes values for the shell.
 Values of `#SBATCH` lines cannot be quoted; they were checked when the request was made.
+
+Jinja templates of shell scripts, ours and a site's. Every value that is printed is quoted for the shell. Pure.
+
+A site's template that everybody can change is refused. render.py and the other users of a template decide the content
+of a script.
+
+The script of a job that runs one program on one node: its `#SBATCH` lines, and its text. Pure.
+
+Which program: quantize.sh.j2, batch.sh.j2. The scripts of services are render.py's.
 """
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import jinja2
+from jinja2.sandbox import SandboxedEnvironment
+from markupsafe import Markup
 
 import hpc_serve
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
+from hpc_serve.plan.hardware import AcceleratorSpec
 from hpc_serve.rendezvous.names import log_dir_before_job
+from hpc_serve.rendezvous.ownership import check_chosen
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE
 from hpc_serve.submit.request.bounds import shown_counts
-from hpc_serve.submit.request.option import option_words
+from hpc_serve.submit.request.options import SlurmOptions, option_words
 from hpc_serve.submit.request.request import OPTIONS, ServeRequest
 from hpc_serve.submit.script.memory import asked_parts, has_whole_nodes, memory_sum
-from hpc_serve.submit.script.template import Checked, comment, render_template
 from hpc_serve.submit.slurm.slurm import array_options, batch_log_option
 from hpc_serve.vllm.arguments import read_arguments
 from hpc_serve.vllm.command import check_layout, choose_backend, read_command
 
 if TYPE_CHECKING:
     from hpc_serve.plan import ServePlan
+
+
+# With autoescape on, Jinja marks the output of blocks and macros as Markup. Here this mark means "checked" or "quoted".
+Checked = Markup
+
+
+def render_template(name: str, site_templates: str | None, context: Mapping[str, Any]) -> str:
+    """Return the text of a template, of the site's folder if it has one of that name, else ours.
+
+    Raises InvalidRequestError if it uses a value that is not there or is no template, or if everybody can change it.
+    """
+    try:
+        return _environment(site_templates).get_template(name).render(context)
+    except (jinja2.TemplateError, OSError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"template {name} cannot be rendered: {error}") from error
+
+
+def comment(text: str) -> Markup:
+    """`text` as it may stand behind a `#`: on one line, without control characters."""
+    return Checked("".join(character if character.isprintable() else "?" for character in text))
+
+
+class _SiteLoader(jinja2.FileSystemLoader):
+    """Opens a site's templates, those too that others include, extend or import."""
+
+    def get_source(self, environment: jinja2.Environment, template: str) -> tuple[str, str, Callable[[], bool]]:
+        source, path, is_unchanged = super().get_source(environment, template)
+        check_chosen(Path(path), called=f"the template {path}")
+        return source, path, is_unchanged
+
+
+def _environment(site_templates: str | None) -> jinja2.Environment:
+    ours = jinja2.PackageLoader("hpc_serve.templates", "")
+    folders = [_SiteLoader(site_templates)] if site_templates else []
+    ours_by_name = jinja2.PrefixLoader({"hpc-serve": ours})  # for a template of the site that has the name of ours
+    environment = SandboxedEnvironment(
+        loader=jinja2.ChoiceLoader([*folders, ours, ours_by_name]),
+        undefined=jinja2.StrictUndefined,
+        finalize=_shell_word,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=True,
+    )
+    environment.filters["both_sides"] = lambda bind: bind if ":" in bind else f"{bind}:{bind}"
+    environment.filters["on_one_line"] = lambda text: Markup(
+        " ".join(line.strip() for line in text.split("\n") if line.strip())
+    )
+    environment.filters["words"] = lambda words: Markup(" ".join(_quote(str(word)) for word in words))
+    return environment
+
+
+def _shell_word(value: object) -> Markup:
+    return value if isinstance(value, Markup) else Markup(_quote(str(value)))
+
+
+def _quote(word: str) -> str:
+    """`word` quoted for bash, on one line, so that a template may indent what holds it."""
+    if "\n" not in word:
+        return shlex.quote(word)
+    return "$'" + word.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
+
+
+def render_program(
+    template: str,
+    *,
+    title: str,
+    directives: Sequence[str],
+    modules: Sequence[str],
+    exports: Mapping[str, str],
+    templates_dir: str | None,
+    umask: int = 0o077,
+    **further: Any,
+) -> str:
+    """Return the text of a script. Without `directives` it runs on this machine. Raises InvalidRequestError."""
+    context = {
+        "title": comment(title),
+        "version": Checked(hpc_serve.__version__),
+        "is_slurm": bool(directives),
+        "directives": list(map(Checked, directives)),
+        "modules": modules,
+        "exports": {Checked(name): value for name, value in exports.items()},
+        "umask": Checked(f"{umask:03o}"),
+    }
+    return render_template(template, templates_dir, {**context, **further})
+
+
+def program_directives(
+    slurm: SlurmOptions, *, job_name: str, log_dir: str, gpus: int = 0, further: Sequence[str] = ()
+) -> list[str]:
+    """Return the words of the `#SBATCH` lines, for one node. sbatch's own words (`slurm.extra`) come last, and win."""
+    return [
+        f"--job-name={job_name}",
+        *slurm.lines("where"),
+        "--nodes=1",
+        "--ntasks-per-node=1",
+        *([slurm.gpu_line(gpus)] if gpus else []),
+        *slurm.lines("share"),
+        batch_log_option(log_dir, is_array=any(word.startswith(("--array", "-a")) for word in slurm.extra)),
+        *(["--exclusive"] if slurm.exclusive else []),
+        *further,
+        *slurm.extra,
+    ]
+
 
 _CPUS_PER_GPU = 4  # one engine worker, its threads for loading and tokenising
 _NOTICE_S = 120  # of a preemption, where the time limit gives none

@@ -12,16 +12,14 @@ from dataclasses import dataclass, replace
 
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import HpcServeError, InvalidRequestError, ServiceNotFoundError, WaitTimeoutError
-from hpc_serve.hub.adapters import find_adapter
-from hpc_serve.hub.hub import find_spec
+from hpc_serve.hub.hub import find_adapter, find_spec
 from hpc_serve.plan.engine import DEFAULT_LORA_RANK, EngineConfig
-from hpc_serve.plan.model.adapters import ON_CPUS, AdapterFiles, check_shapes, least_rank
-from hpc_serve.rendezvous.adapters import Adapter, check_adapter_name
+from hpc_serve.plan.model.checkpoint import ON_CPUS, AdapterFiles, check_shapes, least_rank
+from hpc_serve.rendezvous.claims import change_wanted, read_wanted
 from hpc_serve.rendezvous.names import replica_name
-from hpc_serve.rendezvous.record import EndpointRecord
+from hpc_serve.rendezvous.record import Adapter, EndpointRecord, check_adapter_name
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.wanted import Wanted
-from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
 from hpc_serve.submit.status.status_reader import find_report, replicas_here
 from hpc_serve.vllm.arguments import read_arguments, value_of
 

@@ -3,20 +3,136 @@
 Pure: what_is.py finds the jobs, reconcile.py decides what follows. A job counts as long as Slurm says that it waits or
 runs, or does not answer. It does not count once it drains, was told to end, or ends sooner than its successor would be
 ready.
+
+What looks at the engines of a service say over time: whether requests wait, and what the replicas had to carry.
+
+Unknown is not idle: where one replica could not be asked, the times begin anew. Pure: what_is.py asks and tells when;
+reconcile.py decides what follows.
+
+What is wanted of a service on several kinds of machine: what each kind has, and what a person makes of it. Pure.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from hpc_serve.rendezvous.gate_headers import EngineLoad
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE
 from hpc_serve.rendezvous.wanted import Wanted
-from hpc_serve.submit.services.load import LoadSummary
+from hpc_serve.units import read_seconds
 
 if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
+
+
+ADD_AFTER_S = 20.0
+LEAVE_AFTER_S = 600.0
+# The times of a service that is looked at less often than this begin anew.
+_LONGEST_GAP_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """For how long requests must wait before replicas are added, and the others carry the load before one leaves."""
+
+    add_after_s: float = ADD_AFTER_S
+    leave_after_s: float = LEAVE_AFTER_S
+
+
+def windows_of(environ: Mapping[str, str]) -> Windows:
+    """The windows that the environment asks for. Raises InvalidRequestError."""
+    return Windows(
+        add_after_s=read_seconds(environ, "HPC_SERVE_ADD_AFTER_S", ADD_AFTER_S),
+        leave_after_s=read_seconds(environ, "HPC_SERVE_LEAVE_AFTER_S", LEAVE_AFTER_S),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSummary:
+    """The load of a service until now. `is_known` says that each replica could be asked.
+
+    `surplus` requests wait without room for `surplus_s` seconds at least, `waiting` now. At most `peak` requests ran or
+    waited at once in the last window, of which `known_s` seconds were seen. There was none for `idle_s` seconds.
+    """
+
+    is_known: bool
+    most_running: int
+    waiting: int
+    surplus: int
+    surplus_s: float
+    peak: int
+    known_s: float
+    idle_s: float
+
+
+class LoadHistory:
+    """The looks at one service. Times are seconds of one monotonic clock.
+
+    `most_running` requests were seen to run on one replica at once, so that each is believed to carry as many.
+    """
+
+    def __init__(self, windows: Windows, now_s: float, *, most_running: int = 0) -> None:
+        self.most_running = most_running
+        self._windows = windows
+        self._names: frozenset[str] = frozenset()
+        self._was_known = False
+        self._looked_at_s = self._used_at_s = self._known_since_s = now_s
+        self._counts: dict[tuple[str, str], int] = {}
+        self._surplus: deque[tuple[float, int]] = deque()
+        self._peaks: deque[tuple[float, int]] = deque()
+
+    def note(self, loads: Mapping[str, EngineLoad | None], now_s: float, *, is_complete: bool = True) -> LoadSummary:
+        """Take in a look that ended now: the load of each ready replica by its name; None: it could not be asked."""
+        if now_s - self._looked_at_s > _LONGEST_GAP_S:
+            self.begin_anew(now_s)
+            self._used_at_s = now_s
+        known = {name: load for name, load in loads.items() if load is not None}
+        is_known = is_complete and bool(loads) and len(known) == len(loads)
+        self.most_running = max((self.most_running, *(load.running for load in known.values())))
+        was_used = self._is_new(known) or any(load.requests.under_way or load.running > 1 for load in known.values())
+        if was_used or not is_known:
+            self._used_at_s = now_s
+        if not (is_known and self._was_known):
+            self._known_since_s = now_s
+            self._peaks.clear()
+        self._peaks.append((now_s, sum(load.running + load.waiting for load in known.values())))
+        while self._peaks[0][0] < now_s - self._windows.leave_after_s:
+            self._peaks.popleft()
+        room = sum(max(0, self.most_running - load.running) for load in known.values() if not load.waiting)
+        waiting = sum(load.waiting for load in known.values())
+        if loads.keys() != self._names or waiting <= room or not is_complete:
+            self._surplus.clear()
+        if waiting > room and is_complete:
+            self._surplus.append((now_s, waiting - room))
+        self._names, self._was_known, self._looked_at_s = frozenset(loads), is_known, now_s
+        return LoadSummary(
+            is_known=is_known,
+            most_running=self.most_running,
+            waiting=waiting,
+            surplus=min((waits for _, waits in self._surplus), default=0),
+            surplus_s=now_s - self._surplus[0][0] if self._surplus else 0.0,
+            peak=max(requests for _, requests in self._peaks),
+            known_s=now_s - self._known_since_s,
+            idle_s=now_s - self._used_at_s,
+        )
+
+    def begin_anew(self, now_s: float) -> None:
+        """Forget the windows, since another number of replicas is wanted."""
+        self._known_since_s = now_s
+        self._surplus.clear()
+        self._peaks.clear()
+
+    def _is_new(self, known: Mapping[str, EngineLoad]) -> bool:
+        """Whether a request has come since the last look."""
+        now = {(name, load.requests.gate): load.requests.count for name, load in known.items()}
+        is_new = any(self._counts.get(key) != count for key, count in now.items())
+        self._counts |= now
+        return is_new
+
 
 # pending and starting: it serves nobody yet. unclear: it serves nobody now, and may again.
 JobStage = Literal["pending", "starting", "unclear", "ready", "draining", "over"]

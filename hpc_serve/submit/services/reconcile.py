@@ -11,10 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hpc_serve.durations import duration
 from hpc_serve.rendezvous.wanted import Cause, Decision, Wanted, WantedState
-from hpc_serve.submit.services.jobs import Job, JobStage, WhatIs, counted, is_due
-from hpc_serve.submit.services.load import Windows
+from hpc_serve.submit.services.jobs import Job, JobStage, WhatIs, Windows, counted, is_due
+from hpc_serve.units import duration
 
 _AGAIN_S = 4.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 600.0

@@ -21,16 +21,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpc_serve.errors import HpcServeError
-from hpc_serve.rendezvous.drain import drain_file, read_drain_request
+from hpc_serve.rendezvous.claims import change_wanted, read_wanted
 from hpc_serve.rendezvous.files import read_json
 from hpc_serve.rendezvous.names import record_file_name
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.rendezvous.store import ServiceStore, default_home, drain_file, read_drain_request
 from hpc_serve.rendezvous.wanted import Wanted
-from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
 from hpc_serve.submit.request.bounds import parse_replicas
 from hpc_serve.submit.services.carry_out import step
-from hpc_serve.submit.services.load import LoadHistory, Windows, windows_of
+from hpc_serve.submit.services.jobs import LoadHistory, Windows, windows_of
 from hpc_serve.submit.services.what_is import Looker
 from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.scheduler import SchedulerView

@@ -16,16 +16,15 @@ from types import MappingProxyType
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import HpcServeError
 from hpc_serve.plan import ServePlan
-from hpc_serve.plan.model.adapters import AdapterFiles, check_shapes
+from hpc_serve.plan.model.checkpoint import AdapterFiles, check_shapes
 from hpc_serve.rendezvous import shares
-from hpc_serve.rendezvous.adapters import Adapter
-from hpc_serve.rendezvous.named_folder import make_log_dir
+from hpc_serve.rendezvous.claims import read_wanted
+from hpc_serve.rendezvous.files import make_log_dir
 from hpc_serve.rendezvous.names import array_of, log_dir_before_job
 from hpc_serve.rendezvous.ownership import user_name
-from hpc_serve.rendezvous.record import SubmittedJob
+from hpc_serve.rendezvous.record import Adapter, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.rendezvous.wanted import Wanted
-from hpc_serve.rendezvous.wanted_file import read_wanted
 from hpc_serve.submit.plans.planned_speed import ENCODER_POSITIONS, speed_figures
 from hpc_serve.submit.plans.planning import plan_request
 from hpc_serve.submit.plans.preflight import check_before_plan, check_files
@@ -33,15 +32,15 @@ from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.script.memory import asked_parts, memory_sum, small_memory_note
 from hpc_serve.submit.script.render import devices_per_node, render_script, replicas_of
 from hpc_serve.submit.services.adapters import check_room, want_adapters
-from hpc_serve.submit.services.carry_out import end_submission
-from hpc_serve.submit.services.hand_over import (
+from hpc_serve.submit.services.carry_out import (
     JobScript,
     claimed,
+    end_submission,
     start_locally,
     submit_chains,
     submit_to_slurm,
 )
-from hpc_serve.submit.services.load import windows_of
+from hpc_serve.submit.services.jobs import windows_of
 from hpc_serve.submit.services.want import end_what_comes, take_back, want_submission
 from hpc_serve.submit.status.status_reader import read_status
 from hpc_serve.vllm.arguments import differing

@@ -1,32 +1,53 @@
 """What people want of a service, written down for whoever keeps it: by `submit`, `scale`, `wake` and `stop`.
 
 Each command then does what follows, as a job of the service would (carry_out.py).
+
+The environment variables that jobs hand on to the jobs that they submit.
+
+Each part reads its variables by itself. docs/reference/environment-variables.md describes all of them, and a test holds
+that page to the code.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.rendezvous.record import DEFAULT_MACHINE
+from hpc_serve.rendezvous.wanted import Wanted
+from hpc_serve.submit.request.bounds import shown_counts
+from hpc_serve.submit.request.request import ServeRequest
+
+if TYPE_CHECKING:
+    from hpc_serve.client.replicas.status import ReplicaStatus
+
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
 from hpc_serve.client.replicas.status import ReplicaStatus
-from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError
-from hpc_serve.rendezvous.adapters import Adapter
+from hpc_serve.errors import HpcServeError, StoreError
+from hpc_serve.rendezvous.claims import change_wanted, read_wanted, wanted_file
 from hpc_serve.rendezvous.files import remove_file
-from hpc_serve.rendezvous.record import DEFAULT_MACHINE, SubmittedJob
+from hpc_serve.rendezvous.record import Adapter, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.rendezvous.wanted import Decision, Wanted
-from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted, wanted_file
-from hpc_serve.submit.request.bounds import check_bounds, shown_bounds, shown_counts
-from hpc_serve.submit.request.request import ServeRequest
+from hpc_serve.rendezvous.wanted import Decision
+from hpc_serve.submit.request.bounds import check_bounds, shown_bounds
 from hpc_serve.submit.services.carry_out import settle, wait_for_others
 from hpc_serve.submit.services.jobs import Job, counted
-from hpc_serve.submit.services.machines import check_whole_jobs, counts_of, on_others, scaled, without
 from hpc_serve.submit.services.stop import stop
 from hpc_serve.submit.services.what_is import Looker
 from hpc_serve.submit.status.status_reader import find_report, read_status, replicas_here
-from hpc_serve.variables import KEPT
+
+KEPT = (
+    *("HPC_SERVE_ENV", "HPC_SERVE_MODEL", "HPC_SERVE_INTERFACE", "HPC_SERVE_TMPDIR", "HPC_SERVE_CACHE_DIR"),
+    *("HPC_SERVE_CACHE_SIZE", "HPC_SERVE_CACHE_ARCHIVE_SIZE", "HPC_SERVE_PREFLIGHT", "HPC_SERVE_STALL_S"),
+    *("HPC_SERVE_SILENCE_S", "HPC_SERVE_CANARY_S", "HPC_SERVE_STEP_S", "HPC_SERVE_HANG_S", "HPC_SERVE_KILL_WAIT_S"),
+    *("HPC_SERVE_ADD_AFTER_S", "HPC_SERVE_LEAVE_AFTER_S", "HF_HOME"),
+)
+"""A script that is submitted again finds these in its environment as it did the first time."""
 
 _MOST_TRIES = 10
 
@@ -292,3 +313,84 @@ def end_what_comes(store: ServiceStore, service: str) -> tuple[str, ...]:
     if found is None or found.state != "stopped":
         return ()
     return settle(store, service, drain_s=0.0).ended
+
+
+def on_others(found: Wanted | None, here: Sequence[Job], request: ServeRequest) -> dict[str, int]:
+    """Return the replicas that a service has on other kinds of machine than the request's.
+
+    Raises InvalidRequestError where they cannot be one service.
+    """
+    counts = ((found.counts if found is not None else {}) or counts_of(here)) if here else {}
+    others = {name: count for name, count in counts.items() if name != request.machine}
+    is_elastic = request.max_replicas is not None or (found is not None and here and found.least < found.most)
+    if is_elastic and (others or request.machine != DEFAULT_MACHINE):
+        raise InvalidRequestError(
+            f"{request.service}: MIN:MAX is for a service on one kind of machine, because its jobs do not decide which "
+            f"kind comes or leaves. Give each kind one number: --replicas {DEFAULT_MACHINE}:1,NAME:2; change it by "
+            f"`hpc-serve scale {request.service}`."
+        )
+    if found is not None and others and found.replicas_per_job != request.replicas_per_job:
+        raise InvalidRequestError(
+            f"--replicas-per-job is {found.replicas_per_job} for {request.service}, and {request.replicas_per_job} for "
+            f"{request.machine}: it must be the same for all kinds of machine of a service."
+        )
+    return others
+
+
+def counts_of(here: Sequence[Job]) -> dict[str, int]:
+    """Return the replicas of these jobs on each kind of machine."""
+    names = dict.fromkeys(job.machine for job in here)
+    return {name: sum(job.replicas for job in here if job.machine == name) for name in names}
+
+
+def scaled(wanted: Wanted, replicas: int | Mapping[str, int], service: str, known: Set[str]) -> Wanted:
+    """Return what is wanted with so many replicas. Raises InvalidRequestError for machines that are not `known`."""
+    if isinstance(replicas, int):
+        if not wanted.machines:
+            return replace(wanted, least=replicas, most=replicas, count=replicas)
+        if len(wanted.machines) > 1:
+            raise InvalidRequestError(
+                f"{service} has replicas on {shown_counts(wanted.counts)}: say which, as in `hpc-serve scale {service} "
+                f"{shown_counts(wanted.counts)}`."
+            )
+        replicas = dict.fromkeys(wanted.machines, replicas)
+    unknown = [name for name, count in replicas.items() if name not in known and (count or name not in wanted.counts)]
+    if unknown:
+        count = max(1, replicas[unknown[0]])
+        raise InvalidRequestError(
+            f"{service} has no script for {unknown[0]}: `hpc-serve submit` with --name {service} and "
+            f"--replicas {unknown[0]}:{count} makes one. It has been on {', '.join(sorted(known))}."
+        )
+    counts = {**(wanted.counts or {DEFAULT_MACHINE: wanted.count}), **replicas}
+    if not any(counts.values()):
+        raise InvalidRequestError(f"{service} would have no replica; `hpc-serve stop {service}` ends it.")
+    return wanted.with_counts(counts)
+
+
+def without(wanted: Wanted, ended: Iterable[tuple[str, int]]) -> Wanted:
+    """Return what is wanted once a person has ended so many replicas on these kinds of machine."""
+    left = wanted.counts
+    for machine, count in ended:
+        left[machine] = max(0, left.get(machine, 0) - count)
+    return wanted.with_counts(left) if wanted.machines and any(left.values()) else wanted
+
+
+def check_whole_jobs(here: Sequence[Job], wanted: Wanted, service: str, per_job: int) -> None:
+    """Raises InvalidRequestError where whole jobs do not give as many replicas as are wanted."""
+    for machine, count in wanted.counts.items() or [("", wanted.count)]:
+        its = [job for job in here if machine in ("", job.machine)]
+        have = sum(job.replicas for job in its)
+        missing, over = max(0, count - have), max(0, have - count)
+        if missing % per_job:
+            below = count - missing % per_job
+            raise InvalidRequestError(
+                f"{service} has {have} replicas, and a job of it has {per_job}: it can have {below + per_job}"
+                + (f", or {below}." if below > have else ".")
+            )
+        for job in sorted(its, key=lambda job: -job.replicas):
+            over -= job.replicas if job.replicas <= over else 0
+        if over:
+            raise InvalidRequestError(
+                f"{service} cannot lose {have - count} of its {have} replicas in whole jobs; "
+                f"`hpc-serve stop {its[0].job_id}-0` ends one of a job, and its GPUs stay with the job."
+            )

@@ -13,17 +13,14 @@ from dataclasses import dataclass, field
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import RendezvousError
 from hpc_serve.job.engine.health import EngineAddress, read_load
-from hpc_serve.rendezvous.drain import drain_file, read_drain_request
 from hpc_serve.rendezvous.entries import read_submitted
 from hpc_serve.rendezvous.gate_headers import EngineLoad
 from hpc_serve.rendezvous.record import SubmittedJob
-from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit.services.jobs import Job, JobStage, WhatIs
-from hpc_serve.submit.services.load import LoadHistory, LoadSummary
+from hpc_serve.rendezvous.store import ServiceStore, drain_file, read_drain_request
+from hpc_serve.submit.services.jobs import Job, JobStage, LoadHistory, LoadSummary, WhatIs
 from hpc_serve.submit.services.stop import write_end
 from hpc_serve.submit.slurm.scheduler import SchedulerView
-from hpc_serve.submit.slurm.slurm import JobState
-from hpc_serve.submit.slurm.slurm_answers import duration_s
+from hpc_serve.submit.slurm.slurm import JobState, duration_s
 from hpc_serve.submit.status.job_status import StatusReport
 from hpc_serve.submit.status.status_reader import read_status
 from hpc_serve.trust.connection import Identity

@@ -20,8 +20,7 @@ from submitit.core.utils import FailedJobError
 
 from hpc_serve.errors import SchedulerError, SchedulerUnavailableError, StoreError, SubmissionRefusedError
 from hpc_serve.submit.slurm import scheduler
-from hpc_serve.submit.slurm.slurm import sbatch_argv
-from hpc_serve.submit.slurm.slurm_answers import parse_sbatch, says_unreachable
+from hpc_serve.submit.slurm.slurm import parse_sbatch, says_unreachable, sbatch_argv
 from hpc_serve.submit.slurm.slurm_messages import refusal, refusal_hint
 
 _FIRST_LOOK_S, _ASKED_EVERY_S = 5.0, 0.5

@@ -25,17 +25,15 @@ from hpc_serve.submit.slurm.slurm import (
     UNKNOWN,
     JobState,
     Partition,
-    sacct_argv,
-    scancel_argv,
-    scontrol_show_job_argv,
-)
-from hpc_serve.submit.slurm.slurm_answers import (
     parse_sacct,
     parse_scontrol_job,
     parse_sinfo,
     parse_squeue,
+    sacct_argv,
     says_no_such_job,
     says_unreachable,
+    scancel_argv,
+    scontrol_show_job_argv,
 )
 
 _TIMEOUT_S = 60.0  # Slurm's own is MessageTimeout (10 s by default, up to 100), tried more than once

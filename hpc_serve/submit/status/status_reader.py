@@ -14,20 +14,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc_serve.client.discovery.discovery import ServiceWatch
-from hpc_serve.client.replicas.assess import assess_replica, assess_submitted
-from hpc_serve.client.replicas.messages import not_found
 from hpc_serve.client.replicas.probe import probe_records
-from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus, ServiceStatus
+from hpc_serve.client.replicas.status import (
+    ProbeResult,
+    ReplicaStatus,
+    ServiceStatus,
+    assess_replica,
+    assess_submitted,
+    not_found,
+)
 from hpc_serve.errors import RendezvousError, ServiceNotFoundError
 from hpc_serve.redact import redact, redact_lines
-from hpc_serve.rendezvous.chain import followers_of
+from hpc_serve.rendezvous.claims import read_wanted_or_none
 from hpc_serve.rendezvous.entries import JobEntry, ServiceRecords
 from hpc_serve.rendezvous.names import array_of, is_service_name, validate_service_name
-from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
+from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob, followers_of
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.rendezvous.wanted_file import read_wanted_or_none
-from hpc_serve.submit.logs.log_files import files_of, known_secrets, tail
-from hpc_serve.submit.request.chain import chain_sentence
+from hpc_serve.submit.logs import files_of, known_secrets, tail
+from hpc_serve.submit.request.bounds import chain_sentence
 from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.local import local_job_state
 from hpc_serve.submit.slurm.scheduler import SchedulerView

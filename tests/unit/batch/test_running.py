@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from hpc_serve import batch
 from hpc_serve.batch.answer_files import AnswerFile
-from hpc_serve.batch.window import ReplicaView
+from hpc_serve.batch.sender import ReplicaView
 from hpc_serve.cli.main import cli
 from hpc_serve.client import services
 from hpc_serve.client.engine_work import ReplicaWork, WorkWatch

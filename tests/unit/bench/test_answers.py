@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.bench.answers import AnswerReader, error_text
+from hpc_serve.bench.service import AnswerReader, error_text
 
 
 def event(**fields: Any) -> bytes:

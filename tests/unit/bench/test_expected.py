@@ -10,12 +10,11 @@ import pytest
 from hpc_serve.bench.expected import NoPlanError, measured_run, predict
 from hpc_serve.bench.run import Pace, Run
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.asked import PlanRequest
 from hpc_serve.plan.engine import EngineConfig
+from hpc_serve.plan.make import PlanRequest
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.sizes import GIB
-from hpc_serve.submit.plans.measured_runs import FILE
-from hpc_serve.submit.plans.planning import plan_for
+from hpc_serve.submit.plans.planning import FILE, plan_for
+from hpc_serve.units import GIB
 from tests.support.stubs import make_record, make_submitted
 from tests.unit.bench.conftest import make_outcome, make_run
 

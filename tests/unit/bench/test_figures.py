@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.bench.figures import figures_of, spread, tpot_s
-from hpc_serve.bench.notes import notes_on
 from hpc_serve.bench.report import run_lines, sweep_rows, table
-from hpc_serve.bench.results import document, result_of
+from hpc_serve.bench.results import document, figures_of, notes_on, result_of, spread, tpot_s
 from hpc_serve.bench.run import Pace
 from tests.unit.bench.conftest import make_outcome, make_run
 

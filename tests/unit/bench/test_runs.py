@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from hpc_serve.bench import load
+from hpc_serve.bench import sweep
 from hpc_serve.bench.results import result_of
 from hpc_serve.bench.run import Lengths
 from hpc_serve.bench.service import BenchError, BenchService
@@ -43,7 +43,7 @@ def test_runs_of_a_sweep_have_prompts_of_their_own(service, measure):
 
 def test_so_many_at_once_and_no_more(service, measure, monkeypatch):
     """Counted here: an engine writes down the end of a request after its answer, when the next one may have come."""
-    asking, under_way, seen = load.ask, set(), []
+    asking, under_way, seen = sweep.ask, set(), []
 
     async def counted(service, place, *rest):
         under_way.add(place)
@@ -52,7 +52,7 @@ def test_so_many_at_once_and_no_more(service, measure, monkeypatch):
         under_way.remove(place)
         return outcome
 
-    monkeypatch.setattr(load, "ask", counted)
+    monkeypatch.setattr(sweep, "ask", counted)
     service.start()
     measure(at_once=(3,), count=12)
     assert (len(seen), max(seen)) == (12, 3)

@@ -8,12 +8,12 @@ from html import unescape
 
 import pytest
 
-from hpc_serve.bench.checks import load_check, wrong_answers
 from hpc_serve.bench.page import page
 from hpc_serve.bench.plot import draw_runs
 from hpc_serve.bench.report import run_lines, sweep_rows
 from hpc_serve.bench.results import result_of
 from hpc_serve.bench.run import Pace
+from hpc_serve.bench.sweep import load_check, wrong_answers
 from hpc_serve.errors import InvalidRequestError
 from tests.unit.bench.conftest import make_outcome, make_run
 

@@ -10,11 +10,9 @@ import random
 
 import pytest
 
-from hpc_serve.bench.files import Sample, choose, read_samples
-from hpc_serve.bench.load import arrival_times
 from hpc_serve.bench.run import Lengths
-from hpc_serve.bench.texts import WORDS, fit
-from hpc_serve.bench.workload import completions
+from hpc_serve.bench.sweep import arrival_times
+from hpc_serve.bench.workload import WORDS, Sample, choose, completions, fit, read_samples
 from hpc_serve.errors import InvalidRequestError
 
 VOCABULARY = list(range(100, 200))

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.cli import main as cli_main
+from hpc_serve.cli.commands import SECONDS
 from hpc_serve.cli.main import run
 from hpc_serve.cli.submit.request import default_service
-from hpc_serve.cli.values import SECONDS
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.exit_codes import exit_code_words
-from hpc_serve.submit.request.sbatch_options import SlurmOptions
+from hpc_serve.submit.request.options import SlurmOptions
 from hpc_serve.submit.services import stop, wait
 from tests.support.stubs import StubService, make_record
 

@@ -6,15 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from hpc_serve.submit.diagnosis import diagnosis
-from hpc_serve.submit.logs import log_files
+from hpc_serve.submit import diagnosis, logs
 from tests.support.stubs import make_record
 
 
 @pytest.fixture
-def logs(stand_ins, store, monkeypatch):
+def job_logs(stand_ins, store, monkeypatch):
     """The folder of logs of a job of two nodes, and what happens before each time that its end is asked for."""
-    monkeypatch.setattr(log_files, "_POLL_S", 0.01)
+    monkeypatch.setattr(logs, "_POLL_S", 0.01)
     store.ensure_api_key("8b")
     store.write(make_record(service="8b", job_id="7", cluster="local", state="starting"))
     steps = list[Callable[[], None]]()
@@ -37,16 +36,16 @@ def append(path, text: str):
     return write
 
 
-def test_one_node_is_followed_from_before_its_file_is_there(logs, ran):
-    folder, steps = logs
+def test_one_node_is_followed_from_before_its_file_is_there(job_logs, ran):
+    folder, steps = job_logs
     node0, node1 = folder / "7-node0.log", folder / "7-node1.log"
     node0.write_text("of the head\n")
     steps += [append(node1, "first\nhalf"), append(node0, "more of the head\n"), append(node1, " a line\n\x1b[2Jlast")]
     assert ran(["logs", "8b", "--follow", "--node", "1"]).out == f"==> {node1} <==\nfirst\nhalf a line\n\\x1b[2Jlast\n"
 
 
-def test_without_a_node_all_files_are_followed_each_under_its_name(logs, ran):
-    folder, steps = logs
+def test_without_a_node_all_files_are_followed_each_under_its_name(job_logs, ran):
+    folder, steps = job_logs
     batch, node0 = folder / "7.log", folder / "7-node0.log"
     batch.write_text("old\nscript\n")
     steps += [append(node0, "head\n"), append(batch, "script again\n")]
@@ -72,8 +71,8 @@ ENGINE = "(APIServer pid=1) INFO 11-22 14:05:20 [model.py:733] a line\n  File x.
         (("--only", "ray", "--node", "0"), {"7-node0-ray.log": "==> raylet.out\nR\n"}),
     ],
 )
-def test_the_lines_of_one_writer_are_shown(logs, ran, words, shown):
-    folder, _ = logs
+def test_the_lines_of_one_writer_are_shown(job_logs, ran, words, shown):
+    folder, _ = job_logs
     files = {"7.log": BATCH, "7-node0.log": LAUNCHER + ENGINE, "7-node1.log": LAUNCHER}
     for name, text in {**files, "7-node0-ray.log": "==> raylet.out\nR\n"}.items():
         (folder / name).write_text(text)
@@ -83,7 +82,7 @@ def test_the_lines_of_one_writer_are_shown(logs, ran, words, shown):
         assert ran(["logs", "8b", *words, "--follow"]).out == "\n".join(parts)
 
 
-def test_that_a_writer_has_no_logs_is_said(logs, ran):
-    folder, _ = logs
+def test_that_a_writer_has_no_logs_is_said(job_logs, ran):
+    folder, _ = job_logs
     (folder / "7-node0.log").write_text(LAUNCHER)
     assert "has no logs by ray of node 0" in ran(["logs", "8b", "--only", "ray", "--node", "0"], 1).err

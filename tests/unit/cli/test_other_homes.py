@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from hpc_serve.rendezvous.claims import change_wanted, read_wanted
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.wanted import Wanted
-from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import make_record, make_submitted
 

@@ -10,7 +10,7 @@ import pytest
 
 from hpc_serve.errors import ServiceFailedError
 from hpc_serve.rendezvous.files import write_json
-from hpc_serve.rendezvous.preflight import PreflightReport, Verdict, preflight_file
+from hpc_serve.rendezvous.store import PreflightReport, Verdict, preflight_file
 from hpc_serve.submit.services import services, wait
 from tests.support.stubs import make_record
 

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from hpc_serve.cli.main import run
-from hpc_serve.cli.work_view import figure_name
+from hpc_serve.cli.show import figure_name
 from hpc_serve.client import engine_work
-from hpc_serve.pages.charts import Curve, over_time, stage_bar
+from hpc_serve.pages.frame import Curve, over_time, stage_bar
 from hpc_serve.rendezvous.record import NodeRecord, StartRecord
 from tests.support.stubs import StubService, make_record, make_submitted
 from tests.unit.pages.test_frame import Parts

@@ -13,8 +13,7 @@ import pytest
 
 from hpc_serve.cli.console import PlainConsole
 from hpc_serve.cli.services import stages, watching
-from hpc_serve.client.replicas.assess import assess_replica
-from hpc_serve.client.replicas.status import ProbeResult
+from hpc_serve.client.replicas.status import ProbeResult, assess_replica
 from hpc_serve.rendezvous.record import Progress, StartRecord
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.stubs import make_record

@@ -18,8 +18,7 @@ import pytest
 from hpc_serve.cli.services.top import Frame, Looks, frame_lines
 from hpc_serve.client import engine_work
 from hpc_serve.client.engine_work import ReplicaWork
-from hpc_serve.client.replicas.assess import assess_replica
-from hpc_serve.client.replicas.status import ProbeResult
+from hpc_serve.client.replicas.status import ProbeResult, assess_replica
 from hpc_serve.rendezvous.record import NodeRecord
 from hpc_serve.vllm.metrics import EngineWork
 from tests.support.patience import PATIENCE_S

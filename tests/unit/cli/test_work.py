@@ -14,8 +14,7 @@ from hpc_serve.cli.main import run
 from hpc_serve.cli.show import status_table
 from hpc_serve.client import connect, engine_work
 from hpc_serve.client.engine_work import ReplicaWork, WorkWatch
-from hpc_serve.client.replicas.assess import assess_replica
-from hpc_serve.client.replicas.status import ProbeResult
+from hpc_serve.client.replicas.status import ProbeResult, assess_replica
 from hpc_serve.submit.status.status_reader import read_status
 from hpc_serve.vllm.metrics import EngineWork
 from tests.support.patience import PATIENCE_S, wait_until

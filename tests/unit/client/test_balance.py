@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.client.replicas.beginnings import Beginnings, beginnings
-from hpc_serve.client.replicas.pool import LEAD, ReplicaPool
-from hpc_serve.client.replicas.speeds import HALF_LIFE_S, Speeds
+from hpc_serve.client.replicas.pool import HALF_LIFE_S, LEAD, Beginnings, ReplicaPool, Speeds, beginnings
 from tests.unit.client.conftest import address
 
 FOUR = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}

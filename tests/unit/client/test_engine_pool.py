@@ -16,17 +16,14 @@ from typing import Any
 
 import pytest
 
+from hpc_serve.client.connections.connections import LoopPool, ThreadPool
 from hpc_serve.client.connections.engine_pool import MOST_HANDSHAKES
-from hpc_serve.client.connections.loop_pool import LoopPool
 from hpc_serve.client.connections.message import Message, lines_for
-from hpc_serve.client.connections.thread_pool import ThreadPool
 from hpc_serve.client.replicas.event_loops import run_blocking
-from hpc_serve.client.replicas.pool import ReplicaAddress, ReplicaPool
-from hpc_serve.client.replicas.replicas import LastReplica
+from hpc_serve.client.replicas.pool import LastReplica, ReplicaAddress, ReplicaPool, SilenceLimit
 from hpc_serve.client.replicas.sdk import http
-from hpc_serve.client.replicas.silence_limit import SilenceLimit
 from hpc_serve.client.requests import attempt
-from hpc_serve.client.resume.received import DONE_EVENT
+from hpc_serve.client.resume.stream import DONE_EVENT
 from hpc_serve.trust.connection import Identity
 from tests.support.patience import wait_until
 from tests.support.tls_servers import server_context

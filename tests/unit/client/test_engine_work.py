@@ -8,8 +8,7 @@ import pytest
 
 from hpc_serve.client import engine_work
 from hpc_serve.client.engine_work import ReplicaWork, WorkWatch, look_for
-from hpc_serve.client.replicas.assess import assess_replica, assess_submitted
-from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus
+from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus, assess_replica, assess_submitted
 from hpc_serve.vllm.metrics import EngineWork
 from tests.support.patience import PATIENCE_S, wait_until
 from tests.support.stubs import StubEngine, StubService, make_record, make_submitted

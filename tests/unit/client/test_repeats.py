@@ -13,9 +13,9 @@ from hpc_serve.client.connections.message import Message
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas.event_loops import InThread, run_blocking
 from hpc_serve.client.replicas.sdk import http
+from hpc_serve.client.requests.attempt import MOST_ENGINES
 from hpc_serve.client.requests.exchange import Exchange, NoReplicaError
-from hpc_serve.client.requests.repeats import MOST_ENGINES
-from hpc_serve.client.resume.request import read_request
+from hpc_serve.client.resume.stream import read_request
 from hpc_serve.errors import StreamBrokenError, WaitTimeoutError
 from hpc_serve.rendezvous.gate_headers import DRAINING_HEADER
 

@@ -12,7 +12,7 @@ import pytest
 from hpc_serve.client import connect, endpoint
 from hpc_serve.client.discovery import discovery
 from hpc_serve.client.discovery.discovery import ServiceWatch
-from hpc_serve.client.discovery.search import Search
+from hpc_serve.client.discovery.reading import Search
 from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.errors import ServiceNotFoundError
 from tests.support.listener import Listener

@@ -3,10 +3,16 @@
 import pytest
 
 from hpc_serve.client.discovery.wait import WaitPolicy
-from hpc_serve.client.replicas.assess import assess_replica, assess_submitted
-from hpc_serve.client.replicas.messages import listing, not_found, summary
 from hpc_serve.client.replicas.pool import ReplicaPool
-from hpc_serve.client.replicas.status import ProbeResult, ServiceStatus
+from hpc_serve.client.replicas.status import (
+    ProbeResult,
+    ServiceStatus,
+    assess_replica,
+    assess_submitted,
+    listing,
+    not_found,
+    summary,
+)
 from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError, WaitTimeoutError
 from hpc_serve.rendezvous.record import JobEnd, Progress
 from tests.support.stubs import make_record, make_submitted

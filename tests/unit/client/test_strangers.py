@@ -17,7 +17,7 @@ from hpc_serve.client.connections.connections import LoopConnections, ThreadConn
 from hpc_serve.client.connections.message import Message
 from hpc_serve.client.discovery import discovery
 from hpc_serve.client.discovery.discovery import ServiceWatch
-from hpc_serve.client.replicas import proofs
+from hpc_serve.client.replicas import probe as probes
 from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.probe import probe
@@ -260,7 +260,7 @@ def test_a_certificate_that_cannot_be_read_is_a_failed_connection(service):
 def test_every_connection_is_verified_not_the_address(service, monkeypatch):
     """However lately an engine was probed, a new connection to it is verified."""
     monkeypatch.setattr(discovery, "REFRESH_S", 1e9)
-    monkeypatch.setattr(proofs, "REVERIFY_S", 1e9)
+    monkeypatch.setattr(probes, "REVERIFY_S", 1e9)
     engine = service.start()
     client = connect("405b", max_retries=0)
     assert ask(client).choices

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from hpc_serve.client.connections.connections import ThreadConnection, ThreadPool
 from hpc_serve.client.connections.message import Message, lines_for
-from hpc_serve.client.connections.thread_pool import ThreadConnection, ThreadPool
 from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http

@@ -17,8 +17,8 @@ from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.wait import ABSENT_GRACE_S, WaitPolicy, wait_for_replica
 from hpc_serve.client.replicas.event_loops import InThread, run_blocking
 from hpc_serve.errors import ServiceAsleepError, ServiceNotFoundError
+from hpc_serve.rendezvous.claims import change_wanted, read_wanted
 from hpc_serve.rendezvous.wanted import SUBMITTING_S, Decision, Wanted
-from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
 from tests.cluster import wait_for
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService, make_record, make_submitted

@@ -14,8 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_serve.errors import StoreError, UnknownModelError
-from hpc_serve.hub.fetch.hub_repository import HubConnectionError
-from hpc_serve.hub.fetch.model_files import cached_alone, look_for_model
+from hpc_serve.hub.fetch import HubConnectionError, cached_alone, look_for_model
 from hpc_serve.hub.local_weights import cached_folder, missing_weights
 from tests.support.fake_hub import COMMIT, model_files
 from tests.unit.fetch.conftest import MODEL

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpc_serve.cli.setup.fetch_progress import FetchProgress
-from hpc_serve.sizes import GIB, MIB
+from hpc_serve.cli.setup.fetch import FetchProgress
+from hpc_serve.units import GIB, MIB
 
 
 def lines(capsys, looks: list[tuple[float, int]], *, done: int = 0, total: int = 100) -> list[str]:

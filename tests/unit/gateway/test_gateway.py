@@ -15,11 +15,11 @@ from hpc_serve.client.connections.engine_pool import LIMITS, EnginePool
 from hpc_serve.client.discovery import discovery
 from hpc_serve.client.requests import attempt, exchange
 from hpc_serve.errors import StoreError
-from hpc_serve.rendezvous.adapters import Adapter
+from hpc_serve.rendezvous.claims import change_wanted
 from hpc_serve.rendezvous.entries import EntryFiles
+from hpc_serve.rendezvous.record import Adapter
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.wanted import Wanted
-from hpc_serve.rendezvous.wanted_file import change_wanted
 from tests.cluster import wait_for
 from tests.support.stub_engine import greedy_answer
 from tests.support.stubs import StubService, make_submitted

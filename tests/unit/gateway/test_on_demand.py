@@ -13,19 +13,19 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.client.own_program import CommandFailedError
+from hpc_serve.client.discovery.wake import CommandFailedError
 from hpc_serve.errors import SiteFileError
 from hpc_serve.gateway.settings import ListedModel, OnDemand, Settings
+from hpc_serve.rendezvous.claims import change_wanted, read_wanted
 from hpc_serve.rendezvous.wanted import Wanted
-from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
-from hpc_serve.submit.services.wanted_sentence import wanted_lines
+from hpc_serve.submit.services.wait import wanted_lines
 from tests.cluster import wait_for
 from tests.support.stubs import StubService, make_record
 
 pytest.importorskip("prometheus_client", reason="the gateway needs it")
-from hpc_serve.gateway import directory, on_demand, room
+from hpc_serve.gateway import directory, on_demand
 from hpc_serve.gateway.answers import Refusal
-from hpc_serve.gateway.room import Running, decide, gpu_hours, hours_free_in_s
+from hpc_serve.gateway.on_demand import Running, decide, gpu_hours, hours_free_in_s
 
 LIMITS = OnDemand(
     models={name: ListedModel(words=(name,), gpus=gpus) for name, gpus in (("a", 1), ("b", 1), ("c", 4))},
@@ -144,7 +144,7 @@ NAMES = ("a", "b", "c")
 def jobs(tmp_path, service, monkeypatch):
     jobs = Jobs(service.store.home, NAMES)
     monkeypatch.setattr(on_demand, "run_command", jobs.run)
-    monkeypatch.setattr(room, "LEAST_KEPT_S", 0.5)
+    monkeypatch.setattr(on_demand, "LEAST_KEPT_S", 0.5)
     yield jobs
     for one in jobs.services.values():
         one.close()
@@ -202,7 +202,7 @@ def test_a_model_that_cannot_be_submitted_is_told_and_not_tried_at_once(jobs, ga
 
 
 def test_who_waits_too_long_is_told_what_it_waits_for(jobs, gateway, monkeypatch):
-    monkeypatch.setattr(room, "LEAST_KEPT_S", 3600.0)
+    monkeypatch.setattr(on_demand, "LEAST_KEPT_S", 3600.0)
     front = gateway(on_demand=listed(most_services=1), wait_s=2.0)
     wait_for(lambda: front.complete("a").status == 200, 60, what="the first model")
     answer = front.complete("b")
@@ -315,7 +315,7 @@ def test_a_slow_submission_holds_no_other_model_and_has_its_room(jobs, gateway, 
     ],
 )
 def test_a_list_that_could_not_be_started_is_refused_at_once(tmp_path, text, said):
-    from hpc_serve.cli.use.on_demand import read_on_demand
+    from hpc_serve.cli.use.gateway import read_on_demand
 
     path = tmp_path / "models.yaml"
     path.write_text(text)
@@ -325,7 +325,7 @@ def test_a_list_that_could_not_be_started_is_refused_at_once(tmp_path, text, sai
 
 
 def test_a_list_says_what_each_model_takes(tmp_path):
-    from hpc_serve.cli.use.on_demand import read_on_demand
+    from hpc_serve.cli.use.gateway import read_on_demand
 
     path = tmp_path / "models.yaml"
     path.write_text("services: 2\nmodels:\n  big: 70b --gpu h100\n  small: 8b --gpu h100 -- --max-num-seqs 4\n")
@@ -335,7 +335,7 @@ def test_a_list_says_what_each_model_takes(tmp_path):
 
 
 def test_a_listed_model_may_be_on_several_kinds_of_machine(tmp_path, monkeypatch):
-    from hpc_serve.cli.use.on_demand import read_on_demand
+    from hpc_serve.cli.use.gateway import read_on_demand
 
     site, path = tmp_path / "site.yaml", tmp_path / "models.yaml"
     site.write_text("machines: {a100: {gpu: a100-80gb}, l40s: {gpu: l40s}}\n")

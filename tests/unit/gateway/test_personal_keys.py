@@ -15,7 +15,7 @@ import pytest
 
 from hpc_serve.cli.main import run
 from hpc_serve.errors import RecordError
-from hpc_serve.gateway import people, personal_keys, use
+from hpc_serve.gateway import personal_keys, request, use
 from hpc_serve.gateway.personal_keys import add_person, revoke_key
 from hpc_serve.gateway.use import AnswerCount, UnderWay, Use, expected_use
 from tests.cluster import wait_for
@@ -27,13 +27,13 @@ WORDS = 12
 GREEDY = ("--stub-greedy", "--stub-words", str(WORDS))
 ANSWER = greedy_answer("Why?", WORDS)
 PROMPT = len(encode("Why?"))
-LOOK_S = people.LOOK_S
+LOOK_S = request.LOOK_S
 WHOLE = Use(requests=1, prompt_tokens=PROMPT, completion_tokens=WORDS)
 
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch) -> None:
-    monkeypatch.setattr(people, "LOOK_S", 0.05)
+    monkeypatch.setattr(request, "LOOK_S", 0.05)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_the_owners_key_and_each_persons_are_taken_and_no_other(service, gateway
 
 
 def test_a_key_is_taken_and_refused_again_without_a_restart(service, gateway, make, folder, monkeypatch):
-    monkeypatch.setattr(people, "LOOK_S", LOOK_S)
+    monkeypatch.setattr(request, "LOOK_S", LOOK_S)
     service.start(*GREEDY)
     front = gateway(key=OWNERS)
     key = make("alice")
@@ -186,12 +186,12 @@ def test_a_spoilt_file_is_neither_believed_nor_written_over(make, folder, spoil,
 @pytest.mark.parametrize(("spoil", "says"), DAMAGED)
 def test_over_a_damaged_file_the_last_keys_hold_and_it_is_said_what_to_do(make, folder, spoil, says, capsys, caplog):
     revoked, alice = make("bob"), make("alice")
-    running = people.People(folder)
+    running = request.People(folder)
     revoke_key(folder, "bob")
     running.look()
     spoil(folder / "keys.json")
     running.look()
-    begun = people.People(folder)  # it knows no last keys
+    begun = request.People(folder)  # it knows no last keys
     taken = [[one.with_key(key.encode()) is not None for key in (alice, revoked)] for one in (running, begun)]
     assert taken == [[True, False], [False, False]]
     assert run(["key", "list"]) == 5

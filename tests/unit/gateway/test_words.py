@@ -7,9 +7,15 @@ import json
 import pytest
 
 from hpc_serve.client.connections.message import Message
-from hpc_serve.gateway.bodies import read_body, with_model
-from hpc_serve.gateway.headers import for_client, for_engine
-from hpc_serve.gateway.routes import GET_ROUTES, POST_ROUTES, route_of
+from hpc_serve.gateway.http_parts import (
+    GET_ROUTES,
+    POST_ROUTES,
+    for_client,
+    for_engine,
+    read_body,
+    route_of,
+    with_model,
+)
 
 JSON = "application/json"
 

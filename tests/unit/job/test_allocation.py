@@ -6,7 +6,7 @@ import pytest
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.machine.allocation import read_allocation
-from hpc_serve.sizes import GIB
+from hpc_serve.units import GIB
 
 SLURM = {
     "SLURM_JOB_ID": "77",

@@ -11,11 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_serve.job.links import control
-from hpc_serve.job.links.admission import greeting
 from hpc_serve.job.links.control import ControlServer
-from hpc_serve.job.links.link import LinkLostError
+from hpc_serve.job.links.link import LinkLostError, greeting
 from hpc_serve.job.machine.network import PortsInUseError, choose_port, listen_on
-from hpc_serve.job.progress.reading import ReadSoFar
+from hpc_serve.job.progress import ReadSoFar
 from tests.unit.job.conftest import in_a_loop
 from tests.unit.job.control_links import connected, join, listening
 

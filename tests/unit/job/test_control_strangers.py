@@ -10,7 +10,7 @@ import secrets
 import pytest
 
 from hpc_serve.job.links import control
-from hpc_serve.job.links.admission import make_ticket, proof
+from hpc_serve.job.links.link import make_ticket, proof
 from tests.unit.job.conftest import in_a_loop
 from tests.unit.job.control_links import join, listening
 

@@ -20,11 +20,10 @@ from hpc_serve.job.engine import drain as drain_module
 from hpc_serve.job.engine.drain import Drain, follow_drain_requests
 from hpc_serve.job.engine.health import EngineAddress, requests_under_way
 from hpc_serve.job.machine.process import start_child
-from hpc_serve.job.run import outcome as outcome_module
-from hpc_serve.job.run.outcome import Outcome, RunEnd, drain_s_after_signal
+from hpc_serve.job.run import parts as outcome_module
+from hpc_serve.job.run.parts import Outcome, RunEnd, drain_s_after_signal
 from hpc_serve.job.run.record_keeper import RecordKeeper
-from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file, read_drain_request
-from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.rendezvous.store import DrainRequest, ServiceStore, ask_to_drain, drain_file, read_drain_request
 from hpc_serve.trust.authority import make_run_certificate
 from hpc_serve.trust.connection import Identity, VerifiedConnection
 from tests.cluster import wait_for

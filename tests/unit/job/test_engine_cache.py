@@ -10,8 +10,7 @@ import pytest
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.cache import engine_cache
-from hpc_serve.job.cache.cache_key import cache_key, machine_key
-from hpc_serve.job.cache.engine_cache import open_cache
+from hpc_serve.job.cache.engine_cache import cache_key, machine_key, open_cache
 from hpc_serve.vllm.command import read_command
 from tests.support.strangers import give_away
 

@@ -15,13 +15,10 @@ from typing import Any, cast
 
 import pytest
 
-from hpc_serve.job.engine.endpoint import EngineEndpoint
-from hpc_serve.job.engine.engine_process import EngineProcess
+from hpc_serve.job.engine.engine_process import EngineEndpoint, EngineProcess
 from hpc_serve.job.engine.engine_start import VLLM_MODULE
-from hpc_serve.job.machine.own_script import is_own_script
-from hpc_serve.job.machine.process import marked_pids
-from hpc_serve.job.run.outcome import RunEnd
-from hpc_serve.job.run.parts import Parts
+from hpc_serve.job.machine.process import is_own_script, marked_pids
+from hpc_serve.job.run.parts import Parts, RunEnd
 from tests.support.nodes import make_node, write_program
 from tests.unit.job.conftest import in_a_loop
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.job.engine.engine_socket import EngineSocket
+from hpc_serve.job.engine.engine_process import EngineSocket
 from hpc_serve.job.machine.network import PortsInUseError
 from hpc_serve.job.run.node import Node
 from tests.support.nodes import ALLOCATION, make_node

@@ -13,7 +13,7 @@ import pytest
 
 from hpc_serve.job.cache.engine_cache import open_cache
 from hpc_serve.job.head import Head
-from hpc_serve.job.links.worker_links import WorkerLinks
+from hpc_serve.job.links.control import WorkerLinks
 from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.nodes import make_node

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
-from hpc_serve.job.ray.head_ray import HeadRay
+from hpc_serve.job.ray.ray_cluster import HeadRay
 from tests.support.nodes import make_node
 from tests.unit.job.conftest import in_a_loop
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.gate.engine_facts import read_processes
-from hpc_serve.gate.judgement import EngineLook, Judge, Limits, Process, step_s
+from hpc_serve.gate.engine_facts import EngineLook, Judge, Limits, Process, read_processes, step_s
 
 CORE = "VLLM::EngineCor"
 RANK = "VLLM::Worker_TP"

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from hpc_serve.job.machine.log_setup import print_line, set_up_logging
+from hpc_serve.job.machine.allocation import print_line, set_up_logging
 from hpc_serve.job.prepare import main
 
 

@@ -10,12 +10,11 @@ import pytest
 
 from hpc_serve.diagnose.causes import find_causes
 from hpc_serve.diagnose.rules import RULES
-from hpc_serve.job.machine import oom_kills
-from hpc_serve.job.machine.oom_kills import OomCounts, OomWatch, read_counts
+from hpc_serve.job.machine import node_memory
+from hpc_serve.job.machine.node_memory import OomCounts, OomWatch, read_counts
 from hpc_serve.job.machine.process import mark_environ
-from hpc_serve.job.run.outcome import RunEnd
-from hpc_serve.job.run.parts import SIGKILL_RULES, SILENT_RULES, Parts
-from hpc_serve.sizes import GIB, MIB
+from hpc_serve.job.run.parts import SIGKILL_RULES, SILENT_RULES, Parts, RunEnd
+from hpc_serve.units import GIB, MIB
 from tests.unit.diagnose.cases_of_logs import cause_in, read_cases
 from tests.unit.diagnose.test_rules import evidence
 
@@ -138,7 +137,7 @@ def test_a_kill_is_said_of_one_end_alone():
 def test_what_was_killed_long_before_an_end_was_survived(monkeypatch):
     watch = watch_of(BEFORE, KILLED)
     watch.look()
-    monkeypatch.setattr(oom_kills, "_BELONGS_TO_END_S", -1.0)
+    monkeypatch.setattr(node_memory, "_BELONGS_TO_END_S", -1.0)
     assert watch.words_of_end(by_sigkill=False, is_silent=False) == ""
     assert "killed none" in watch.words_of_end(by_sigkill=True, is_silent=True)
 
@@ -178,14 +177,14 @@ CORE_ENDED = "print('RuntimeError: Engine core initialization failed. Failed cor
     ],
 )
 def test_an_end_by_sigkill_is_held_against_the_kernels_count(monkeypatch, code, words):
-    monkeypatch.setattr(oom_kills, "read_counts", lambda: OomCounts(in_cgroup=0, on_node=0))
+    monkeypatch.setattr(node_memory, "read_counts", lambda: OomCounts(in_cgroup=0, on_node=0))
     reason = reason_of(code)
     assert reason.endswith(f"; {words}") if words else ";" not in reason
 
 
 def test_a_core_process_of_real_vllm_that_was_killed(tmp_path, monkeypatch):
     """Its server ends with 0, and says that it does not know why. The lines are those of a real one."""
-    monkeypatch.setattr(oom_kills, "read_counts", lambda: OomCounts(in_cgroup=0, on_node=0))
+    monkeypatch.setattr(node_memory, "read_counts", lambda: OomCounts(in_cgroup=0, on_node=0))
     (case,) = (case for case in read_cases() if case.rule == "engine-core-gone")
     log = tmp_path / "engine.log"
     log.write_text("\n".join(line for line in case.lines if "hpc-serve:" not in line))

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.errors import InvalidRequestError, RecordError, StoreError
-from hpc_serve.hub.stand_in import find_stand_in
+from hpc_serve.hub.local_weights import find_stand_in
 from hpc_serve.job.cache.engine_cache import open_cache
 from hpc_serve.job.cleanup import node_dir
 from hpc_serve.job.launcher import launch
 from hpc_serve.job.machine.allocation import read_allocation
 from hpc_serve.job.prepare import prepare
 from hpc_serve.job.run.node import LaunchOptions, read_token
-from hpc_serve.rendezvous import named_folder, ownership
+from hpc_serve.rendezvous import files, ownership
 from tests.support.nodes import make_node
 from tests.support.strangers import STRANGER, give_away
 
@@ -143,6 +143,6 @@ def test_a_log_folder_that_a_stranger_makes_a_moment_before_is_refused(tmp_path,
         path.mkdir()
         path.chmod(0o777)
 
-    monkeypatch.setattr(named_folder, "make_folders", make_after_the_stranger)
+    monkeypatch.setattr(files, "make_folders", make_after_the_stranger)
     with pytest.raises(InvalidRequestError, match="can be changed by everybody"):
-        named_folder.make_log_dir(open_folder / "logs", called="HPC_SERVE_LOG_DIR")
+        files.make_log_dir(open_folder / "logs", called="HPC_SERVE_LOG_DIR")

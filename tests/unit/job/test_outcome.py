@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from hpc_serve.job.run import outcome as outcome_module
-from hpc_serve.job.run.outcome import Outcome, RunEnd
+from hpc_serve.job.run import parts as outcome_module
+from hpc_serve.job.run.parts import Outcome, RunEnd
 from tests.unit.job.conftest import in_a_loop
 
 

@@ -10,12 +10,11 @@ from typing import cast
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.job.links.control import WorkerLinks
 from hpc_serve.job.links.link import Link
-from hpc_serve.job.links.worker_links import WorkerLinks
 from hpc_serve.job.machine.process import mark_environ, marked_pids
-from hpc_serve.job.progress.reading import ReadSoFar
-from hpc_serve.job.run.outcome import PartFailedError, RunEnd
-from hpc_serve.job.run.parts import Parts, StopOrder
+from hpc_serve.job.progress import ReadSoFar
+from hpc_serve.job.run.parts import PartFailedError, Parts, RunEnd, StopOrder
 from tests.cluster import wait_for
 from tests.unit.job.conftest import in_a_loop
 
@@ -29,7 +28,7 @@ def python(code: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _no_settling(monkeypatch):
-    monkeypatch.setattr("hpc_serve.job.run.outcome._SETTLE_S", 0.01)
+    monkeypatch.setattr("hpc_serve.job.run.parts._SETTLE_S", 0.01)
 
 
 @in_a_loop

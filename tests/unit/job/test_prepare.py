@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError
-from hpc_serve.job.cleanup.run_dir import read_control_port, write_control_port
+from hpc_serve.job.cleanup.node_dir import read_control_port, write_control_port
 from hpc_serve.job.machine.allocation import read_allocation
 from hpc_serve.job.prepare import choose_node_dir, main, prepare
 from hpc_serve.rendezvous.claims import _FILELOCK

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.job.machine.process import mark_environ
-from hpc_serve.job.progress.checkpoint import weight_sizes
-from hpc_serve.job.progress.reading import ReadSoFar, RunReading
-from hpc_serve.sizes import MIB
+from hpc_serve.job.progress import ReadSoFar, RunReading, weight_sizes
+from hpc_serve.units import MIB
 
 SIZE = 32 * MIB
 

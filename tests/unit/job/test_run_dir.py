@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hpc_serve.job.cleanup.run_dir import make_run_dir, remove_old_run_dirs, remove_run_dir
+from hpc_serve.job.cleanup.node_dir import make_run_dir, remove_old_run_dirs, remove_run_dir
 from hpc_serve.job.machine.allocation import read_allocation
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.stubs import make_record

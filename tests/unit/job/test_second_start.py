@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file
+from hpc_serve.rendezvous.store import DrainRequest, ask_to_drain, drain_file
 from tests.support.local_run import Run
 
 

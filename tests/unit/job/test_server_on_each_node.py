@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.job.cleanup.run_dir import make_run_dir
+from hpc_serve.job.cleanup.node_dir import make_run_dir
 from hpc_serve.job.head import run_head
 from hpc_serve.job.machine.process import marked_pids
 from hpc_serve.job.run.node import LaunchOptions
 from hpc_serve.job.worker import run_worker
-from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.rendezvous.store import DrainRequest, ServiceStore, ask_to_drain, drain_file
 from tests.support.nodes import ALLOCATION, make_node, write_program
 from tests.support.stubs import SCRIPT
 

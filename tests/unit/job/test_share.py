@@ -9,10 +9,9 @@ import pytest
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.job.launcher import run_cache
-from hpc_serve.job.machine.allocation import read_allocation
-from hpc_serve.job.machine.share import Share, near_one_another
+from hpc_serve.job.machine.allocation import Share, near_one_another, read_allocation
 from hpc_serve.job.run.node import LaunchOptions
-from hpc_serve.sizes import GIB
+from hpc_serve.units import GIB
 from hpc_serve.vllm.command import read_command
 from tests.support.nodes import ALLOCATION, make_node
 

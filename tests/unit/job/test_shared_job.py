@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file
+from hpc_serve.rendezvous.store import DrainRequest, ask_to_drain, drain_file
 from tests.support.local_run import Run
 
 DEVICES = ("GPU-5ac1", "GPU-07b2", "MIG-11aa", "MIG-22bb")

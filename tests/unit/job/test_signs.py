@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from hpc_serve.gate import connection_limits, engine_facts
+from hpc_serve.gate.connection_limits import Asked, Signs
+from hpc_serve.gate.engine_facts import Process
 from hpc_serve.gate.gate import Gate
-from hpc_serve.gate.judgement import Process
-from hpc_serve.gate.signs import Asked, Signs
 from hpc_serve.rendezvous.gate_headers import COMMENT_CHUNK, PROCESSING
 from hpc_serve.trust.authority import make_run_certificate
 from tests.support import asgi_server

@@ -18,11 +18,10 @@ import pytest
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.job.machine.network import PortsInUseError
-from hpc_serve.job.weights import stage_copy, staging
-from hpc_serve.job.weights.stage_copy import CopyStoppedError
+from hpc_serve.job.weights import staging
 from hpc_serve.job.weights.stage_folder import remove_unused, stage_base
-from hpc_serve.job.weights.staging import Staging, plan_staging
-from hpc_serve.sizes import MIB
+from hpc_serve.job.weights.staging import CopyStoppedError, Staging, plan_staging
+from hpc_serve.units import MIB
 from hpc_serve.vllm.command import read_command
 from tests.support.patience import wait_until
 from tests.support.strangers import give_away
@@ -67,8 +66,8 @@ def environ(tmp_path) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(stage_copy, "_BLOCK_BYTES", MIB)
-    monkeypatch.setattr(stage_copy, "_PIECE_BYTES", MIB // 4)
+    monkeypatch.setattr(staging, "_BLOCK_BYTES", MIB)
+    monkeypatch.setattr(staging, "_PIECE_BYTES", MIB // 4)
     monkeypatch.setattr(staging, "_SPARE_BYTES", 0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.job.progress.start_stages import StartStages
+from hpc_serve.job.progress import StartStages
 from hpc_serve.rendezvous.start_times import PastStart
 from tests.unit.job.starts import Clock, from_half_way, gpu_start, play, recorded, share_right, tell
 

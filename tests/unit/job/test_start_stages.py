@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.job.progress.start_stages import STAGE_OF_PHRASE, StartStages
+from hpc_serve.job.progress import STAGE_OF_PHRASE, StartStages
 from hpc_serve.rendezvous.record import START_STAGES
 from hpc_serve.rendezvous.start_times import PastStart
-from hpc_serve.sizes import GIB
+from hpc_serve.units import GIB
 from hpc_serve.vllm.log import read_stage
 from tests.unit.job.starts import Clock, gpu_start, play, recorded, tell
 

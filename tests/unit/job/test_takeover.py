@@ -7,12 +7,10 @@ import time
 
 import pytest
 
-from hpc_serve.job.run import takeover
-from hpc_serve.job.run.record_keeper import RecordKeeper
-from hpc_serve.job.run.takeover import drain_predecessors, take_over
-from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file, read_drain_request
+from hpc_serve.job.run import record_keeper
+from hpc_serve.job.run.record_keeper import RecordKeeper, drain_predecessors, take_over
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.rendezvous.store import DrainRequest, ServiceStore, ask_to_drain, drain_file, read_drain_request
 from tests.support.stubs import make_record, make_submitted
 from tests.unit.job.conftest import in_a_loop
 
@@ -90,7 +88,7 @@ def test_those_that_come_after_are_left_alone(store):
 
 @in_a_loop
 async def test_only_one_that_is_ready_takes_over(store, monkeypatch):
-    monkeypatch.setattr(takeover, "_POLL_S", 0.01)
+    monkeypatch.setattr(record_keeper, "_POLL_S", 0.01)
     store.write(record("1"))
 
     keeper = RecordKeeper(store, record("2", state="starting"))

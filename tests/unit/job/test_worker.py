@@ -13,7 +13,7 @@ import pytest
 from hpc_serve.job.cache.engine_cache import open_cache
 from hpc_serve.job.links.link import Link, LinkLostError
 from hpc_serve.job.machine.process import marked_pids
-from hpc_serve.job.run import outcome as outcome_module
+from hpc_serve.job.run import parts as outcome_module
 from hpc_serve.job.worker import run_worker
 from tests.support.nodes import ALLOCATION, listen_for_workers, make_node, write_program
 

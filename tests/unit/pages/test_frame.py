@@ -11,8 +11,7 @@ from html.parser import HTMLParser
 import pytest
 from markupsafe import Markup
 
-from hpc_serve.pages.charts import Curve, over_load, over_time
-from hpc_serve.pages.frame import COLOURS, document, swatch, table
+from hpc_serve.pages.frame import COLOURS, Curve, document, over_load, over_time, swatch, table
 
 EVIL = "</script></style></title><!--<script>alert('1')</script>&amp;\u2028 \"'"
 

@@ -16,7 +16,7 @@ from benchmarks.accuracy import scaling_book as book
 from benchmarks.accuracy.scaling_book import CONTEXT, SEED, TODAY, Entry, is_close
 from benchmarks.accuracy.scaling_book_problems import SMALL_TOKEN, answers, first, second, third
 from hpc_serve.plan import EngineConfig
-from hpc_serve.plan.hardware.accelerator import slice_with
+from hpc_serve.plan.hardware import slice_with
 from hpc_serve.plan.speed.step import Roofline
 
 PAGE = json.loads((DATA / "scaling_book.json").read_text())

@@ -35,8 +35,14 @@ from benchmarks.accuracy.speed_scores import (
 )
 from benchmarks.accuracy.speed_unseen import unseen
 from hpc_serve.plan.catalog import SPEED_ACCURACY
-from hpc_serve.plan.speed.classes import class_texts, measured_classes, own_classes, speed_range, wide_classes
-from hpc_serve.plan.speed.estimate import speed_column
+from hpc_serve.plan.speed.estimate import (
+    class_texts,
+    measured_classes,
+    own_classes,
+    speed_column,
+    speed_range,
+    wide_classes,
+)
 from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Factors
 
 PAGE = " ".join((Path(__file__).parents[3] / "docs/evidence/accuracy.md").read_text(encoding="utf-8").split())

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.model.adapters import RANKS, check_shapes, least_rank, read_adapter
+from hpc_serve.plan.model.checkpoint import RANKS, check_shapes, least_rank, read_adapter
 from hpc_serve.vllm.options import options
 from tests.support.configs import built
 

@@ -18,11 +18,9 @@ from hypothesis import strategies as st
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan import EngineConfig, ModelSpec, model_from_config, resolve
 from hpc_serve.plan.engine import default_block_size
-from hpc_serve.plan.hardware.accelerator import AcceleratorKind
-from hpc_serve.plan.memory.cache_groups import CacheLayout
-from hpc_serve.plan.memory.kv_cache import cache_layout
-from hpc_serve.plan.model.spec import DecoderLayer, LayerCache
-from hpc_serve.plan.model.weights import Block
+from hpc_serve.plan.hardware import AcceleratorKind
+from hpc_serve.plan.memory.kv_cache import CacheLayout, cache_layout
+from hpc_serve.plan.model.spec import Block, DecoderLayer, LayerCache
 
 pytest.importorskip("vllm", reason="the groups are compared with vLLM's own functions")
 

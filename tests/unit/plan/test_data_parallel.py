@@ -23,7 +23,7 @@ from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.memory.stages import pipeline_stages
 from hpc_serve.plan.speed.estimate import ReplicaSpeeds, requests_held, speed_column
 from hpc_serve.plan.speed.step import EXPECTED, IDEAL
-from hpc_serve.plan.speed.traffic import Traffic
+from hpc_serve.plan.speed.throughput import Traffic
 from tests.support.plans import estimate, replica, roofline, spec, speed
 from tests.unit.plan.conftest import Plan, Told
 

@@ -10,7 +10,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan import EngineConfig, catalog
 from hpc_serve.plan.engine import Workload, max_num_batched_tokens
-from hpc_serve.plan.hardware.cluster import cluster_named
+from hpc_serve.plan.hardware import cluster_named
 from tests.support.configs import built, config_of
 from tests.support.plans import made_plan
 

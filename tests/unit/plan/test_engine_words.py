@@ -13,13 +13,12 @@ import pytest
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.plan import model_from_config, resolve
-from hpc_serve.plan.asked import PlanRequest
-from hpc_serve.plan.choice.vllm_flags import read_fields
+from hpc_serve.plan.choice.layout import read_fields
 from hpc_serve.plan.engine import EngineConfig, Workload
-from hpc_serve.plan.hardware.cluster import cluster_named
-from hpc_serve.plan.make import FoundParts, make_plan
+from hpc_serve.plan.hardware import cluster_named
+from hpc_serve.plan.make import FoundParts, PlanRequest, make_plan
 from hpc_serve.plan.model.config import with_overrides
-from hpc_serve.vllm.allowed import check_arguments, classes
+from hpc_serve.vllm.command import check_arguments, classes
 from hpc_serve.vllm.options import load_data
 
 PASSED_OVER = load_data("uncounted.json")

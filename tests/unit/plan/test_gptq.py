@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan import ModelSpec
-from hpc_serve.plan.model.gptq import dynamic_rules, dynamic_scheme
-from hpc_serve.plan.model.scheme import BF16, int_groups
-from hpc_serve.sizes import GIB
+from hpc_serve.plan.model.scheme import BF16, dynamic_rules, dynamic_scheme, int_groups
+from hpc_serve.units import GIB
 from tests.support.configs import made
 
 BASE: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}

@@ -15,7 +15,7 @@ from hpc_serve.plan import EngineConfig, MemoryEstimate, ModelSpec, model_from_c
 from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.model.architectures import draft_from_config
 from hpc_serve.plan.report.notes import plan_notes
-from hpc_serve.sizes import GIB
+from hpc_serve.units import GIB
 from tests.support.configs import config_of
 from tests.support.plans import estimate as estimate_on
 from tests.support.plans import printed_plan as planned

@@ -9,8 +9,8 @@ import pytest
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan import ClusterSpec, accelerator
 from hpc_serve.plan.catalog import accelerator_entries
-from hpc_serve.plan.hardware.cluster import cluster_named
-from hpc_serve.sizes import GIB
+from hpc_serve.plan.hardware import cluster_named
+from hpc_serve.units import GIB
 from tests.unit.plan.conftest import Plan
 
 

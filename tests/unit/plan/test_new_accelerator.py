@@ -10,16 +10,14 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan import EngineConfig, ServePlan, accelerator, plan
 from hpc_serve.plan.catalog import accelerator_entries
 from hpc_serve.plan.engine import max_num_batched_tokens
-from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
-from hpc_serve.plan.hardware.cluster import cluster_named
-from hpc_serve.plan.memory.cuda_graphs import graph_count
+from hpc_serve.plan.hardware import AcceleratorSpec, cluster_named
 from hpc_serve.plan.memory.estimate import profile_runs
-from hpc_serve.plan.memory.overhead import nccl_bytes
-from hpc_serve.plan.speed.links import ASSUMED_LINK_BYTES_PER_S, link_rate
-from hpc_serve.sizes import GIB
-from hpc_serve.submit.request.environment import Environment
+from hpc_serve.plan.memory.overhead import graph_count, nccl_bytes
+from hpc_serve.plan.speed.step import ASSUMED_LINK_BYTES_PER_S, link_rate
+from hpc_serve.submit.request.options import Environment
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.script.render import render_script
+from hpc_serve.units import GIB
 from tests.support.plans import layout, spec
 
 MODEL = spec("8b")

@@ -10,8 +10,8 @@ import pytest
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import ClusterSpec, EngineConfig, ServePlan, Workload, accelerator, plan, resolve
+from hpc_serve.plan.choice.candidates import compare_sharing, replica_options
 from hpc_serve.plan.choice.planner import NoLayoutError
-from hpc_serve.plan.choice.replicas import compare_sharing, replica_options
 from hpc_serve.plan.report.explain import explain
 from tests.support.plans import layout as layout_with
 from tests.support.plans import plan_inputs, spec

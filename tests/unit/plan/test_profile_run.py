@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hpc_serve.plan import EngineConfig, MemoryEstimate
-from hpc_serve.plan.memory.cuda_graphs import graph_mode
-from hpc_serve.sizes import GIB
+from hpc_serve.plan.memory.overhead import graph_mode
+from hpc_serve.units import GIB
 from tests.support.configs import built
 from tests.support.plans import estimate, spec
 

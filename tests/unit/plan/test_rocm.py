@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hpc_serve.plan import accelerator
-from hpc_serve.plan.memory.rocm import RCCL_BYTES, ROCM_CONTEXT_BYTES, ROW_PADDING_BYTES, row_padding_bytes
+from hpc_serve.plan.memory.overhead import RCCL_BYTES, ROCM_CONTEXT_BYTES, ROW_PADDING_BYTES, row_padding_bytes
 from hpc_serve.plan.model.spec import ModelSpec
-from hpc_serve.sizes import GIB
+from hpc_serve.units import GIB
 from tests.support.configs import built, config_of
 from tests.support.plans import estimate
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.cli.plan.plan_compare import print_comparison
+from hpc_serve.cli.plan.plan_view import print_comparison
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan import EngineConfig, Workload, catalog, model_from_config
-from hpc_serve.plan.asked import PlanRequest
-from hpc_serve.plan.hardware.cluster import cluster_named
-from hpc_serve.plan.make import FoundParts, make_plan
+from hpc_serve.plan.hardware import cluster_named
+from hpc_serve.plan.make import FoundParts, PlanRequest, make_plan
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
 from hpc_serve.plan.model.checkpoint import StoredTensor, loaded_bytes
-from hpc_serve.sizes import GIB
+from hpc_serve.units import GIB
 from tests.support.plans import made_plan
 
 PAGE = 2 * 20 * 64 * 2 * 16

@@ -8,9 +8,8 @@ import pytest
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan import accelerator
-from hpc_serve.plan.speed.burst import share_ending_per_step
-from hpc_serve.plan.speed.links import link_rate
-from hpc_serve.plan.speed.step import ASYNC_KERNELS, EXPECTED, IDEAL, Roofline, StepTime
+from hpc_serve.plan.speed.step import ASYNC_KERNELS, EXPECTED, IDEAL, Roofline, StepTime, link_rate
+from hpc_serve.plan.speed.throughput import share_ending_per_step
 from hpc_serve.plan.speed.work import EXPERT_KERNELS, LATENT_KERNELS, LAYER_KERNELS, StageWork, compute_type
 from tests.support.plans import changed, layout, replica, roofline, spec, speed
 

@@ -10,7 +10,7 @@ import pytest
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.speed.estimate import speed_column
 from hpc_serve.plan.speed.step import EXPECTED
-from hpc_serve.plan.speed.traffic import Traffic
+from hpc_serve.plan.speed.throughput import Traffic
 from tests.support.plans import replica, roofline, speed
 from tests.unit.plan.conftest import Plan, Told
 

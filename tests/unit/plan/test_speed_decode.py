@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.plan.speed.decode import critical_batch
 from hpc_serve.plan.speed.step import IDEAL
+from hpc_serve.plan.speed.throughput import critical_batch
 from tests.support.plans import replica, roofline, speed
 from tests.unit.plan.conftest import Plan, Told
 

@@ -7,15 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.plan.asked import PlanRequest
 from hpc_serve.plan.engine import EngineConfig, Workload
-from hpc_serve.plan.speed.classes import case_of
-from hpc_serve.plan.speed.estimate import SpeedEstimate
+from hpc_serve.plan.make import PlanRequest
+from hpc_serve.plan.speed.estimate import SpeedEstimate, case_of
 from hpc_serve.plan.speed.measured import REPEATED, Case, Correction, MeasuredHere, MeasuredRun
 from hpc_serve.plan.speed.step import EXPECTED
 from hpc_serve.rendezvous.store import default_home
-from hpc_serve.submit.plans.measured_runs import keep_run
-from hpc_serve.submit.plans.planning import plan_for
+from hpc_serve.submit.plans.planning import keep_run, plan_for
 
 PUBLISHED = (0.63, 1.44)
 CASE = Case(

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 
 from hpc_serve.plan import accelerator
-from hpc_serve.plan.asked import PlanRequest
 from hpc_serve.plan.catalog import accelerator_entries
 from hpc_serve.plan.engine import Workload
-from hpc_serve.plan.hardware.accelerator import least_of
-from hpc_serve.plan.hardware.cluster import cluster_named
-from hpc_serve.plan.make import FoundParts, PlanResult, make_plan
-from hpc_serve.plan.report.explain_speed import explain_lines
+from hpc_serve.plan.hardware import cluster_named, least_of
+from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
+from hpc_serve.plan.report.explain import explain_lines
 from hpc_serve.plan.speed.step import EXPECTED
 from tests.support.plans import spec
 from tests.unit.conftest import Ran

@@ -9,9 +9,9 @@ import pytest
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.catalog import speed_accuracy
 from hpc_serve.plan.choice.candidates import PlanInputs
-from hpc_serve.plan.speed.classes import PIPELINE_STAGES
+from hpc_serve.plan.speed.estimate import PIPELINE_STAGES
 from hpc_serve.plan.speed.target import Deployment, SpeedTarget, choose_deployment, parse_speed_target
-from hpc_serve.plan.speed.traffic import Traffic
+from hpc_serve.plan.speed.throughput import Traffic
 from tests.support.plans import plan_inputs, replica
 from tests.unit.conftest import Ran
 from tests.unit.plan.conftest import Plan, Told

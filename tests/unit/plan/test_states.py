@@ -11,7 +11,7 @@ from hpc_serve.plan import EngineConfig, accelerator
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
 from hpc_serve.plan.memory.stages import check_decode_context, pipeline_stages
 from hpc_serve.plan.speed.work import model_work
-from hpc_serve.sizes import GIB
+from hpc_serve.units import GIB
 from tests.support.configs import made
 from tests.support.plans import estimate, layout, spec
 

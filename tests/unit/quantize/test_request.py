@@ -10,8 +10,8 @@ import pytest
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.quantize.request import QuantizeRequest, directives, program_words, render_quantize_script
-from hpc_serve.sizes import GIB
-from hpc_serve.submit.request.sbatch_options import SlurmOptions
+from hpc_serve.submit.request.options import SlurmOptions
+from hpc_serve.units import GIB
 
 
 def request(**changes: Any) -> QuantizeRequest:

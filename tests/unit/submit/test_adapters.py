@@ -16,12 +16,12 @@ import pytest
 
 from hpc_serve.cli.main import run
 from hpc_serve.client import connect
-from hpc_serve.job.engine.adapters import Adapters
+from hpc_serve.job.engine.engine_watch import Adapters
 from hpc_serve.job.engine.health import EngineAddress
 from hpc_serve.job.run.record_keeper import RecordKeeper
-from hpc_serve.rendezvous.adapters import Adapter
+from hpc_serve.rendezvous.claims import change_wanted, read_wanted
+from hpc_serve.rendezvous.record import Adapter
 from hpc_serve.rendezvous.wanted import Wanted
-from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
 from hpc_serve.trust.connection import Identity
 from tests.support.adapters import make_adapter
 from tests.support.fake_slurm import FakeSlurm

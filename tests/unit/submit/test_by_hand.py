@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpc_serve.exit_codes import exit_code_words
-from hpc_serve.submit.logs.log_files import files_of
+from hpc_serve.submit.logs import files_of
 from hpc_serve.submit.services import stop as stopping
 from hpc_serve.submit.status.status_reader import find, read_status
 from tests.unit.submit.service_8b import submitted_job, the_one

@@ -11,8 +11,8 @@ from hpc_serve.cli.main import run
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import InvalidRequestError, SubmissionRefusedError, WaitTimeoutError
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit.request.sbatch_options import SlurmOptions
-from hpc_serve.submit.services import hand_over
+from hpc_serve.submit.request.options import SlurmOptions
+from hpc_serve.submit.services import carry_out
 from hpc_serve.submit.services import stop as stopping
 from hpc_serve.submit.services.wait import wait
 from hpc_serve.submit.services.want import scale
@@ -68,21 +68,21 @@ class TestSubmit:
         assert "--array" not in slurm.scripts[0]
 
     def test_a_refusal_half_way_leaves_nothing(self, store, slurm, monkeypatch):
-        really, tries = hand_over.submit_to_slurm, iter((False, False, True))
+        really, tries = carry_out.submit_to_slurm, iter((False, False, True))
 
         def refuse_the_third(*args, **fields):
             if next(tries):
                 raise SubmissionRefusedError("sbatch refused the job: a limit")
             return really(*args, **fields)
 
-        monkeypatch.setattr(hand_over, "submit_to_slurm", refuse_the_third)
+        monkeypatch.setattr(carry_out, "submit_to_slurm", refuse_the_third)
         with pytest.raises(SubmissionRefusedError, match="a limit"):
             submit()
         assert sorted(slurm.cancelled) == ["101", "102"]
 
     def test_one_that_is_added_later_is_no_part_of_it(self, store, slurm):
         submit()
-        (added,) = hand_over.add_jobs(store, "8b", 1)
+        (added,) = carry_out.add_jobs(store, "8b", 1)
         assert (added.job_id, added.predecessor, added.time_limit_s) == ("104_0", "", 0.0)
         assert dependencies(slurm)[-1] == ""
 

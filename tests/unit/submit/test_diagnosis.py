@@ -13,8 +13,7 @@ import pytest
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import StoreError
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit.diagnosis.bug_report import write_bundle
-from hpc_serve.submit.diagnosis.diagnosis import choose_replica, diagnose_replica, read_log
+from hpc_serve.submit.diagnosis import choose_replica, diagnose_replica, read_log, write_bundle
 from hpc_serve.submit.services.wait import failure_report
 from tests.support.stubs import make_submitted
 
@@ -168,8 +167,8 @@ def test_a_bundle_holds_the_logs_and_no_secret(logs):
 
 
 def test_a_long_log_in_a_bundle_is_cut_between_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr("hpc_serve.submit.diagnosis.bug_report._HEAD_BYTES", 50)
-    monkeypatch.setattr("hpc_serve.submit.diagnosis.bug_report._TAIL_BYTES", 50)
+    monkeypatch.setattr("hpc_serve.submit.diagnosis._REPORT_HEAD_BYTES", 50)
+    monkeypatch.setattr("hpc_serve.submit.diagnosis._REPORT_TAIL_BYTES", 50)
     (tmp_path / "7.log").write_text("".join(f"HF_TOKEN=planted-{number:04}\n" for number in range(100)))
     write_bundle(tmp_path / "x.tar.gz", diagnose_replica(failed(tmp_path)), {}, ServiceStore(tmp_path / "home"), {})
     text = texts_of(tmp_path / "x.tar.gz")["logs/7.log"]

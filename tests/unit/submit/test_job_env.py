@@ -7,11 +7,9 @@ import subprocess
 import pytest
 
 from hpc_serve.errors import InvalidRequestError, SiteFileError
-from hpc_serve.submit.request.environment import JobSettings
-from hpc_serve.submit.request.job_env import check_env, expanded, parse_env
+from hpc_serve.submit.request.options import JobSettings, check_env, expanded, parse_env
 from hpc_serve.submit.script.render import render_argv
-from hpc_serve.submit.site.site_files import read_site
-from hpc_serve.submit.site.site_models import load_site_models
+from hpc_serve.submit.site.site_files import load_site_models, read_site
 from tests.unit.submit.service_8b import request, script
 
 

@@ -27,11 +27,11 @@ from hpc_serve.errors import (
     StoreError,
     SubmissionRefusedError,
 )
-from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file, read_drain_request
+from hpc_serve.rendezvous.claims import change_wanted, read_wanted
+from hpc_serve.rendezvous.store import DrainRequest, ask_to_drain, drain_file, read_drain_request
 from hpc_serve.rendezvous.wanted import SUBMITTING_S, Decision, Wanted
-from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
-from hpc_serve.submit.request.sbatch_options import SlurmOptions
-from hpc_serve.submit.services.load import Windows
+from hpc_serve.submit.request.options import SlurmOptions
+from hpc_serve.submit.services.jobs import Windows
 from hpc_serve.submit.services.service_keeper import Keeper, run, submission_environ
 from hpc_serve.submit.services.wait import wait
 from hpc_serve.submit.services.want import scale, wake, want_stop_of
@@ -406,7 +406,7 @@ class TestPeople:
             raise StoreError("cannot write: no space is left on the device.")
 
         monkeypatch.setattr("hpc_serve.submit.services.stop.ask_to_drain", full)
-        monkeypatch.setattr("hpc_serve.rendezvous.wanted_file.write_json", full)
+        monkeypatch.setattr("hpc_serve.rendezvous.claims.write_json", full)
         slurm.job("101", "CANCELLED", after_cancel=True)
         stubs.engines[0].kill()
         stubs.publish(stubs.engines[0], job_id="101", model=MODEL, state="draining")

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.client.replicas.assess import assess_replica
-from hpc_serve.client.replicas.status import ReplicaStatus
-from hpc_serve.submit.logs import log_files as module
-from hpc_serve.submit.logs.log_files import both_ends, files_of, follow, lines_of, tail
+from hpc_serve.client.replicas.status import ReplicaStatus, assess_replica
+from hpc_serve.submit import logs as module
+from hpc_serve.submit.logs import both_ends, files_of, follow, lines_of, tail
 from tests.support.stubs import make_record
 
 

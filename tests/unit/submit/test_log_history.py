@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.submit.logs.log_history import read_reports
+from hpc_serve.submit.logs import read_reports
 
 LOG = (Path(__file__).parent / "head.log").read_bytes().decode()
 """As real vLLM 0.32 and the launcher wrote it, shortened; shards have no time of their own."""

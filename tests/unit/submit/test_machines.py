@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError, SiteFileError
-from hpc_serve.rendezvous.wanted_file import read_wanted, wanted_file
+from hpc_serve.rendezvous.claims import read_wanted, wanted_file
 from hpc_serve.submit.services.want import scale, set_bounds, wake, want_stop_of
 from hpc_serve.submit.site.site_files import read_site
 from hpc_serve.submit.status.status_reader import find, read_status

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hpc_serve.plan.speed.measured import Case, MeasuredRun
-from hpc_serve.submit.plans.measured_runs import FILE, MOST_RUNS, keep_run, measured_runs
+from hpc_serve.submit.plans.planning import FILE, MOST_RUNS, keep_run, measured_runs
 
 RUN = MeasuredRun(
     case=Case(accelerator="h200", numbers={"running": 64.0}, words={"model": "m"}),
@@ -28,7 +28,7 @@ def test_what_is_kept_is_read_again_and_is_ones_own(tmp_path):
 
 
 def test_the_latest_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr("hpc_serve.submit.plans.measured_runs.MOST_RUNS", 3)
+    monkeypatch.setattr("hpc_serve.submit.plans.planning.MOST_RUNS", 3)
     for number in range(5):
         keep_run(tmp_path, replace(RUN, at=float(number)))
     assert [run.at for run in measured_runs(tmp_path)] == [2.0, 3.0, 4.0]

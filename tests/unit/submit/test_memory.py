@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.sizes import GIB
 from hpc_serve.submit.plans.planning import plan_service
-from hpc_serve.submit.request.environment import JobSettings
-from hpc_serve.submit.request.sbatch_options import SlurmOptions
+from hpc_serve.submit.request.options import JobSettings, SlurmOptions
 from hpc_serve.submit.script.memory import memory_parts, small_memory_note
+from hpc_serve.units import GIB
 from hpc_serve.vllm.options import options
 from tests.unit.submit.service_8b import request, script
 

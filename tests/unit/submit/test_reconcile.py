@@ -15,8 +15,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.rendezvous.gate_headers import EngineLoad, RequestCount
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE
 from hpc_serve.rendezvous.wanted import Decision, Wanted
-from hpc_serve.submit.services.jobs import Job, WhatIs, counted
-from hpc_serve.submit.services.load import LoadHistory, Windows, windows_of
+from hpc_serve.submit.services.jobs import Job, LoadHistory, WhatIs, Windows, counted, windows_of
 from hpc_serve.submit.services.reconcile import after, noted, reconcile
 
 LOOK_S = 5.0

@@ -17,12 +17,11 @@ import pytest
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.hub.hub import find_model
-from hpc_serve.sizes import GIB
 from hpc_serve.submit.plans.planning import plan_service
-from hpc_serve.submit.request.environment import Environment, EnvironmentKind, JobSettings
+from hpc_serve.submit.request.options import Environment, EnvironmentKind, JobSettings, SlurmOptions
 from hpc_serve.submit.request.request import ServeRequest
-from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.script.render import render_script
+from hpc_serve.units import GIB
 from tests.unit.submit import service_8b
 from tests.unit.submit.service_8b import request
 

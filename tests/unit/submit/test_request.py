@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.submit.request.environment import Environment
-from hpc_serve.submit.request.sbatch_options import SlurmOptions
+from hpc_serve.submit.request.options import Environment, SlurmOptions
 from tests.unit.submit.service_8b import request
 
 IMAGE = Environment(kind="apptainer", path="/images/vllm.sif")

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.submit.request.environment import Environment
-from hpc_serve.submit.request.sbatch_options import SlurmOptions
+from hpc_serve.submit.request.options import Environment, SlurmOptions
 from tests.cluster import wait_for
 from tests.unit.submit import service_8b
 from tests.unit.submit.test_render import bash_accepts

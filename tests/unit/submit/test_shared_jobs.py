@@ -17,13 +17,12 @@ import pytest
 from hpc_serve.cli.main import run
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError, WaitTimeoutError
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.sizes import GIB
 from hpc_serve.submit.plans.planning import plan_service
-from hpc_serve.submit.request.environment import Environment
-from hpc_serve.submit.request.sbatch_options import SlurmOptions
+from hpc_serve.submit.request.options import Environment, SlurmOptions
 from hpc_serve.submit.services import stop as stopping
 from hpc_serve.submit.services.want import scale
 from hpc_serve.submit.status.status_reader import find
+from hpc_serve.units import GIB
 from tests.cluster import wait_for
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService, make_record

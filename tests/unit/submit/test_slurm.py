@@ -14,19 +14,17 @@ from hpc_serve.submit.slurm.slurm import (
     SQUEUE_ARGV,
     UNKNOWN,
     JobState,
-    sacct_argv,
-    sbatch_argv,
-    scancel_argv,
-    scontrol_show_job_argv,
-)
-from hpc_serve.submit.slurm.slurm_answers import (
     parse_sacct,
     parse_sbatch,
     parse_scontrol_job,
     parse_sinfo,
     parse_squeue,
+    sacct_argv,
     says_no_such_job,
     says_unreachable,
+    sbatch_argv,
+    scancel_argv,
+    scontrol_show_job_argv,
 )
 from hpc_serve.submit.slurm.slurm_messages import ended_sentence, pending_cure, pending_sentence, refusal_hint
 

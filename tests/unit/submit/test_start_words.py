@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.client.replicas.assess import assess_replica
-from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus
+from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus, assess_replica
 from hpc_serve.rendezvous.record import Progress, StartRecord
-from hpc_serve.sizes import GIB, MIB
-from hpc_serve.submit.status.start_words import CoarseChanges, detail_words, progress_words, stages_words
+from hpc_serve.submit.status.job_status import CoarseChanges, detail_words, progress_words, stages_words
+from hpc_serve.units import GIB, MIB
 from tests.support.stubs import make_record, make_submitted
 
 NOW = 1_000_000.0

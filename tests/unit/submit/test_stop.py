@@ -18,10 +18,9 @@ from hpc_serve.errors import (
 )
 from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.rendezvous.claims import claim
-from hpc_serve.rendezvous.drain import DrainRequest, drain_file, read_drain_request
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit.diagnosis import diagnosis
+from hpc_serve.rendezvous.store import DrainRequest, ServiceStore, drain_file, read_drain_request
+from hpc_serve.submit import diagnosis
 from hpc_serve.submit.services import stop as stopping
 from hpc_serve.submit.services import wait
 from hpc_serve.submit.slurm import scheduler

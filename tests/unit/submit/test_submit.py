@@ -19,9 +19,8 @@ from hpc_serve.errors import (
 )
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.plans.planned_speed import planned_tokens_per_s
-from hpc_serve.submit.request.environment import Environment
-from hpc_serve.submit.request.sbatch_options import SlurmOptions
-from hpc_serve.submit.services import hand_over
+from hpc_serve.submit.request.options import Environment, SlurmOptions
+from hpc_serve.submit.services import carry_out
 from hpc_serve.submit.status.status_reader import read_status
 from tests.unit.submit.service_8b import MODEL, submit
 
@@ -91,7 +90,7 @@ class TestSubmit:
         submit(model="70b")  # the name is free for another model
         slurm.job("103", "PENDING", reason=reason)
         with pytest.raises(SubmissionRefusedError):
-            hand_over.add_jobs(store, "8b", 1)
+            carry_out.add_jobs(store, "8b", 1)
         assert [job.job_id for job in store.read_submitted("8b")] == ["102"]
 
     @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
-from hpc_serve.hub.hub_requests import check_access
+from hpc_serve.hub.hub import check_access
 from hpc_serve.submit.plans import preflight as weights
 from hpc_serve.submit.plans.planning import plan_request
 from hpc_serve.submit.plans.preflight import check_files
-from hpc_serve.submit.request.environment import JobSettings
+from hpc_serve.submit.request.options import JobSettings
 from tests.unit.submit.service_8b import MODEL, request, script
 
 SHARDS = ("model-1.safetensors", "model-2.safetensors")

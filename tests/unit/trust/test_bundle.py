@@ -14,9 +14,8 @@ import pytest
 
 from hpc_serve.errors import StoreError
 from hpc_serve.trust import bundle
-from hpc_serve.trust.authority import authority_certificate, ensure_authority
+from hpc_serve.trust.authority import authority_certificate, certificates_of, ensure_authority
 from hpc_serve.trust.bundle import REPLACING_VARIABLES, trust_variables
-from hpc_serve.trust.pem import certificates_of
 from tests.unit.trust.conftest import made_in, serving
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.vllm.allowed import check_arguments, check_file_arguments, classes, options_of_others
 from hpc_serve.vllm.arguments import read_arguments, value_of
+from hpc_serve.vllm.command import check_arguments, check_file_arguments, classes, options_of_others
 from hpc_serve.vllm.options import known_versions, load_data, nearest_version, options, pinned_version
 
 LINES = json.loads(Path(__file__).with_name("command_lines.json").read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.hub.stand_in import find_stand_in
+from hpc_serve.hub.local_weights import find_stand_in
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.vllm.command import (
     GATE,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.sizes import GIB
+from hpc_serve.units import GIB
 from hpc_serve.vllm.load_strategy import STRATEGY, LoadStrategy, WeightsPlace, choose_strategy, foreseen_strategy
 from hpc_serve.vllm.options import options
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.sizes import GIB, MIB
-from hpc_serve.vllm.log import StartStage, is_health_answer, is_idle_report, read_figures, read_stage
-from hpc_serve.vllm.start_progress import StartProgress
+from hpc_serve.units import GIB, MIB
+from hpc_serve.vllm.log import StartProgress, StartStage, is_health_answer, is_idle_report, read_figures, read_stage
 
 LINES = json.loads(Path(__file__).with_name("log_lines.json").read_text(encoding="utf-8"))
 """Lines as vLLM printed them; sources as in benchmarks/accuracy/data/memory_cases.jsonl. Sizes are in GiB."""

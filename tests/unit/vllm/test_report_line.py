@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.vllm.report_line import EngineReport, read_report
+from hpc_serve.vllm.log import EngineReport, read_report
 
 HEAD = "(APIServer pid=24920) INFO 11-22 14:19:46 [loggers.py:335] Engine 000: "
 RATES = "Avg prompt throughput: 347.3 tokens/s, Avg generation throughput: 124.2 tokens/s, "

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.client.resume.relay import Relay
-from hpc_serve.client.resume.request import read_request
+from hpc_serve.client.resume.stream import read_request
 from hpc_serve.demo_model import make_demo_model
 from tests.unit.client.resume.engine import Engine
 from tests.unit.client.resume.test_relay import CHAT, COMPLETIONS, ask, fed, go_on, request, seen

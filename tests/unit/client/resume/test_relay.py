@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from hpc_serve.client.resume import relay as relay_module
-from hpc_serve.client.resume.received import CannotResumeError, datas
 from hpc_serve.client.resume.relay import Ask, Relay
-from hpc_serve.client.resume.request import read_request
+from hpc_serve.client.resume.stream import CannotResumeError, datas, read_request
 from tests.unit.client.resume.engine import END, FIRST, Engine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.client.resume.request import read_request
+from hpc_serve.client.resume.stream import read_request
 
 HELLO = [{"role": "user", "content": "Hello"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]

@@ -20,7 +20,7 @@ from hpc_serve.job.preflight.facts import (
     SoftwareFacts,
     WeightsFacts,
 )
-from hpc_serve.sizes import GIB
+from hpc_serve.units import GIB
 
 NEEDS = Needs(num_nodes=2, gpus=8, world_size=16, backend="ray", memory_bytes=512 * GIB)
 DEVICE = CudaDevice(name="NVIDIA H100 80GB HBM3", capability="9.0", free_bytes=78 * GIB, total_bytes=79 * GIB)

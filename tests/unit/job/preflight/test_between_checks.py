@@ -12,8 +12,8 @@ from hpc_serve.job.preflight.facts import NodeFacts
 from hpc_serve.job.preflight.judge import judge, look
 from hpc_serve.rendezvous.fields import from_json_text, to_json_text
 from hpc_serve.rendezvous.files import write_json
-from hpc_serve.rendezvous.preflight import PreflightReport, read_preflight
-from hpc_serve.sizes import GIB
+from hpc_serve.rendezvous.store import PreflightReport, read_preflight
+from hpc_serve.units import GIB
 from tests.unit.diagnose.cases_of_logs import cause_in
 from tests.unit.job.preflight.nodes import (
     DEVICE,

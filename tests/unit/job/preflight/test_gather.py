@@ -13,8 +13,8 @@ import pytest
 
 from hpc_serve.hub.hub_settings import HubSettings
 from hpc_serve.job.machine import node_memory
+from hpc_serve.job.preflight import cuda_probe, gather_gpus, gather_node
 from hpc_serve.job.preflight.facts import CudaDevice, CudaFacts
-from hpc_serve.job.preflight.gather import cuda_probe, gpus, machine, network, software, weights
 from tests.support.nodes import write_program
 from tests.unit.job.preflight.nodes import CUDA, DEVICE, NEEDS
 
@@ -38,32 +38,34 @@ LISTED = """\
     ],
 )
 def test_the_gpus_of_this_job_are_those_that_it_may_see(visible, found):
-    chosen = gpus.choose_visible(gpus.parse_listing(LISTED), visible)
+    chosen = gather_gpus.choose_visible(gather_gpus.parse_listing(LISTED), visible)
     assert (chosen if chosen is None else [gpu["index"] for gpu in chosen]) == found
 
 
 def test_a_gpu_is_read_as_its_tool_lists_it():
-    first, row = gpus.parse_listing(LISTED)
-    second = gpus.read_gpu(row)
+    first, row = gather_gpus.parse_listing(LISTED)
+    second = gather_gpus.read_gpu(row)
     assert (second.name, second.uncorrected_errors) == ("NVIDIA H100 80GB HBM3", 2)
     assert second.total_bytes == 81559 * 2**20
-    assert gpus.read_gpu({**first, "ecc.errors.uncorrected.volatile.total": "[N/A]"}).uncorrected_errors == 0
-    assert gpus.parse_listing("No devices were found\n") == []
+    assert gather_gpus.read_gpu({**first, "ecc.errors.uncorrected.volatile.total": "[N/A]"}).uncorrected_errors == 0
+    assert gather_gpus.parse_listing("No devices were found\n") == []
 
 
 def test_a_gpu_that_somebody_may_be_leaving_is_looked_at_again():
-    assert not gpus.is_in_use(CUDA, NEEDS)
-    assert gpus.is_in_use(replace(CUDA, devices=(replace(DEVICE, free_bytes=0),)), NEEDS)
-    assert gpus.is_in_use(replace(CUDA, devices=(replace(DEVICE, error="CUDA_ERROR_DEVICE_UNAVAILABLE"),)), NEEDS)
-    assert not gpus.is_in_use(CudaFacts(error="CUDA_ERROR_NO_DEVICE"), NEEDS)
+    assert not gather_gpus.is_in_use(CUDA, NEEDS)
+    assert gather_gpus.is_in_use(replace(CUDA, devices=(replace(DEVICE, free_bytes=0),)), NEEDS)
+    assert gather_gpus.is_in_use(
+        replace(CUDA, devices=(replace(DEVICE, error="CUDA_ERROR_DEVICE_UNAVAILABLE"),)), NEEDS
+    )
+    assert not gather_gpus.is_in_use(CudaFacts(error="CUDA_ERROR_NO_DEVICE"), NEEDS)
 
 
 def test_a_node_without_any_tool_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpus, "torch_cuda", str)
-    facts = gpus.gather_gpus(NEEDS, {"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"})
+    monkeypatch.setattr(gather_gpus, "torch_cuda", str)
+    facts = gather_gpus.gather_gpus(NEEDS, {"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"})
     assert facts is not None
     assert (facts.tool, facts.visible, facts.cuda) == ("", "0", None)
-    assert gpus.gather_gpus(replace(NEEDS, gpus=0), {}) is None  # of an engine on CPUs
+    assert gather_gpus.gather_gpus(replace(NEEDS, gpus=0), {}) is None  # of an engine on CPUs
 
 
 class FakeCuda:
@@ -141,10 +143,10 @@ def test_the_least_limit_on_the_way_up_counts(tmp_path):
 
 
 def test_this_machine_has_memory_and_limits():
-    memory = machine.gather_memory()
+    memory = gather_node.gather_memory()
     assert memory.total_bytes > 0
     assert memory.shm_is_writable
-    assert set(machine.gather_limits()) == {"tasks", "memlock", "nofile", "nproc", "as"}
+    assert set(gather_node.gather_limits()) == {"tasks", "memlock", "nofile", "nproc", "as"}
 
 
 def test_the_tasks_of_a_user_are_counted(tmp_path):
@@ -152,13 +154,13 @@ def test_the_tasks_of_a_user_are_counted(tmp_path):
         for thread in range(threads):
             (tmp_path / name / "task" / str(thread)).mkdir(parents=True)
     (tmp_path / "13").mkdir()  # it ends
-    assert machine.count_tasks(os.geteuid(), tmp_path) == 4
-    assert machine.count_tasks(os.geteuid() + 1, tmp_path) == 0
-    assert machine.count_tasks(os.geteuid()) >= 1
+    assert gather_node.count_tasks(os.geteuid(), tmp_path) == 4
+    assert gather_node.count_tasks(os.geteuid() + 1, tmp_path) == 0
+    assert gather_node.count_tasks(os.geteuid()) >= 1
 
 
 def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_above(tmp_path):
-    folder, other = machine.gather_folders({"caches": str(tmp_path / "a" / "b"), "logs": str(tmp_path)})
+    folder, other = gather_node.gather_folders({"caches": str(tmp_path / "a" / "b"), "logs": str(tmp_path)})
     assert (folder.purpose, folder.is_writable, other.is_writable) == ("caches", True, True)
     assert folder.free_bytes > 0
     assert not list(tmp_path.iterdir())
@@ -167,13 +169,13 @@ def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_above(tmp_path):
 def test_what_torch_was_built_for_is_read_from_its_file():
     cuda = "__version__ = '2.9.0'\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n"
     rocm = "cuda: Optional[str] = None\nhip: Optional[str] = '6.3.4'\n"
-    assert software._BUILT_FOR.findall(cuda) == ["12.8"]
-    assert software._BUILT_FOR.findall(rocm) == []
+    assert gather_gpus._BUILT_FOR.findall(cuda) == ["12.8"]
+    assert gather_gpus._BUILT_FOR.findall(rocm) == []
 
 
 def test_commands_that_are_missing_are_named(tmp_path):
     write_program(tmp_path / "ray", "#!/bin/sh\n")
-    facts = software.gather_software({"PATH": str(tmp_path)}, ["vllm", "ray"], "/tmp/hs")
+    facts = gather_gpus.gather_software({"PATH": str(tmp_path)}, ["vllm", "ray"], "/tmp/hs")
     assert facts.missing_commands == ("vllm",)
     assert {"python", "hpc-serve"} <= set(facts.versions)
 
@@ -196,7 +198,7 @@ def model(tmp_path):
 
 
 def gathered(model, **options):
-    facts = weights.gather_weights(str(model), {"HF_HOME": str(model.parent / "hf")}, load_format="auto", **options)
+    facts = gather_node.gather_weights(str(model), {"HF_HOME": str(model.parent / "hf")}, load_format="auto", **options)
     assert facts is not None
     return facts
 
@@ -251,7 +253,7 @@ def test_the_hub_is_asked_for_what_the_cache_lacks_alone(model):
 
     def of_hub(**environ):
         environ = {"HF_HOME": str(model.parent / "hf"), **environ}
-        return weights.gather_weights("acme/m", environ, load_format="auto", ask_hub=ask)
+        return gather_node.gather_weights("acme/m", environ, load_format="auto", ask_hub=ask)
 
     facts = of_hub()
     assert (facts.folder, facts.hub_status, facts.hub_error, asked) == ("", 401, "GatedRepo", ["acme/m"])
@@ -265,16 +267,16 @@ def test_the_hub_is_asked_for_what_the_cache_lacks_alone(model):
 
 
 def test_what_is_neither_folder_nor_repository_is_not_looked_for(model):
-    assert weights.gather_weights("m", {}, load_format="auto") is None
-    assert weights.gather_weights("s3://bucket/model", {}, load_format="runai_streamer") is None
-    assert weights.gather_weights(str(model / "a.safetensors"), {}, load_format="gguf") is None
+    assert gather_node.gather_weights("m", {}, load_format="auto") is None
+    assert gather_node.gather_weights("s3://bucket/model", {}, load_format="runai_streamer") is None
+    assert gather_node.gather_weights(str(model / "a.safetensors"), {}, load_format="gguf") is None
 
 
 @pytest.fixture
 def hub(monkeypatch):
     """A hub on this machine that redirects to another host, and keeps the headers that it got."""
     monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setattr(weights, "_HUB_S", 60)
+    monkeypatch.setattr(gather_node, "_HUB_S", 60)
     seen: list[str | None] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -297,9 +299,9 @@ def hub(monkeypatch):
 def test_a_redirect_of_the_hub_is_an_answer_and_the_token_goes_nowhere_else(hub, tmp_path):
     endpoint, seen = hub
     settings = HubSettings(cache=tmp_path, endpoint=endpoint, is_offline=False, token="secret")
-    assert weights.ask_hub(settings, "acme/m") == (307, "GatedRepo")
-    assert weights.ask_hub(replace(settings, token=None), "acme/gated") == (403, "GatedRepo")
-    assert weights.ask_hub(replace(settings, endpoint="not an address"), "acme/m") == (0, "")
+    assert gather_node.ask_hub(settings, "acme/m") == (307, "GatedRepo")
+    assert gather_node.ask_hub(replace(settings, token=None), "acme/gated") == (403, "GatedRepo")
+    assert gather_node.ask_hub(replace(settings, endpoint="not an address"), "acme/m") == (0, "")
     assert seen == ["Bearer secret", None]
 
 
@@ -308,7 +310,7 @@ def test_the_network_is_read_from_its_files(tmp_path):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
-    facts = network.gather_network("127.0.0.1", {"NCCL_SOCKET_IFNAME": "ib"}, sys_class=tmp_path)
+    facts = gather_node.gather_network("127.0.0.1", {"NCCL_SOCKET_IFNAME": "ib"}, sys_class=tmp_path)
     assert (facts.interface, facts.speed_mbits, facts.mtu, facts.active_ib_ports) == ("lo", None, 65536, 1)
     assert "lo" in facts.interfaces
     assert facts.chosen == {"NCCL_SOCKET_IFNAME": "ib"}

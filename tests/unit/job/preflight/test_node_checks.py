@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 import hpc_serve.job.preflight.checks
-from hpc_serve.job.preflight.checks import node
-from hpc_serve.job.preflight.facts import CudaFacts, GpusFacts, LimitFacts
+from hpc_serve.job.preflight import checks
+from hpc_serve.job.preflight.facts import CudaFacts, GpusFacts, LimitFacts, findings
 from hpc_serve.job.preflight.judge import CHECKS, judge
-from hpc_serve.job.preflight.verdict import findings
-from hpc_serve.sizes import GIB, MIB
+from hpc_serve.units import GIB, MIB
 from tests.unit.job.preflight.nodes import CUDA, DEVICE, FACTS, FOLDER, GPU, NEEDS, VERSIONS, WEIGHTS, changed_run
 
 FULL = replace(DEVICE, free_bytes=40 * GIB)
@@ -22,9 +21,9 @@ BLACKWELL = replace(DEVICE, name="NVIDIA B200", capability="10.0")
 BROKEN = replace(DEVICE, error="CUDA_ERROR_SYSTEM_NOT_READY")
 HUB = replace(WEIGHTS, source="acme/m", is_of_hub=True, folder="", missing="none of its weights")
 ON_CPUS = replace(NEEDS, gpus=0, num_nodes=1, world_size=1, backend="mp")
-SCRATCH = replace(FOLDER, purpose=node.STAGED, path="/scratch/c", is_writable=True, free_bytes=100 * GIB)
-IN_MEMORY = replace(FOLDER, purpose=node.STAGED, path="/dev/shm/s", is_in_memory=True)
-CACHES_IN_MEMORY = replace(IN_MEMORY, purpose=node.CACHES, path="/tmp/c")
+SCRATCH = replace(FOLDER, purpose=checks.STAGED, path="/scratch/c", is_writable=True, free_bytes=100 * GIB)
+IN_MEMORY = replace(FOLDER, purpose=checks.STAGED, path="/dev/shm/s", is_in_memory=True)
+CACHES_IN_MEMORY = replace(IN_MEMORY, purpose=checks.CACHES, path="/tmp/c")
 LITTLE_SHM = {"memory.shm_bytes": 64 * MIB, "memory.shm_free_bytes": 64 * MIB}
 NEW_OPTION = {"needs.engine_words": ("--monokernel", "--seed", "1")}
 NODE_CHECKS = [(name, group) for name, group, scope, _ in CHECKS if scope == "node"]

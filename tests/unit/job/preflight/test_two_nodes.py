@@ -9,17 +9,15 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.job.links.worker_links import WorkerLinks
+from hpc_serve.job.links.control import WorkerLinks
 from hpc_serve.job.preflight import node_side
 from hpc_serve.job.preflight.head_side import HeadPreflight, write_report
-from hpc_serve.job.preflight.peers import Peer, PeerListener, find_unreached
-from hpc_serve.job.run import outcome as outcome_module
-from hpc_serve.job.run.outcome import RunEnd
-from hpc_serve.job.run.parts import Parts
+from hpc_serve.job.preflight.node_side import Peer, PeerListener, find_unreached
+from hpc_serve.job.run import parts as outcome_module
+from hpc_serve.job.run.parts import Parts, RunEnd
 from hpc_serve.job.worker import run_worker
 from hpc_serve.rendezvous.fields import to_json_text
-from hpc_serve.rendezvous.preflight import read_preflight
-from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.rendezvous.store import ServiceStore, read_preflight
 from tests.support.nodes import ALLOCATION, listen_for_workers, make_node, write_program
 
 HEAD, WORKER = "127.0.0.2", "127.0.0.1"  # Linux connects to the first from the second

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_serve.job.progress.start_stages import StartStages
+from hpc_serve.job.progress import StartStages
 from hpc_serve.rendezvous.start_times import PastStart
 from hpc_serve.vllm.log import read_stage
 from tests.support.stubs import make_record

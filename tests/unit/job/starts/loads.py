@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hpc_serve.job.progress.reading import ReadSoFar
-from hpc_serve.job.progress.start_stages import StartStages
+from hpc_serve.job.progress import ReadSoFar, StartStages
 from hpc_serve.rendezvous.start_times import PastStart
-from hpc_serve.sizes import MIB
+from hpc_serve.units import MIB
 from tests.support.stubs import make_record
 from tests.unit.job.starts import Clock, Said, tell
 

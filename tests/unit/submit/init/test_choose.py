@@ -7,17 +7,21 @@ from dataclasses import replace
 import pytest
 
 from hpc_serve.submit.init.choose import choose_partition, choose_settings, describe
-from hpc_serve.submit.init.facts import ClusterFacts, PartitionFacts
-from hpc_serve.submit.init.machine_facts import parse_df, parse_ip, parse_modules, parse_quota
-from hpc_serve.submit.init.setting import site_text, yaml_value
-from hpc_serve.submit.init.slurm_facts import (
+from hpc_serve.submit.init.facts import (
+    ClusterFacts,
+    PartitionFacts,
     parse_associations,
     parse_config,
     parse_default_account,
+    parse_df,
+    parse_ip,
+    parse_modules,
     parse_nodes,
     parse_partitions,
+    parse_quota,
     with_nodes,
 )
+from hpc_serve.submit.init.places import site_text, yaml_value
 from tests.unit.submit.init.printed import DF, IP, LMOD, QUOTA, SLURM_22_05, SLURM_24_11, Printed
 
 

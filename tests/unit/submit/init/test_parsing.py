@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.submit.init.facts import GpuKind
-from hpc_serve.submit.init.gpu_names import gpus_named
-from hpc_serve.submit.init.machine_facts import parse_df, parse_ip, parse_modules, parse_quota
-from hpc_serve.submit.init.slurm_facts import (
+from hpc_serve.submit.init.choose import gpus_named
+from hpc_serve.submit.init.facts import (
+    GpuKind,
     parse_associations,
     parse_config,
     parse_default_account,
+    parse_df,
     parse_gres,
+    parse_ip,
+    parse_modules,
     parse_nodes,
     parse_partitions,
+    parse_quota,
     with_nodes,
 )
 from tests.unit.submit.init.printed import DF, IP, LMOD, QUOTA, SLURM_24_11

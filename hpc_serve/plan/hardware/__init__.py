@@ -1,1 +1,0 @@
-"""Accelerators, the machines made of them, and the slices that TPUs come in."""
