@@ -22,9 +22,8 @@ from hpc_serve.gateway.metrics import Counts
 from hpc_serve.gateway.on_demand import OnDemandModels
 from hpc_serve.gateway.settings import Settings
 from hpc_serve.rendezvous.claims import read_wanted_or_none
-from hpc_serve.rendezvous.entries import EntryFiles
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, ServiceStore
+from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, EntryFiles, ServiceStore
 
 LOOK_S = 10.0
 AGAIN_S = 1.0

@@ -22,11 +22,10 @@ from typing import Any, Protocol
 import httptools
 
 from hpc_serve.errors import HpcServeError, RecordError, StoreError
-from hpc_serve.gateway import use as uses
+from hpc_serve.gateway import personal_keys
 from hpc_serve.gateway.answers import FULL_RETRY_S, Refusal
 from hpc_serve.gateway.http_parts import Header
-from hpc_serve.gateway.personal_keys import DamagedKeysError, Person, hash_key, read_people
-from hpc_serve.gateway.use import AnswerCount, UnderWay, Use
+from hpc_serve.gateway.personal_keys import AnswerCount, DamagedKeysError, Person, UnderWay, Use, hash_key, read_people
 from hpc_serve.printable import printable
 
 _STATUS_LINES = {status.value: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in http.HTTPStatus}
@@ -150,8 +149,8 @@ class People:
         self._name = secrets.token_hex(6)
         self._by_hash: dict[str, Person] = {}
         self._under_way: defaultdict[str, UnderWay] = defaultdict(UnderWay)
-        self._own: tuple[str, dict[str, Use]] = (uses.today(), {})
-        self._others = uses.read_use(folder, self._own[0])
+        self._own: tuple[str, dict[str, Use]] = (personal_keys.today(), {})
+        self._others = personal_keys.read_use(folder, self._own[0])
         self._saving = threading.Lock()
         self._saved: dict[str, Use] = {}
         self._problem = ""
@@ -159,7 +158,7 @@ class People:
             self._by_hash = _by_hash(folder)
         except DamagedKeysError:
             self.look()  # says so; the owner may ask
-        uses.remove_earlier(folder, self._own[0])
+        personal_keys.remove_earlier(folder, self._own[0])
 
     def with_key(self, key: bytes) -> Person | None:
         """Return the person of a key. Only its hash is looked up, so the time that takes tells nothing of the keys."""
@@ -187,7 +186,7 @@ class People:
             if used + under_way.tokens >= person.tokens_a_day:
                 text = f"{text} Requests under way may use the rest ({under_way.tokens:,} tokens)."
                 raise _refusal("person_tokens", f"{text} Try again when one has ended.", FULL_RETRY_S)
-        expected = uses.expected_use(request.route, request.content_type, request.body, request.fields)
+        expected = personal_keys.expected_use(request.route, request.content_type, request.body, request.fields)
         request.count = AnswerCount(under_way, expected)
 
     def end(self, request: Request) -> None:
@@ -201,7 +200,7 @@ class People:
             own[name] = own.get(name, Use()) + use
 
     def _use_today(self) -> dict[str, Use]:
-        if (day := uses.today()) != self._own[0]:
+        if (day := personal_keys.today()) != self._own[0]:
             self._own, self._others = (day, {}), {}
         return self._own[1]
 
@@ -233,12 +232,12 @@ class People:
         """Write what was used through this gateway, and read the files of the others."""
         with self._saving:
             day, own = self._own[0], dict(self._own[1])
-            name = uses.file_name(day, self._name)
+            name = personal_keys.file_name(day, self._name)
             try:
                 if own != self._saved:
-                    uses.write_use(self._folder / name, own)
+                    personal_keys.write_use(self._folder / name, own)
                     self._saved = own
-                others = uses.read_use(self._folder, day, but=name)
+                others = personal_keys.read_use(self._folder, day, but=name)
             except HpcServeError as error:
                 _log.warning("%s", printable(f"What was used today is not written or read: {error}"))
             else:

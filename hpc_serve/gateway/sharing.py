@@ -20,8 +20,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.machine.network import LOOPBACK, reachable_addresses
 from hpc_serve.rendezvous.files import make_folders, make_key, make_private_folder, read_key, remove_file, write_private
 from hpc_serve.rendezvous.ownership import group_name, require
-from hpc_serve.trust.authority import ensure_self_signed
-from hpc_serve.trust.bundle import ADDING_VARIABLE, REPLACING_VARIABLES, with_systems
+from hpc_serve.trust.authority import ADDING_VARIABLE, REPLACING_VARIABLES, ensure_self_signed, with_systems
 
 
 def default_key_file(home: Path) -> Path:

@@ -19,10 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_serve.errors import HpcServeError, RecordError, ServiceConflictError, StoreError
-from hpc_serve.rendezvous.entries import JobEntry, ServiceRecords
 from hpc_serve.rendezvous.files import check_folder, read_json, remove_file, write_json
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, WEEK_S, ServiceStore
+from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, WEEK_S, JobEntry, ServiceRecords, ServiceStore
 from hpc_serve.rendezvous.wanted import Wanted
 
 # A claim is checked and written in milliseconds: whoever holds the lock for ten seconds has died.

@@ -34,9 +34,8 @@ from hpc_serve.client.replicas.probe import (
 )
 from hpc_serve.client.replicas.status import ProbeResult, ServiceStatus, assess_replica, assess_submitted
 from hpc_serve.errors import HpcServeError
-from hpc_serve.rendezvous.entries import ServiceRecords
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.rendezvous.store import ServiceRecords, ServiceStore
 from hpc_serve.trust.connection import Identity
 
 REFRESH_S = 10.0

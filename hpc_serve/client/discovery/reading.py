@@ -22,9 +22,8 @@ from hpc_serve.background import in_background
 from hpc_serve.client.replicas.probe import Proofs
 from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.errors import HpcServeError, RecordError, StoreError
-from hpc_serve.rendezvous.entries import RecordFile, ServiceRecords
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.rendezvous.store import RecordFile, ServiceRecords, ServiceStore
 
 _FIRST = 4  # so many are asked first, then twice as many, and so on
 _MOST_AT_ONCE = 64  # replicas that do not renew their records and are asked at the same time

@@ -25,9 +25,9 @@ from typing import get_args
 from hpc_serve.background import in_background
 from hpc_serve.client.replicas.status import ProbeResult, ProbeStatus
 from hpc_serve.errors import RecordError
-from hpc_serve.rendezvous.entries import ServiceRecords
 from hpc_serve.rendezvous.gate_headers import is_draining, why_hung
 from hpc_serve.rendezvous.record import EndpointRecord
+from hpc_serve.rendezvous.store import ServiceRecords
 from hpc_serve.trust.connection import Identity, NotOurEngineError, VerifiedConnection
 
 REVERIFY_S = 60.0

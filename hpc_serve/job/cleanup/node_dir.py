@@ -9,6 +9,12 @@ launcher listens.
 
 The head removes it at the end of the run. If the head was killed, its sweep process removes it (`sweep`), or a later
 run does. A later run decides by the records, because the code inside a job calls no Slurm command.
+
+The shared memory of a run: which files in /dev/shm its processes use, and how they are removed after it.
+
+vLLM, PyTorch and NCCL make files of random names there and remove them at their end. A process that is killed leaves
+its files, and their names do not show whose they were. The files that the run's processes have mapped are therefore
+listed while the run lives. `sweep` decides when to list and when to remove them.
 """
 
 from __future__ import annotations
@@ -22,17 +28,16 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError, RecordError, StoreError
-from hpc_serve.job.cleanup import shared_memory
-from hpc_serve.job.cleanup.shared_memory import Segment
 from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.job.machine.network import PortsInUseError
 from hpc_serve.rendezvous.fields import to_json_text
@@ -40,6 +45,82 @@ from hpc_serve.rendezvous.files import create_private, make_private_folder, read
 from hpc_serve.rendezvous.names import run_name
 from hpc_serve.rendezvous.ownership import fault, require
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, WEEK_S, ServiceStore
+
+# vLLM makes psm_ (Python's own prefix), vllm_ (offloaded cache, processed images, ranks on a CPU) and sem.mp- (spawned
+# processes). Ray's object store needs no entry: Ray unlinks its file when it has opened it.
+_SEGMENT_NAME = re.compile(r"(?:psm_|vllm_|sem\.mp-|torch_|nccl-)[^/\\\s]+")
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, order=True)
+class Segment:
+    """A file in /dev/shm. The inode distinguishes it from a later file of the same name."""
+
+    name: str
+    inode: int
+
+
+def list_segments(*, folder: Path = _SHARED_MEMORY) -> set[Segment]:
+    """Return this user's segments with a name that matches `_SEGMENT_NAME`."""
+    try:
+        entries = [Segment(entry.name, entry.inode()) for entry in os.scandir(folder)]
+    except OSError:
+        return set()
+    return {segment for segment in entries if _is_ours(segment, folder)}
+
+
+def mapped_by(pids: Iterable[int], segments: Iterable[Segment], *, folder: Path = _SHARED_MEMORY) -> set[Segment]:
+    """Return the `segments` that any of the processes has mapped. Processes with unreadable maps are left out."""
+    inodes = {inode for pid in pids for inode in _mapped_inodes(pid, folder)}
+    return {segment for segment in segments if segment.inode in inodes}
+
+
+def remove_segments(segments: Iterable[Segment], *, folder: Path = _SHARED_MEMORY) -> list[Segment]:
+    """Remove the segments that still exist, are this user's, and are mapped by none of the user's processes.
+
+    Returns the removed ones.
+    """
+    existing = [segment for segment in segments if _is_ours(segment, folder)]
+    if not existing:
+        return []
+    in_use = mapped_by(map(int, filter(str.isdigit, os.listdir("/proc"))), existing, folder=folder)
+    removed = [segment for segment in existing if segment not in in_use]
+    for segment in removed:
+        with contextlib.suppress(OSError):
+            (folder / segment.name).unlink()
+    return removed
+
+
+def _mapped_inodes(pid: int, folder: Path) -> Iterator[int]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        device = _device_of(folder)
+    except OSError:
+        return
+    for line in lines:
+        # The fields are address, permissions, offset, device, inode and path. The path is the name that the file had
+        # when it was mapped. A semaphore is mapped before it gets its final name, so the inode is compared. Another
+        # container has another /dev/shm, and there the same inode is another file.
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[3] == device and fields[5].startswith(f"{folder}/"):
+            yield int(fields[4])
+
+
+def _device_of(folder: Path) -> str:
+    """As the kernel writes it in a process's maps."""
+    device = os.stat(folder).st_dev
+    return f"{os.major(device):02x}:{os.minor(device):02x}"
+
+
+def _is_ours(segment: Segment, folder: Path) -> bool:
+    try:
+        found = os.lstat(folder / segment.name)
+    except OSError:
+        return False
+    is_same = stat.S_ISREG(found.st_mode) and found.st_ino == segment.inode and found.st_uid == os.geteuid()
+    return is_same and _SEGMENT_NAME.fullmatch(segment.name) is not None
+
 
 _CONTROL_PORT = "control_port"
 
@@ -116,7 +197,7 @@ _NAME = re.compile(r"hs-[0-9a-f]{8}")
 _OWNER = "owner"
 _SWEEP = "hpc_serve.job.cleanup.sweep"
 _STOP_TIMEOUT_S = 5.0
-_SHARED_MEMORY = "shared-memory"
+_SEGMENTS = "shared-memory"
 SeenBy = Literal["watcher", "launcher"]
 """Who has listed segments: each writes a file of its own."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
@@ -262,7 +343,7 @@ def write_segments(path: Path, segments: set[Segment], *, seen_by: SeenBy) -> No
     """Write down the run's segments in /dev/shm, in place of the earlier list of the program `seen_by`."""
     listed = json.dumps(sorted([segment.name, segment.inode] for segment in segments))
     with contextlib.suppress(OSError):
-        write_private(path / f"{_SHARED_MEMORY}-{seen_by}", listed)
+        write_private(path / f"{_SEGMENTS}-{seen_by}", listed)
 
 
 def remove(path: Path, owner: DirOwner) -> None:
@@ -271,7 +352,7 @@ def remove(path: Path, owner: DirOwner) -> None:
     The caller has ended the run's processes and holds the folder's lock. The `owner` file is removed last, so that a
     removal that is interrupted can be done again.
     """
-    shared_memory.remove(read_segments(path))
+    remove_segments(read_segments(path))
     if owner.run_dir is not None:
         remove_run_dir(Path(owner.run_dir))
     with contextlib.suppress(OSError):
@@ -290,6 +371,6 @@ def read_segments(path: Path) -> set[Segment]:
     found = set()
     for seen_by in get_args(SeenBy):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            listed = json.loads((path / f"{_SHARED_MEMORY}-{seen_by}").read_text())
+            listed = json.loads((path / f"{_SEGMENTS}-{seen_by}").read_text())
             found |= {Segment(str(name), int(inode)) for name, inode in listed}
     return found

@@ -16,9 +16,8 @@ import signal
 import sys
 from pathlib import Path
 
-from hpc_serve.job.cleanup import node_dir, shared_memory
-from hpc_serve.job.cleanup.node_dir import DirOwner
-from hpc_serve.job.cleanup.shared_memory import Segment
+from hpc_serve.job.cleanup import node_dir
+from hpc_serve.job.cleanup.node_dir import DirOwner, Segment
 from hpc_serve.job.machine.allocation import set_up_logging
 from hpc_serve.job.machine.process import end_marked, marked_pids
 from hpc_serve.job.weights import stage_folder
@@ -58,12 +57,12 @@ def remove_abandoned(root: Path) -> list[Path]:
 def _clear(path: Path, owner: DirOwner) -> bool:
     """End the processes of a dead launcher and remove what it has left; returns whether all is removed."""
     # Segments that were made after the last check are in no list yet.
-    unlisted = shared_memory.mapped_by(marked_pids(owner.run_mark), shared_memory.list_segments())
+    unlisted = node_dir.mapped_by(marked_pids(owner.run_mark), node_dir.list_segments())
     asyncio.run(end_marked(owner.run_mark, grace_s=_GRACE_S, killed_s=_KILLED_S))
     # A process that the kernel holds (a dead filesystem, a driver) may still use the folder.
     if any(marked_pids(owner.run_mark)):
         return False
-    shared_memory.remove(unlisted)
+    node_dir.remove_segments(unlisted)
     node_dir.remove(path, owner)
     return not path.exists()
 
@@ -79,8 +78,8 @@ def _list_shared_memory_until_end(path: Path) -> None:
     unknown_before: set[Segment] = set()
     owner = node_dir.read_owner(path)
     while owner is not None and not select.select([sys.stdin], [], [], _CHECK_INTERVAL_S)[0]:
-        unknown = shared_memory.list_segments() - ours - others
-        if mapped := unknown and shared_memory.mapped_by(marked_pids(owner.run_mark), unknown):
+        unknown = node_dir.list_segments() - ours - others
+        if mapped := unknown and node_dir.mapped_by(marked_pids(owner.run_mark), unknown):
             ours |= mapped
             node_dir.write_segments(path, ours, seen_by="watcher")
         others |= unknown & unknown_before - ours

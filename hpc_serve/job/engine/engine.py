@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_serve.job.cleanup import node_dir, shared_memory
-from hpc_serve.job.cleanup.shared_memory import Segment
+from hpc_serve.job.cleanup import node_dir
+from hpc_serve.job.cleanup.node_dir import Segment
 from hpc_serve.job.engine.drain import Drain
 from hpc_serve.job.engine.engine_process import EngineEndpoint, EngineProcess, move_endpoint
 from hpc_serve.job.engine.engine_watch import Adapters, EngineWatch
@@ -197,12 +197,12 @@ class Engine:
         unlisted = await asyncio.to_thread(self._mapped_segments)
         await self.child.stop(_HUNG_GRACE_S)
         await end_marked(self._node.run_mark, grace_s=_LEFTOVERS_GRACE_S, variable=ENGINE_MARK)
-        await asyncio.to_thread(shared_memory.remove, unlisted | node_dir.read_segments(self._node.node_dir))
+        await asyncio.to_thread(node_dir.remove_segments, unlisted | node_dir.read_segments(self._node.node_dir))
 
     def _mapped_segments(self) -> set[Segment]:
         """Return the shared memory of the engine's processes on this node, as far as they live."""
         pids = marked_pids(self._node.run_mark, variable=ENGINE_MARK)
-        return shared_memory.mapped_by(pids, shared_memory.list_segments())
+        return node_dir.mapped_by(pids, node_dir.list_segments())
 
     def _may_be_cache(self, outcome: Outcome, ready_s: float | None) -> bool:
         """Whether the engine may have failed by damaged caches: it was never ready with them, and no cause is known.

@@ -24,7 +24,6 @@ from hpc_serve.job.machine.network import LOOPBACK, PortsInUseError, reachable_a
 from hpc_serve.job.progress import StartStages
 from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.parts import Outcome, outcome_of
-from hpc_serve.rendezvous.entries import read_entry
 from hpc_serve.rendezvous.names import array_of
 from hpc_serve.rendezvous.ownership import user_name
 from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress, SubmittedJob, predecessors_of
@@ -36,6 +35,7 @@ from hpc_serve.rendezvous.store import (
     default_home,
     drain_file,
     read_drain_request,
+    read_entry,
 )
 
 _log = logging.getLogger(__name__)

@@ -31,13 +31,13 @@ from hpc_serve.errors import (
     SubmissionRefusedError,
 )
 from hpc_serve.rendezvous.claims import change_wanted, claim, read_wanted, release
-from hpc_serve.rendezvous.entries import JobEntry
 from hpc_serve.rendezvous.files import make_private_folder, read_private
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import (
     ABANDONED_AFTER_S,
     DrainCause,
     DrainRequest,
+    JobEntry,
     ServiceStore,
     ask_to_drain,
     drain_file,
@@ -48,8 +48,7 @@ from hpc_serve.submit.services.reconcile import after, failed, noted, reconcile
 from hpc_serve.submit.services.stop import end_job
 from hpc_serve.submit.services.what_is import Looker
 from hpc_serve.submit.slurm import scheduler
-from hpc_serve.submit.slurm.local import process_start_time
-from hpc_serve.submit.slurm.scheduler import SchedulerView
+from hpc_serve.submit.slurm.scheduler import SchedulerView, process_start_time
 from hpc_serve.submit.slurm.slurm import UNKNOWN, after_start_option, array_options, batch_log_option
 from hpc_serve.submit.status.status_reader import old_jobs, scheduled_job
 

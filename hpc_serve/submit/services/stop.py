@@ -21,8 +21,7 @@ from hpc_serve.errors import InvalidRequestError, StoreError, WaitTimeoutError
 from hpc_serve.rendezvous.record import JobEnd, SubmittedJob, followers_of
 from hpc_serve.rendezvous.store import DrainRequest, ServiceStore, ask_to_drain, drain_file
 from hpc_serve.submit.slurm import scheduler
-from hpc_serve.submit.slurm.local import local_job_state, stop_local_job
-from hpc_serve.submit.slurm.scheduler import SchedulerView
+from hpc_serve.submit.slurm.scheduler import SchedulerView, local_job_state, stop_local_job
 from hpc_serve.submit.slurm.slurm import GONE, JobState
 from hpc_serve.submit.slurm.slurm_messages import ended_sentence
 from hpc_serve.submit.status.job_status import StatusReport

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import RendezvousError
 from hpc_serve.job.engine.health import EngineAddress, read_load
-from hpc_serve.rendezvous.entries import read_submitted
 from hpc_serve.rendezvous.gate_headers import EngineLoad
 from hpc_serve.rendezvous.record import SubmittedJob
-from hpc_serve.rendezvous.store import ServiceStore, drain_file, read_drain_request
+from hpc_serve.rendezvous.store import ServiceStore, drain_file, read_drain_request, read_submitted
 from hpc_serve.submit.services.jobs import Job, JobStage, LoadHistory, LoadSummary, WhatIs
 from hpc_serve.submit.services.stop import write_end
 from hpc_serve.submit.slurm.scheduler import SchedulerView

@@ -26,15 +26,13 @@ from hpc_serve.client.replicas.status import (
 from hpc_serve.errors import RendezvousError, ServiceNotFoundError
 from hpc_serve.redact import redact, redact_lines
 from hpc_serve.rendezvous.claims import read_wanted_or_none
-from hpc_serve.rendezvous.entries import JobEntry, ServiceRecords
 from hpc_serve.rendezvous.names import array_of, is_service_name, validate_service_name
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob, followers_of
-from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.rendezvous.store import JobEntry, ServiceRecords, ServiceStore
 from hpc_serve.submit.logs import files_of, known_secrets, tail
 from hpc_serve.submit.request.bounds import chain_sentence
 from hpc_serve.submit.slurm import scheduler
-from hpc_serve.submit.slurm.local import local_job_state
-from hpc_serve.submit.slurm.scheduler import SchedulerView
+from hpc_serve.submit.slurm.scheduler import SchedulerView, local_job_state
 from hpc_serve.submit.slurm.slurm import UNKNOWN, JobState
 from hpc_serve.submit.status.job_status import (
     RECORD_EXPECTED_WITHIN_S,

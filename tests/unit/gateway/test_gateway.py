@@ -16,9 +16,8 @@ from hpc_serve.client.discovery import discovery
 from hpc_serve.client.requests import attempt, exchange
 from hpc_serve.errors import StoreError
 from hpc_serve.rendezvous.claims import change_wanted
-from hpc_serve.rendezvous.entries import EntryFiles
 from hpc_serve.rendezvous.record import Adapter
-from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.rendezvous.store import EntryFiles, ServiceStore
 from hpc_serve.rendezvous.wanted import Wanted
 from tests.cluster import wait_for
 from tests.support.stub_engine import greedy_answer

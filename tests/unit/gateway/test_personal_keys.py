@@ -15,9 +15,8 @@ import pytest
 
 from hpc_serve.cli.main import run
 from hpc_serve.errors import RecordError
-from hpc_serve.gateway import personal_keys, request, use
-from hpc_serve.gateway.personal_keys import add_person, revoke_key
-from hpc_serve.gateway.use import AnswerCount, UnderWay, Use, expected_use
+from hpc_serve.gateway import personal_keys, request
+from hpc_serve.gateway.personal_keys import AnswerCount, UnderWay, Use, add_person, expected_use, revoke_key
 from tests.cluster import wait_for
 from tests.support.stub_engine import chat_context, encode, greedy_answer
 from tests.unit.gateway.conftest import Answer, Front
@@ -62,7 +61,7 @@ def wait_for_status(front: Front, key: str, wanted: int, timeout_s: float = 60) 
 
 
 def counted(folder) -> dict[str, Use]:
-    return use.read_use(folder, use.today())
+    return personal_keys.read_use(folder, personal_keys.today())
 
 
 def wait_for_use(folder, wanted: dict[str, Use]) -> None:
@@ -295,7 +294,7 @@ def test_over_the_tokens_of_a_day_a_person_waits_for_the_next(service, gateway, 
     assert f"alice has used {2 * (PROMPT + WORDS):,} tokens today" in answer.json["error"]["message"]
     assert 0 < int(answer.headers["retry-after"]) <= 25 * 3600
     assert ask(front, other).status == ask(front, OWNERS).status == 200
-    monkeypatch.setattr(use, "today", lambda: "2999-01-01")
+    monkeypatch.setattr(personal_keys, "today", lambda: "2999-01-01")
     assert ask(front, key).status == 200
 
 
@@ -362,7 +361,10 @@ def test_the_limit_of_a_day_counts_what_other_gateways_and_earlier_ones_answered
     one, two = gateway(key=OWNERS), gateway(key=OWNERS)
     assert ask(one, key).status == ask(two, key).status == 200
     wait_for_use(folder, {"alice": WHOLE + WHOLE})
-    use.write_use(folder / use.file_name(use.today(), "third"), {"alice": Use(requests=1, prompt_tokens=10**9)})
+    personal_keys.write_use(
+        folder / personal_keys.file_name(personal_keys.today(), "third"),
+        {"alice": Use(requests=1, prompt_tokens=10**9)},
+    )
     for front in (one, two, gateway(key=OWNERS)):
         wait_for_status(front, key, 429)
 
@@ -396,10 +398,10 @@ def test_requests_at_once_share_the_time_of_the_gpus(service, gateway, make, fol
     assert [one.result().status for one in asked] == [200] * 3
 
     def used() -> dict[str, float]:
-        return {name: one.gpu_seconds for name, one in use.read_use(folder, use.today()).items()}
+        return {name: one.gpu_seconds for name, one in personal_keys.read_use(folder, personal_keys.today()).items()}
 
     def requests() -> int:
-        return sum(one.requests for one in use.read_use(folder, use.today()).values())
+        return sum(one.requests for one in personal_keys.read_use(folder, personal_keys.today()).values())
 
     wait_for(lambda: requests() == 3, 60, what="the use of all three")
     # The three shares are a third, a half and all of the time, as requests end one after the other.
@@ -462,9 +464,9 @@ def test_a_gateway_writes_what_was_used_when_it_ends(service, program, make, fol
 
 def test_files_of_earlier_days_are_removed_and_damaged_ones_count_nothing(service, gateway, folder, make):
     make("alice")
-    use.write_use(folder / use.file_name("2020-01-01", "a"), {"alice": WHOLE})
-    use.write_use(folder / use.file_name(use.today(), "a"), {"alice": WHOLE})
-    (folder / use.file_name(use.today(), "b")).write_text("{")
+    personal_keys.write_use(folder / personal_keys.file_name("2020-01-01", "a"), {"alice": WHOLE})
+    personal_keys.write_use(folder / personal_keys.file_name(personal_keys.today(), "a"), {"alice": WHOLE})
+    (folder / personal_keys.file_name(personal_keys.today(), "b")).write_text("{")
     gateway(key=OWNERS)
     assert not list(folder.glob("use-2020*"))
     assert counted(folder) == {"alice": WHOLE}
@@ -550,8 +552,8 @@ def test_the_command_prints_a_key_once_and_keeps_its_hash(service, capsys, folde
     assert key not in text
     assert personal_keys.hash_key(key.encode()) in text
     assert stat.S_IMODE((folder / "keys.json").stat().st_mode) == 0o600
-    use.write_use(folder / use.file_name(use.today(), "a"), {"alice": WHOLE})
-    use.write_use(folder / use.file_name(use.today(), "b"), {"alice": WHOLE})
+    personal_keys.write_use(folder / personal_keys.file_name(personal_keys.today(), "a"), {"alice": WHOLE})
+    personal_keys.write_use(folder / personal_keys.file_name(personal_keys.today(), "b"), {"alice": WHOLE})
     assert run(["key", "list"]) == 0
     cells = capsys.readouterr().out.splitlines()[-2].split()
     assert (cells[0], cells[2:]) == ("alice", ["any", "1,000,000", "2", str(2 * PROMPT), str(2 * WORDS), "0.00"])

@@ -14,8 +14,7 @@ import pytest
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.cleanup import node_dir
-from hpc_serve.job.cleanup.node_dir import DirOwner
-from hpc_serve.job.cleanup.shared_memory import Segment
+from hpc_serve.job.cleanup.node_dir import DirOwner, Segment
 from hpc_serve.job.machine.network import PortsInUseError
 from tests.support.refusals import refuse
 from tests.support.strangers import give_away

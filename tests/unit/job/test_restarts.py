@@ -12,7 +12,7 @@ import signal
 import pytest
 
 import hpc_serve.client
-from hpc_serve.job.cleanup.shared_memory import list_segments, mapped_by
+from hpc_serve.job.cleanup.node_dir import list_segments, mapped_by
 from hpc_serve.job.run.node import Restarts
 from hpc_serve.rendezvous.record import EndpointRecord
 from tests.cluster import wait_for

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.job.cleanup import node_dir, shared_memory
-from hpc_serve.job.cleanup.shared_memory import Segment
+from hpc_serve.job.cleanup import node_dir
+from hpc_serve.job.cleanup.node_dir import Segment
 from hpc_serve.job.cleanup.sweep import remove_abandoned
 from hpc_serve.job.machine.process import RUN_MARK, marked_pids
 from tests.cluster import wait_for
@@ -105,7 +105,7 @@ def test_a_killed_launcher_leaves_no_process_no_folder_and_no_shared_memory(run)
     try:
         run.kill(watcher_too=False)
         wait_for(lambda: not run.left, 60, what="the watcher to clear up")
-        assert segment in shared_memory.list_segments()
+        assert segment in node_dir.list_segments()
     finally:
         stranger.close()
         stranger.unlink()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.rendezvous import entries
+from hpc_serve.rendezvous import store as store_module
 from hpc_serve.rendezvous.files import read_private
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.strangers import give_away
@@ -30,7 +30,7 @@ def opened(monkeypatch):
         names.append(path.name)
         return read_private(path, **options)
 
-    monkeypatch.setattr(entries, "read_private", read)
+    monkeypatch.setattr(store_module, "read_private", read)
     return names
 
 

@@ -195,7 +195,7 @@ def test_a_record_or_a_key_of_somebody_else_is_not_trusted(store):
 
 def test_a_file_that_is_listed_and_gone_is_no_problem(store, monkeypatch):
     store.write(make_record())
-    stale = "hpc_serve.rendezvous.entries.list_newest_first"
+    stale = "hpc_serve.rendezvous.store.list_newest_first"
     monkeypatch.setattr(stale, lambda path: [("9-r0-0.json", (0, 0, 0)), *files.list_newest_first(path)])
     found = store.read("405b")
     assert (len(found.records), found.problems) == (1, ())
