@@ -16,6 +16,7 @@ from hpc_serve.units import duration
 
 DEFAULT_OVERLAP_S = 1800.0
 _MOST = 100
+_MOST_REPLICAS = 10_000  # the jobs that Slurm keeps, unless a site sets MaxJobCount
 _MINUTE_S = 60.0
 
 
@@ -99,7 +100,13 @@ def parse_replicas(text: str) -> tuple[int, int | None]:
             f"{text!r} is no number of replicas: write 4, or 1:4 for one to four. "
             "h100:2,a100:1 is for machines that the site file names."
         )
-    return int(found[1]), int(found[2]) if found[2] is not None else None
+    return _count(found[1]), _count(found[2]) if found[2] is not None else None
+
+
+def _count(digits: str) -> int:
+    if int(digits) > _MOST_REPLICAS:
+        raise InvalidRequestError(f"{digits} replicas are asked for: a service has at most {_MOST_REPLICAS:,}.")
+    return int(digits)
 
 
 def parse_counts(text: str) -> tuple[int, int | None] | dict[str, int]:
@@ -120,7 +127,7 @@ def parse_counts(text: str) -> tuple[int, int | None] | dict[str, int]:
             )
         if name in counts:
             raise InvalidRequestError(f"{name} is named twice in {text!r}: keep one of the two.")
-        counts[name] = int(number)
+        counts[name] = _count(number)
     return counts
 
 
