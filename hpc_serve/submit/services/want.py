@@ -356,10 +356,11 @@ def scaled(wanted: Wanted, replicas: int | Mapping[str, int], service: str, know
         replicas = dict.fromkeys(wanted.machines, replicas)
     unknown = [name for name, count in replicas.items() if name not in known and (count or name not in wanted.counts)]
     if unknown:
-        count = max(1, replicas[unknown[0]])
+        name, count = unknown[0], replicas[unknown[0]]
+        cure = f"`hpc-serve submit` with --name {service} and --replicas {name}:{count} makes one"
         raise InvalidRequestError(
-            f"{service} has no script for {unknown[0]}: `hpc-serve submit` with --name {service} and "
-            f"--replicas {unknown[0]}:{count} makes one. It has been on {', '.join(sorted(known))}."
+            f"{service} has no script for {name}: {cure if count else f'leave out {name}:0'}. "
+            f"It has been on {', '.join(sorted(known))}."
         )
     counts = {**(wanted.counts or {DEFAULT_MACHINE: wanted.count}), **replicas}
     if not any(counts.values()):

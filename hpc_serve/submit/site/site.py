@@ -97,7 +97,8 @@ def fields_of(node: yaml.Node, kind: type, path: Path) -> Iterator[tuple[str, An
             raise SiteFileError(f"{where}: {name} is set twice; keep one of the two.")
         seen.add(name)
         if kinds[name] == Mapping[str, Mapping[str, Any]]:  # by name, each with settings as this one has
-            yield name, {str(one.value): dict(fields_of(its, kind, path)) for one, its in _pairs(value, where)}
+            pairs = _pairs(value, f"{where}: {name}")
+            yield name, {str(one.value): dict(fields_of(its, kind, path)) for one, its in pairs}
         else:
             yield name, _value(value, kinds[name], f"{where}: {name}")
 
@@ -110,6 +111,10 @@ def _pairs(node: yaml.Node, where: str) -> list[tuple[yaml.Node, yaml.Node]]:
     names = [str(one.value) for one, _ in node.value] if isinstance(node, yaml.MappingNode) else []
     if not names or len(set(names)) < len(names):
         raise SiteFileError(f"{where} must have names, each once and with settings: NAME: {{gpu: …}}.")
+    for one, its in node.value:
+        if not isinstance(its, yaml.MappingNode):
+            gpu = its.value if isinstance(its, yaml.ScalarNode) and its.value else "…"
+            raise SiteFileError(f"{where}: {one.value} must have settings: write {{{one.value}: {{gpu: {gpu}}}}}.")
     return list(node.value)
 
 

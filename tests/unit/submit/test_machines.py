@@ -112,7 +112,8 @@ class TestSite:
             ("machines: {a: {gpu: l4, machines: {b: {gpu: l4}}}}", "a has machines of its own"),
             ("machines: {a: {gpu: l4}, a: {gpu: l4}}", "each once"),
             ("machines: [a100]", "must have names"),
-            ("machines: {a: l4}", "must hold settings"),
+            ("machines: {a: l4}", "machines: a must have settings: write {a: {gpu: l4}}"),
+            ("machines: {a: }", "write {a: {gpu: …}}"),
             ("machines: {a: {gpu: l4, partion: x}}", "Did you mean partition"),
             ("machines: {a: {gpu: l4, time: soon}}", "soon"),
             ("machines: {a: {gpu: l400}}", "machines: a: 'l400' is not an accelerator .* Did you mean l40s"),
@@ -253,6 +254,9 @@ class TestSubmit:
             ("a100", "h100:2,a100:1 is for machines"),
             ("a100:1, l40s:1", "without spaces"),
             ("a100:1:4", "no MIN:MAX"),
+            ("a100:99999", "99999 replicas are asked for: a service has at most 10,000."),
+            ("99999", "99999 replicas"),
+            ("1:99999", "99999 replicas"),
             ("$(id):1", "'$(id):1' is no number of replicas on a machine"),
         ],
     )
@@ -318,7 +322,7 @@ class TestScale:
         [
             (3, "s has replicas on a100:1,l40s:1: say which"),
             ({"b200": 1}, "s has no script for b200"),
-            ({"b200": 0}, "s has no script for b200"),
+            ({"b200": 0}, "s has no script for b200: leave out b200:0. It has been on "),
             ({"a100": 0, "l40s": 0}, "`hpc-serve stop s` ends it"),
         ],
     )
