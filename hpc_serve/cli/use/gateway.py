@@ -228,8 +228,9 @@ def gateway_command(
         raise click.UsageError("--share needs --host, an address or name of this host that others reach, and --port.")
     if options["on_demand"] and options["workers"] > 1:
         raise click.UsageError("--on-demand starts and ends models in one process: leave --workers out.")
-    if options["max_in_flight"] < options["workers"]:
-        raise click.UsageError("--max-in-flight is shared out among --workers: give at least one request to each.")
+    for name, option in (("max_in_flight", "--max-in-flight"), ("queue", "--queue")):
+        if 0 < options[name] < options["workers"]:
+            raise click.UsageError(f"{option} is shared out among --workers: give at least one request to each.")
     if options["own_keys"] and share is None:
         raise click.UsageError("--own-keys needs --share.")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")

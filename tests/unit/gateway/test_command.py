@@ -268,6 +268,13 @@ def test_what_cannot_be_asked_for(refused, words):
     assert refused(*words)[0] == 2
 
 
+@pytest.mark.parametrize("option", ["--max-in-flight", "--queue"])
+def test_what_cannot_be_shared_out_among_the_workers_is_refused(refused, option):
+    code, told = refused(option, "1", "--workers", "2")
+    assert code == 2
+    assert f"{option} is shared out among --workers: give at least one request to each." in told
+
+
 def test_at_sigterm_it_finishes_what_is_under_way_and_takes_no_more(service, program, tmp_path):
     hang = tmp_path / "hang"
     hang.touch()
