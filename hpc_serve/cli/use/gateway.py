@@ -14,7 +14,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from hpc_serve.errors import HpcServeError, SiteFileError
 from hpc_serve.rendezvous.names import validate_service_name
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Sequence
 
     from hpc_serve.gateway.listening import ListenAddress
@@ -263,6 +264,7 @@ def gateway_command(
         on_demand=on_demand,
     )
     with ExitStack() as stack:
+        counts = Path(stack.enter_context(_counts_folder()) if options["workers"] > 1 else "")
         if port is not None:
             place = stack.enter_context(listening.on_port(host or "127.0.0.1", port))
         else:
@@ -290,14 +292,24 @@ def gateway_command(
         if (count := options["workers"]) == 1:
             serve(settings, on_start=tell)
             return
-        counts = Path(stack.enter_context(TemporaryDirectory(prefix="hpc-serve-gateway-")))
-        Workers(
-            count,
-            place.listener,
-            lambda number, channel: serve(
-                settings.of_worker(number, count, counts), on_start=lambda: None, channel=channel
-            ),
-        ).run(tell)
+
+        def work(number: int, channel: socket.socket) -> None:
+            serve(settings.of_worker(number, count, counts), on_start=lambda: None, channel=channel)
+            with suppress(OSError):  # the last one removes the folder: the first process may have been killed
+                (counts / f"{number}.prom").unlink(missing_ok=True)
+                counts.rmdir()
+
+        Workers(count, place.listener, work).run(tell)
+
+
+def _counts_folder() -> TemporaryDirectory[str]:
+    """Make the folder of the workers' counts. Raises HpcServeError."""
+    try:
+        return TemporaryDirectory(prefix="hpc-serve-gateway-")
+    except OSError as error:
+        raise HpcServeError(
+            f"--workers needs a folder for counts: {error.strerror}. Set TMPDIR to a folder that you may write to."
+        ) from error
 
 
 def _tell(

@@ -325,3 +325,11 @@ def test_what_one_process_decides_needs_one_worker(refused, tmp_path):
         in refused("--workers", "2", "--on-demand", str(tmp_path / "models.yaml"))[1]
     )
     assert "at least one request to each" in refused("--workers", "2", "--max-in-flight", "1")[1]
+
+
+def test_without_a_folder_for_counts_no_worker_is_started(refused, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    code, told = refused("--workers", "2")
+    assert code == 1
+    assert "--workers needs a folder for counts: " in told
+    assert "Set TMPDIR to a folder that you may write to." in told

@@ -56,8 +56,10 @@ def test_workers_answer_at_one_address_and_tell_one_count(service, program):
     assert "Traceback" not in one.said
 
 
-def test_a_worker_that_ends_is_started_again_and_none_outlives_the_gateway(service, program):
+def test_a_worker_that_ends_is_started_again_and_nothing_outlives_the_gateway(service, program, tmp_path, monkeypatch):
     service.start(*GREEDY)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "counts"))
+    (tmp_path / "counts").mkdir()
     one = program("--workers", "2").started()
     killed = min(workers_of(one))
     os.kill(killed, signal.SIGKILL)
@@ -66,6 +68,7 @@ def test_a_worker_that_ends_is_started_again_and_none_outlives_the_gateway(servi
     workers = workers_of(one)
     one.process.kill()
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), 30, what="the end of the workers")
+    assert list((tmp_path / "counts").iterdir()) == []
 
 
 def connected(path) -> socket.socket:
