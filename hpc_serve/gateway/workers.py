@@ -25,6 +25,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the ssh that
 CONNECTION, STOP = b"c", b"s"
 _AGAIN_S = 1.0
 _FULL_MS = 50
+_END_S = 10.0  # a worker has so long to end after its grace
 
 _log = logging.getLogger(__name__)
 
@@ -36,10 +37,13 @@ def receive(channel: socket.socket) -> tuple[bytes, socket.socket | None]:
 
 
 class Workers:
-    """So many processes that run `work(number, channel)`."""
+    """So many processes that run `work(number, channel)`, and end within `grace_s` of a signal or are killed."""
 
-    def __init__(self, count: int, listener: socket.socket, work: Callable[[int, socket.socket], None]) -> None:
+    def __init__(
+        self, count: int, listener: socket.socket, work: Callable[[int, socket.socket], None], *, grace_s: float
+    ) -> None:
         self._listener = listener
+        self._grace_s = min(grace_s, 1e9)  # a timer takes no more
         self._work = work
         self._numbers: dict[int, int] = {}
         self._ended: set[int] = set()
@@ -59,6 +63,7 @@ class Workers:
 
         Raises HpcServeError if the system lets no more processes start.
         """
+        signal.signal(signal.SIGALRM, self._kill)
         for one in SIGNALS:
             signal.signal(one, self._tell)
         try:
@@ -93,8 +98,18 @@ class Workers:
     def _wait(self) -> None:
         while self._numbers:
             self._numbers.pop(os.wait()[0])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _kill(self, *of_signal: object) -> None:
+        """Kill the workers that have not ended, as one that is stopped."""
+        for pid, number in self._numbers.items():
+            _log.error("worker %d does not end, and is killed", number)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _tell(self, *of_signal: object) -> None:
+        """Tell the workers to end, the second time at once."""
+        signal.setitimer(signal.ITIMER_REAL, _END_S + (0 if self._is_told else self._grace_s))
         self._is_told = True
         for ours, _ in self._channels:
             with suppress(BlockingIOError):  # it was told so often, and takes nothing

@@ -299,7 +299,7 @@ def gateway_command(
                 (counts / f"{number}.prom").unlink(missing_ok=True)
                 counts.rmdir()
 
-        Workers(count, place.listener, work).run(tell)
+        Workers(count, place.listener, work, grace_s=options["grace"]).run(tell)
 
 
 def _counts_folder() -> TemporaryDirectory[str]:

@@ -77,9 +77,10 @@ def connected(path) -> socket.socket:
     return connection
 
 
-def test_a_worker_that_takes_nothing_is_passed_over(service, program):
+def test_a_worker_that_takes_nothing_is_passed_over_and_killed_at_the_end(service, program):
     service.start(*GREEDY)
-    one = program("--workers", "2").started()
+    first = "from hpc_serve.gateway import workers; workers._END_S = 0.5"
+    one = program("--workers", "2", "--grace", "1h", first=first).started()
     stopped = min(workers_of(one))
     os.kill(stopped, signal.SIGSTOP)
     with ExitStack() as stack:
@@ -88,8 +89,9 @@ def test_a_worker_that_takes_nothing_is_passed_over(service, program):
         assert ask(socket_of(service)) == ANSWER
         one.process.send_signal(signal.SIGTERM)
         wait_for(lambda: len(workers_of(one)) == 1, 30, what="the end of the other worker")
-        os.kill(stopped, signal.SIGCONT)
-    assert one.ended() == 0
+        one.process.send_signal(signal.SIGTERM)  # the second time: no more grace
+        assert one.ended() == 0
+    assert "does not end, and is killed" in one.said
 
 
 def test_while_a_worker_is_not_yet_started_again_the_others_answer(service, program):
