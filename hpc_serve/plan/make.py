@@ -142,7 +142,14 @@ def _options_of_generation(asked: PlanRequest) -> list[str]:
 
 def check_speech(asked: PlanRequest, model: ModelSpec) -> None:
     """Raise InvalidRequestError for options that a model with an encoder of sound cannot have."""
-    named = [*(["--input-tokens"] if asked.input_tokens else []), *_options_of_generation(asked)]
+    given = {
+        "--input-tokens": asked.input_tokens,
+        "--requests": asked.requests,
+        "--arrivals": asked.arrivals != "steady",
+        "--ideal": asked.ideal,
+        "--usd-per-gpu-hour": asked.usd_per_gpu_hour,
+    }
+    named = [*(option for option, value in given.items() if value), *_options_of_generation(asked)]
     if asked.engine.is_pooling:
         named.append("--runner pooling")
     if named:

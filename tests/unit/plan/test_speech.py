@@ -72,6 +72,8 @@ def test_the_files_layers_of_the_encoder_are_not_taken_for_those_of_a_decoder():
     [
         ({"target": "tpot=50ms"}, "--target"),
         ({"input_tokens": 100}, "--input-tokens"),
+        ({"requests": 5, "arrivals": "burst"}, "--requests, --arrivals"),
+        ({"ideal": True, "usd_per_gpu_hour": 2.0}, "--ideal, --usd-per-gpu-hour"),
         ({"engine": EngineConfig(runner="pooling")}, "--runner pooling"),
     ],
 )
