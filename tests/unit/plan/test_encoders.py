@@ -34,6 +34,11 @@ def test_parameters_are_those_of_the_hub(config, published):
     assert built(config).parameters == published
 
 
+def test_a_config_that_does_not_say_its_kind_of_positions_is_not_said_to_have_one():
+    with pytest.raises(InvalidRequestError, match="The config has no 'position_embedding_type'"):
+        built({**XLM_ROBERTA, "architectures": ["ColBERTJinaRobertaModel"], "position_embedding_type": None})
+
+
 def test_robertas_first_positions_are_not_for_tokens():
     assert catalog.resolve("multilingual-e5-large").config["max_position_embeddings"] == 514
     _, model, _ = find_spec("multilingual-e5-large", environ={})
