@@ -185,9 +185,17 @@ def tell_all(
 
     If one does not do it, and `undo` is the path of a request that takes it back, those that did it or gave no answer
     are sent that request. A replica may take `timeout` seconds. Replicas that are not ready are told nothing.
+    `home` is $HPC_SERVE_HOME unless given. Ctrl-C ends the wait alone: requests under way go on, and `undo` is not
+    sent.
 
-    Raises NotAllReplicasError, whose `answers` say what each replica did, ServiceNotFoundError, StoreError.
+    Raises NotAllReplicasError, whose `answers` say what each replica did, ServiceNotFoundError, StoreError. Raises
+    InvalidRequestError for a path without / at its beginning, or a `body` that is no mapping; then nothing is sent.
     """
+    for one in (path, "/" if undo is None else undo):
+        if not one.startswith("/"):
+            raise InvalidRequestError(f"{one!r} is no path: it begins with /, as '/pause?mode=keep'.")
+    if body is not None and not isinstance(body, Mapping):
+        raise InvalidRequestError(f"The body {body!r} is no mapping: write {{'new_version': 'step-200'}}.")
     store, name = named_service(service, open_store(home).home)
     watch = ServiceWatch(store, name)
     watch.refresh(is_complete=True)

@@ -8,16 +8,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import hpc_serve.client
-from hpc_serve.client import Endpoint, ReplicaStatus, ServiceStatus
+from hpc_serve.client import Endpoint, ReplicaAnswer, ReplicaStatus, ServiceStatus, tell_all
 from tests.support.markdown import block, page, told
 
 _WIDE = 88
+_VALUES = (Endpoint, ReplicaAnswer, ServiceStatus, ReplicaStatus)
 
 
 def python_api() -> str:
     """The calls for programs: signatures, docstrings, examples."""
     parts: Sequence[tuple[str, Any, Iterable[Any]]] = (
-        ("Use a service", hpc_serve.client, (*_of(hpc_serve), Endpoint, ServiceStatus, ReplicaStatus)),
+        ("Use a service", hpc_serve.client, (*_of(hpc_serve), tell_all, *_VALUES)),
         ("Plan", hpc_serve.plan, _of(hpc_serve.plan)),
         ("Submit", hpc_serve.submit, _of(hpc_serve.submit)),
         ("Measure", hpc_serve.bench, _of(hpc_serve.bench)),

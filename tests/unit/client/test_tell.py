@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from hpc_serve.client import connect, tell_all
-from hpc_serve.errors import NotAllReplicasError, ServiceNotFoundError
+from hpc_serve.errors import InvalidRequestError, NotAllReplicasError, ServiceNotFoundError
 from tests.support.patience import wait_until
 
 
@@ -56,6 +56,22 @@ def test_who_gives_no_answer_may_have_done_it_and_takes_it_back_too(service):
     service.start()
     with pytest.raises(NotAllReplicasError, match=r"100-r0-0: no answer .* it failed at 100-r0-0, 101-r0-0\."):
         tell_all("405b", "/v1/completions", {"model": "405b", "prompt": "Why?"}, undo="/nothing", timeout=1.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"path": "/pause", "body": "x"}, "The body 'x' is no mapping"),
+        ({"path": "pause"}, "'pause' is no path: it begins with /"),
+        ({"path": "/pause", "undo": "resume"}, "'resume' is no path"),
+    ],
+)
+def test_words_that_are_no_request_are_refused_before_anything_is_sent(service, words, said):
+    service.start()
+    with pytest.raises(InvalidRequestError, match=said):
+        tell_all("405b", **words)
+    client = connect("405b")
+    assert client.completions.create(model=client.model, prompt="Why?").choices  # it is not paused
 
 
 def test_nobody_is_there_to_be_told(service):
