@@ -1,10 +1,8 @@
-"""The engine's options, in vLLM's own names, and vLLM's defaults for the options that are not given.
+"""The engine's options in vLLM's own names, what their values may be, and vLLM's defaults where none is given.
 
 Defaults depend on vLLM's version and on the accelerator, and only this module looks them up. One version is pinned.
-Earlier versions are known as far as published measurements need them. 0.33 is planned
-with the memory model of 0.32: no default that is looked up here differs. A newer version is planned as 0.33.
-
-What the values of options may be, before a plan is made with them.
+Earlier versions are known as far as published measurements need them. 0.33 is planned with the memory model of 0.32:
+no default that is looked up here differs. A newer version is planned as 0.33.
 """
 
 from __future__ import annotations
@@ -19,6 +17,15 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware import AcceleratorKind, AcceleratorSpec
 from hpc_serve.units import GIB, at_least_one
 
+PINNED_VERSION = "0.32.0"
+DEFAULT_LORA_RANK = 16  # vLLM's --max-lora-rank (config/lora.py)
+LONGEST_THAT_FITS = -1
+"""The context for `--max-model-len auto`, as vLLM writes it: the model's, or as long as the machines hold."""
+LAYOUT_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+Arrivals = Literal["steady", "burst"]
+"""How requests come: always so many in flight, or all at once and then no more."""
+_DRAFTS_IN_STEP = ("ngram", "suffix", "medusa", "mlp_speculator")
+"""Methods of speculation that async scheduling does not go with."""
 _MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 _LARGEST_GIB = 1_000_000
 _Rule: TypeAlias = tuple[Callable[[Any], bool], str]
@@ -43,37 +50,12 @@ _BY_NAME: dict[str, _Rule] = {
 """What the values of options and of keys within them must be: by the option's type, and by name."""
 
 
-def check_options(options: Mapping[str, tuple[str, Any]]) -> None:
-    """Raise InvalidRequestError for an option, or a key within it, whose value cannot be. None is no value.
-
-    `options` has the type and the value of each option by its name.
-    """
-    rules = {name: _BY_TYPE[type_] for name, (type_, _) in options.items() if type_ in _BY_TYPE} | _BY_NAME
-    for name, (is_right, wanted) in rules.items():
-        option, _, key = name.partition("'s ")
-        _, value = options[option]
-        value = (value or {}).get(key) if key else value
-        if value is not None and not is_right(value):
-            raise InvalidRequestError(f"{name} is {str(value)[:40]}: it must be {wanted}.")
-
-
 def _is_count(value: object, least: int) -> bool:
     return type(value) is int and least <= value <= 1000
 
 
 def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(size) is int and 0 <= size <= 2**20 for size in value)
-
-
-PINNED_VERSION = "0.32.0"
-DEFAULT_LORA_RANK = 16  # vLLM's --max-lora-rank (config/lora.py)
-LONGEST_THAT_FITS = -1
-"""The context for `--max-model-len auto`, as vLLM writes it: the model's, or as long as the machines hold."""
-LAYOUT_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-Arrivals = Literal["steady", "burst"]
-"""How requests come: always so many in flight, or all at once and then no more."""
-_DRAFTS_IN_STEP = ("ngram", "suffix", "medusa", "mlp_speculator")
-"""Methods of speculation that async scheduling does not go with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +109,19 @@ class EngineConfig:
     uncounted: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_options({one.name: (str(one.type), getattr(self, one.name)) for one in fields(self)})
+        self._check_values()
         if not re.match(r"\d+\.\d+", self.vllm_version):
             raise InvalidRequestError(f"vllm_version is {self.vllm_version!r}: write it as {PINNED_VERSION}.")
+
+    def _check_values(self) -> None:
+        """Raise InvalidRequestError for an option, or a key within it, whose value cannot be. None is no value."""
+        by_type = {one.name: _BY_TYPE[str(one.type)] for one in fields(self) if str(one.type) in _BY_TYPE}
+        for name, (is_right, wanted) in (by_type | _BY_NAME).items():
+            option, _, key = name.partition("'s ")
+            value = getattr(self, option)
+            value = (value or {}).get(key) if key else value
+            if value is not None and not is_right(value):
+                raise InvalidRequestError(f"{name} is {str(value)[:40]}: it must be {wanted}.")
 
     def completed(self, options: Mapping[str, Any]) -> EngineConfig:
         """Return the same with these options, where they are not given."""

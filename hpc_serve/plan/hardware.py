@@ -1,10 +1,8 @@
-"""One accelerator as the planner sees it: memory, bandwidth, FLOP/s and links of a GPU, a TPU chip or a CPU socket.
+"""The machines to plan for: one accelerator, the nodes made of it, and the names that people give both.
 
-The facts come from the catalogue. TPU chips come in slices of given shapes. cluster.py describes the machines made of
-accelerators.
-
-The machines to plan for, and the names people give them: a GPU (`h100`), a TPU slice (`v5e:4x4`, `v5e-16`), the
-sockets of a CPU node (`cpu-spr-2s`), GPUs of several kinds (`a100-80gb,h100-pcie-80gb`).
+An accelerator is a GPU, a TPU chip or a CPU socket, with its memory, bandwidth, FLOP/s and links. The facts come from
+the catalogue. Names are those of a GPU (`h100`), of a TPU slice (`v5e:4x4`, `v5e-16`), of the sockets of a CPU node
+(`cpu-spr-2s`), and of GPUs of several kinds (`a100-80gb,h100-pcie-80gb`).
 
 One engine uses a slice, or a node named with its sockets, as a whole. On other nodes an engine uses only the
 accelerators that it needs.
@@ -22,7 +20,9 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.catalog import accelerator_entry, is_accelerator
 from hpc_serve.units import GIB, at_least_one
 
-USUAL_MATMUL_SHARE = 0.78
+DEFAULT_GPU = "h100-80gb"
+"""The GPU that is planned for where nobody names one."""
+_USUAL_MATMUL_SHARE = 0.78
 """Share of its FLOP/s that a large matrix product reaches, where nobody measured it: the median of those measured."""
 AcceleratorKind = Literal["gpu", "tpu", "cpu"]
 LinkTopology = Literal["mesh", "pairs"]
@@ -30,6 +30,8 @@ _RATES = (
     *("label_bytes", "total_bytes", "bandwidth_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s"),
     *("gpus_per_node", "max_cuda_graph_batch", "matmul_share"),
 )
+_NUMBERED = re.compile(r"(.+)-(\d+)")
+_SOCKETS = re.compile(r"(.+?)[-:](\d+)s")
 _UNITS = {"gpu": "GPU", "tpu": "chip", "cpu": "socket"}
 
 
@@ -60,7 +62,7 @@ class AcceleratorSpec:
     total_bytes: int
     bandwidth_bytes_per_s: float | None
     dense_flops: Mapping[str, float] = field(hash=False)
-    matmul_share: float = USUAL_MATMUL_SHARE
+    matmul_share: float = _USUAL_MATMUL_SHARE
     link: str | None
     link_bytes_per_s: float | None
     network_bytes_per_s: float | None
@@ -165,10 +167,10 @@ def chip_count(topology: str) -> int:
     return math.prod(int(side) for side in topology.split("x"))
 
 
-def same_slice(topology: str, known: tuple[str, ...]) -> str | None:
+def _same_slice(topology: str, known: tuple[str, ...]) -> str | None:
     """Return the slice of that list with these sides in any order, or None.
 
-    >>> same_slice("4x2", ("2x2", "2x4"))
+    >>> _same_slice("4x2", ("2x2", "2x4"))
     '2x4'
     """
     return next((name for name in known if sorted(name.split("x")) == sorted(topology.split("x"))), None)
@@ -187,13 +189,6 @@ def slice_with(accelerator: AcceleratorSpec, count: int) -> str | None:
 def is_offered(accelerator: AcceleratorSpec, count: int) -> bool:
     """Return whether so many make one machine. GPUs come in any number, TPU chips in the numbers of slices."""
     return accelerator.kind != "tpu" or slice_with(accelerator, count) is not None
-
-
-DEFAULT_GPU = "h100-80gb"
-"""The GPU that is planned for where nobody names one."""
-
-_NUMBERED = re.compile(r"(.+)-(\d+)")
-_SOCKETS = re.compile(r"(.+?)[-:](\d+)s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +305,7 @@ def _split(name: str) -> tuple[str, int | None]:
     base, colon, topology = name.partition(":")
     if colon:
         known = accelerator(base, total_bytes=1).slices
-        if not same_slice(topology, known):
+        if not _same_slice(topology, known):
             raise InvalidRequestError(f"{base} has no slice {topology!r}: use {', '.join(known) or 'no topology'}.")
         return base, chip_count(topology)
     numbered = _NUMBERED.fullmatch(name)

@@ -1,9 +1,8 @@
 """Makes a plan from what a person asked: the smallest layout that fits, or the replicas that serve fastest.
 
-submit/plans/planning.py finds the model and the machines. choice/ decides whether a layout fits, speed/ how fast it
-is. This module decides only what they are asked.
-
-What a person asks of a plan, and the requests that the replica is to get.
+A PlanRequest holds what the person asked. submit/plans/planning.py finds the model and the machines for it. choice/
+decides whether a layout fits, speed/ how fast it is. This module decides only what they are asked: which machines,
+which context, and which requests a replica is to get.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from hpc_serve.plan.speed.measured import MeasuredHere, MeasuredRun
 from hpc_serve.plan.speed.step import Roofline
 from hpc_serve.plan.speed.throughput import Traffic
 
-DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 1024, 256
-DEFAULT_TEXT_TOKENS = 512
+_DEFAULT_INPUT_TOKENS, _DEFAULT_OUTPUT_TOKENS = 1024, 256
+_DEFAULT_TEXT_TOKENS = 512
 """Of a text to embed or to score."""
 
 
@@ -75,15 +74,15 @@ class PlanRequest:
         return {"concurrency": self.workload.concurrency, "arrivals": self.arrivals}
 
 
-def asked_traffic(asked: PlanRequest, model: ModelSpec, max_model_len: int) -> Traffic:
+def _asked_traffic(asked: PlanRequest, model: ModelSpec, max_model_len: int) -> Traffic:
     """Return each request's lengths: those asked for, else the defaults as far as the context allows.
 
     Raises InvalidRequestError where the lengths asked for are more than the context.
     """
     if asked.engine.is_pooling:
         return _pooling_traffic(asked, max_model_len)
-    outputs = asked.output_tokens or min(DEFAULT_OUTPUT_TOKENS, max(1, max_model_len // 5))
-    inputs = asked.input_tokens or max(1, min(DEFAULT_INPUT_TOKENS, max_model_len - outputs))
+    outputs = asked.output_tokens or min(_DEFAULT_OUTPUT_TOKENS, max(1, max_model_len // 5))
+    inputs = asked.input_tokens or max(1, min(_DEFAULT_INPUT_TOKENS, max_model_len - outputs))
     if inputs + outputs > max_model_len:
         raise InvalidRequestError(
             f"{inputs:,} tokens in and {outputs:,} out are {inputs + outputs:,}, but a request has at most "
@@ -140,7 +139,7 @@ def _options_of_generation(asked: PlanRequest) -> list[str]:
     return [option for option, value in given.items() if value]
 
 
-def check_speech(asked: PlanRequest, model: ModelSpec) -> None:
+def _check_speech(asked: PlanRequest, model: ModelSpec) -> None:
     """Raise InvalidRequestError for options that a model with an encoder of sound cannot have."""
     given = {
         "--input-tokens": asked.input_tokens,
@@ -162,7 +161,7 @@ def _pooling_traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
     """Return the texts that an embedder or a reranker gets. Raises InvalidRequestError for options of generation."""
     if named := _options_of_generation(asked):
         raise InvalidRequestError(f"The model generates no text: leave out {', '.join(named)}.")
-    tokens = asked.input_tokens or min(DEFAULT_TEXT_TOKENS, max_model_len)
+    tokens = asked.input_tokens or min(_DEFAULT_TEXT_TOKENS, max_model_len)
     if tokens > max_model_len:
         raise InvalidRequestError(f"A text has {tokens:,} tokens, and at most {max_model_len:,} are read.")
     return Traffic(input_tokens=tokens, output_tokens=1, **asked.traffic, generates=False)
@@ -269,10 +268,10 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
             f"--runner {asked.engine.runner}."
         )
     if found.model.encoder_positions:
-        check_speech(asked, found.model)
+        _check_speech(asked, found.model)
     model = loaded_model(found.model, asked.engine, found.draft)
     inputs, contexts = _inputs(asked, model, found.cluster)
-    traffic = asked_traffic(asked, model, inputs.max_model_len)
+    traffic = _asked_traffic(asked, model, inputs.max_model_len)
     if asked.input_tokens or asked.output_tokens:
         tokens = traffic.input_tokens + (traffic.output_tokens if traffic.generates else 0)
         inputs = replace(inputs, workload=replace(inputs.workload, request_tokens=tokens))

@@ -1,8 +1,8 @@
-"""Evaluates single layouts: whether one fits, and the number that decides about it.
+"""Evaluates single layouts: whether one fits, the number that decides about it, and how much more it would hold.
 
-Searches for limits: the longest context that a layout holds, and the fewest GPUs on which a model starts.
-
-Compares one engine on a whole node with several engines that share it: how many tokens each option can hold.
+First come the candidates of a plan and what a person might expect beside the chosen one. Then come limits: the longest
+context that a layout holds, and the fewest GPUs on which a model starts. Last, one engine on a whole node is compared
+with several engines that share it. layout.py lists the layouts, planner.py chooses among the candidates.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PlanInputs:
         try:
             memory = self._estimate(layout, engine)
             if engine.max_num_seqs is None and 1 < memory.num_blocks < memory.least_blocks:
-                fewer = max_num_seqs_for(memory.num_blocks)
+                fewer = _max_num_seqs_for(memory.num_blocks)
                 memory = self._estimate(layout, replace(engine, max_num_seqs=fewer))
         except DoesNotFitError as error:
             return Candidate(layout=layout, memory=None, verdict="refused", reason=str(error))
@@ -141,11 +141,11 @@ class PlanInputs:
         )
 
 
-def max_num_seqs_for(blocks: int) -> int:
+def _max_num_seqs_for(blocks: int) -> int:
     """Return the sequences of a step for a hybrid with so many blocks: a power of two that leaves a quarter of them
     free.
 
-    >>> max_num_seqs_for(856)
+    >>> _max_num_seqs_for(856)
     512
     """
     return int(2 ** ((blocks * 3 // 4) or 1).bit_length()) // 2
@@ -259,9 +259,11 @@ def _reason_against(layout: Layout, chosen: Layout, inputs: PlanInputs) -> str:
     return "more pipeline stages than needed, and each costs a transfer and waiting"
 
 
+# -- limits
+
 CONTEXT_STEP = 1024
 """Contexts are looked for in steps of so many tokens, and the model's own is tried too."""
-AT_ONCE = (1, 4, 16, 64)
+_AT_ONCE = (1, 4, 16, 64)
 Contexts: TypeAlias = dict[Layout, dict[int, int]]
 """The longest context of each layout, by the number of requests of that length at once. 0: none of a step fits."""
 
@@ -286,10 +288,10 @@ def contexts_of(inputs: PlanInputs, layouts: Iterable[Layout]) -> Contexts:
     for layout in layouts:
         lengths: dict[int, int] = {}
         longest = inputs.max_model_len
-        for count in AT_ONCE:
+        for count in _AT_ONCE:
             asked = replace(inputs, workload=replace(inputs.workload, concurrency=count), max_model_len=longest)
             lengths[count] = longest = longest_context(asked, layout) if longest else 0
-        if lengths[AT_ONCE[0]]:
+        if lengths[_AT_ONCE[0]]:
             found[layout] = lengths
     return found
 
@@ -339,6 +341,8 @@ def _usable(inputs: PlanInputs, counts: range) -> int | None:
                 return gpus
     return None
 
+
+# -- replicas that share a node
 
 TYPICAL_REQUEST_TOKENS = 2048
 """The length of a request for comparing options."""

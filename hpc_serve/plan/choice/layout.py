@@ -1,11 +1,10 @@
-"""Lists the layouts to choose from, preferred ones first.
+"""Lists the layouts to choose from, preferred ones first, and turns a layout into options of `vllm serve` and back.
 
 Tensor parallelism stays within a node, pipeline parallelism goes across nodes. A layout on several nodes leaves no GPU
 idle. Data-parallel ranks of one engine each have TP x PP GPUs and requests of their own; they share the experts.
 
-Turns a plan into options of `vllm serve` and back, and says what a plan assumes about the checkpoint.
-
-People and the pinned vLLM name some quantisation methods differently. This file matches the names.
+People and the pinned vLLM name some quantization methods differently: this module matches the names, and says what a
+plan assumes about the checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from hpc_serve.units import layout_text
 from hpc_serve.vllm.arguments import read_arguments, value_of
 from hpc_serve.vllm.options import load_data
 
-MAX_NODES = 64
+_MAX_NODES = 64
 """The search for a layout stops at this number of nodes."""
 
 
@@ -138,7 +137,7 @@ def _no_layout_text(cluster: ClusterSpec, engine: EngineConfig) -> str:
 
 
 def _most_nodes(cluster: ClusterSpec) -> int:
-    return 1 if cluster.accelerator.kind == "cpu" else MAX_NODES
+    return 1 if cluster.accelerator.kind == "cpu" else _MAX_NODES
 
 
 def layouts_on(num_nodes: int, cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
@@ -269,6 +268,8 @@ def _larger_machines(ranks: int, cluster: ClusterSpec) -> str:
 def _divisors(number: int) -> list[int]:
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
+
+# -- options of `vllm serve`
 
 _NOT_VLLMS = ("vllm_version", "use_v1", "uncounted", "takes_whole_texts")
 _ORDER = (

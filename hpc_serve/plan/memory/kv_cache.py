@@ -1,18 +1,11 @@
-"""Counts the KV cache's share of one rank: bytes by token and layer, and how vLLM divides it into blocks.
+"""Counts the KV cache's share of one rank: the bytes by token and layer, and the blocks into which vLLM divides them.
 
 Layers of one kind are a group. A model with several kinds (full attention, sliding windows, states) has several groups,
-which take blocks of equal size from one pool (cache_groups.py). Drafted tokens have states of their own. Layers that
-keep several tensors are in packed_cache.py.
+which take blocks of equal size from one pool. Where layers keep several tensors (DeepSeek V4's compressed cache), a
+block holds one page of each tensor of a group, side by side. Drafted tokens have states of their own.
 
-Groups the layers that share blocks of the KV cache, and counts the blocks that one request takes of them.
-
-kv_cache.py knows the bytes that a layer takes. Follows vLLM's v1/core/kv_cache_utils.py (`get_kv_cache_groups`,
-`get_kv_cache_config_from_groups`, `get_max_concurrency_for_kv_cache_config`) and kv_cache_interface.py.
-
-Groups the layers of models with several cache tensors of different page sizes: DeepSeek V4's compressed cache.
-
-A block holds one page of each tensor of a group, side by side. Follows `_get_packed_kv_cache_groups` in vLLM's
-v1/core/kv_cache_utils.py.
+Follows vLLM's v1/core/kv_cache_utils.py (`get_kv_cache_groups`, `get_kv_cache_config_from_groups`,
+`get_max_concurrency_for_kv_cache_config`, `_get_packed_kv_cache_groups`) and kv_cache_interface.py.
 """
 
 from __future__ import annotations
@@ -126,7 +119,7 @@ class CacheLayout:
         return replace(self, groups=tuple(groups))
 
 
-def grouped(pages: Sequence[tuple[int, LayerPage]]) -> tuple[CacheGroup, ...]:
+def _grouped(pages: Sequence[tuple[int, LayerPage]]) -> tuple[CacheGroup, ...]:
     """Return the groups of a model's layers, each with its number, which all take blocks of equally many bytes a layer.
 
     A layer with attention and a state has two pages.
@@ -182,11 +175,13 @@ def _group(pages: Mapping[int, LayerPage]) -> CacheGroup:
     )
 
 
+# -- groups of layers with several tensors
+
 _Pages = dict[int, list[int]]
 """The layers that have a tensor of these many bytes a page."""
 
 
-def packed_groups(caches: Sequence[LayerCache | None]) -> tuple[CacheGroup, ...]:
+def _packed_groups(caches: Sequence[LayerCache | None]) -> tuple[CacheGroup, ...]:
     """Return the groups of these layers.
 
     A bucket holds the tensors with equal numbers of tokens in a block and equal windows. A bucket with several sizes of
@@ -234,6 +229,8 @@ def _least_padding(counts: Sequence[int], least: int) -> int:
     sizes = range(least, max(*counts, least) + 1)
     return min(sizes, key=lambda size: (sum(-count % size for count in counts), -size))
 
+
+# -- bytes of each layer, and the layout of all
 
 _PER_TOKEN_HEAD_SCALE_BYTES = 4
 _PACKED_LATENT_BYTES = 656
@@ -316,7 +313,7 @@ def cache_layout(model: ModelSpec, engine: EngineConfig, ranks: int, *, kind: Ac
         ]
         for cache, size in known.items()
     }
-    groups = grouped([(index, page) for index, cache in enumerate(caches) if cache for page in pages[cache]])
+    groups = _grouped([(index, page) for index, cache in enumerate(caches) if cache for page in pages[cache]])
     return CacheLayout(
         groups=groups,
         block_size=min((group.block_size for group in groups), default=block_size),
@@ -348,7 +345,7 @@ def _compressed_layout(caches: list[LayerCache | None], per_token: tuple[int, ..
     """
     if asked != "auto" and not asked.startswith("fp8"):
         raise InvalidRequestError(f"kv_cache_dtype is {asked!r}: vLLM keeps this cache in fp8, use auto or fp8.")
-    groups = packed_groups(caches)
+    groups = _packed_groups(caches)
     return CacheLayout(
         groups=groups,
         block_size=max(group.block_size for group in groups),

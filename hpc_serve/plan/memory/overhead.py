@@ -1,11 +1,8 @@
-"""Counts a rank's memory beside weights, KV cache and CUDA graphs: activations, and memory that torch does not see.
+"""Counts a rank's memory beside weights and KV cache: activations, CUDA graphs, and memory that torch does not see.
 
-Activations are the peak of vLLM's profile run. Torch does not see NCCL and the CUDA context. Each number that is not
-arithmetic has a name here, and its source.
-
-Counts the memory that a rank takes on ROCm in addition to CUDA: padded rows of weights, the runtime, RCCL.
-
-CUDA graphs: which ones vLLM captures, and what they take of a rank's memory.
+Activations are the peak of vLLM's profile run. Torch does not see NCCL and the CUDA context. On ROCm rows of weights
+are padded, too, and runtime and RCCL take other sizes. Each number that is not arithmetic has a name here, and its
+source. estimate.py puts the sums together.
 """
 
 from __future__ import annotations
@@ -21,14 +18,16 @@ from hpc_serve.plan.model.scheme import MXFP4
 from hpc_serve.plan.model.spec import Block, DecoderLayer, Linear, ModelSpec, distinct_layers
 from hpc_serve.units import GIB, MIB
 
+# -- ROCm
+
 ROW_PADDING_BYTES = 256
-PADDED_ROWS_MULTIPLE = 512
+_PADDED_ROWS_MULTIPLE = 512
 """vLLM moves rows of weights apart where they are multiples of 512 bytes: VLLM_ROCM_FP8_PADDING for matrices in fp8 per
 tensor and in blocks (quantization/utils/fp8_utils.py), VLLM_ROCM_MOE_PADDING for experts in 16 bit
 (fused_moe/unquantized_fused_moe_method.py). Both are on by default. Llama 3.1 405B of AMD on MI300X: 49.32 GiB at TP=8
 (47.77 without, 49.23 with), 97.43 at TP=4 (95.51, 97.43)."""
 
-PADDED_PER_TENSOR = ("fp8", "compressed_tensors")
+_PADDED_PER_TENSOR = ("fp8", "compressed_tensors")
 """Methods whose matrices with one scale for each tensor are padded. Those of Quark and ModelOpt are not, and none that
 vLLM quantises itself."""
 
@@ -66,7 +65,7 @@ def _block_padding(block: Block, model: ModelSpec, ranks: int, expert_ranks: int
         copies = -(-weight.copies // expert_ranks) if divides else weight.copies
         outputs, inputs = weight.shard(1 if divides else ranks)
         row_bytes = int(inputs * weight.scheme.weight_bits / 8)
-        if row_bytes % PADDED_ROWS_MULTIPLE == 0:
+        if row_bytes % _PADDED_ROWS_MULTIPLE == 0:
             total += copies * sum(outputs) * ROW_PADDING_BYTES
     return total
 
@@ -79,49 +78,51 @@ def _is_padded(weight: Linear, model: ModelSpec) -> bool:
         return False
     if scheme.granularity == "block":
         return True
-    is_read = quantization.method in PADDED_PER_TENSOR and not quantization.is_assumed
+    is_read = quantization.method in _PADDED_PER_TENSOR and not quantization.is_assumed
     return scheme.granularity == "tensor" and is_read
 
+
+# -- activations, and memory that torch does not see
 
 HIDDEN_COPIES = 4
 """Tensors of the hidden size at the peak of a layer: residual, normed input, a projection's output, one more.
 Llama-3.1-8B on MI300X with steps of 131,072 tokens: 14.63 GiB measured, 14.50 by this
 (github.com/cmontemuino/amd-mi300x-ml-benchmarks)."""
 
-SORTED_LOGITS_COPIES = 9.5
+_SORTED_LOGITS_COPIES = 9.5
 """32-bit copies of the logits of max_num_seqs sequences while top-p sorts them: 16-bit logits ½, 32-bit logits 1,
 sorted values 1, their 64-bit indices 2, the indices of the sort 2 and its double buffers 3. Seen in V0 and in V1 up to
 0.16: Qwen3-0.6B on H100 5.56 GiB, gpt-oss 7.38 (github.com/llm-d-incubation/llm-d-planner, empirical results)."""
 
-FILTERED_LOGITS_COPIES = 3.5
+_FILTERED_LOGITS_COPIES = 3.5
 """The same with the Triton filter of 0.17 (vLLM #33538): logits ½ and 1, probabilities 1, noise 1."""
 
-PLAIN_LOGITS_COPIES = 0.5
+_PLAIN_LOGITS_COPIES = 0.5
 """The same in model runner V2. Its profile run samples from 16-bit logits without a filter (v1/worker/gpu/sample)."""
 
-FILTER_BUFFER_BYTES = 80 * MIB
+_FILTER_BUFFER_BYTES = 80 * MIB
 """Buffers of the Triton filter, from the same pull request."""
 
-CUBLAS_WORKSPACE_BYTES = 32 * MIB
+_CUBLAS_WORKSPACE_BYTES = 32 * MIB
 """torch's cuBLAS workspace on Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 
-NON_TORCH_BASE_BYTES = GIB * 13 // 100
-NON_TORCH_LATER_BASE_BYTES = GIB * 25 // 100
+_NON_TORCH_BASE_BYTES = GIB * 13 // 100
+_NON_TORCH_LATER_BASE_BYTES = GIB * 25 // 100
 """How much CUDA context and kernels grow during the profile run: 0.13 GiB on H100 (0.03-0.10 on older GPUs), 0.25 in
 vLLM 0.19 (49 runs in docs/accuracy of the llm-d-planner repository) and in 0.31."""
 
-NCCL_PER_PEER_BYTES = GIB * 27 // 100
-HOPPER_ALL_REDUCE_BYTES = GIB * 185 // 100
+_NCCL_PER_PEER_BYTES = GIB * 27 // 100
+_HOPPER_ALL_REDUCE_BYTES = GIB * 185 // 100
 """NCCL's buffers for tensor parallelism. They grow with each further rank: with the base 2 GPUs take 0.55 GiB, 4 GPUs
 0.95, 8 GPUs 2.1 (in 2026 4 GB200 take 0.95). The group of data-parallel ranks that share experts is assumed to take as
 much for each peer in a node: no published log says. On Hopper they are one sum since 0.13, which sets up
 all-reduces over symmetric memory there: 2 GPUs take 2.07 GiB, 4 GPUs 2.13 (the same 49 runs)."""
 
-NCCL_PER_PLAIN_PEER_BYTES = GIB // 100
+_NCCL_PER_PLAIN_PEER_BYTES = GIB // 100
 """The same where V1 has no all-reduce of its own, as over PCIe. With the base 8 L40S take 0.21 GiB in 0.10, and 4 L40S
 about 0.15 in 0.18. Two RTX 5090 take 0.75, for which no source says why."""
 
-MLA_WORKSPACE_TOKENS = 64 * 1024
+_MLA_WORKSPACE_TOKENS = 64 * 1024
 """The most rows of context that latent attention expands at once: `determine_chunked_prefill_workspace_size`."""
 
 
@@ -253,7 +254,7 @@ def _kept_workspace_bytes(run: ProfileRun) -> int:
 def _latent_expansion_bytes(run: ProfileRun) -> int:
     if not run.model.is_mla or run.engine.is_v0:
         return 0
-    rows = min(8 * run.max_model_len, MLA_WORKSPACE_TOKENS)
+    rows = min(8 * run.max_model_len, _MLA_WORKSPACE_TOKENS)
     for layer, _ in run.distinct_layers:
         for weight in layer.block.weights:
             if isinstance(weight, Linear) and weight.name.endswith("kv_b_proj"):
@@ -270,18 +271,18 @@ def sampling_bytes(run: ProfileRun) -> int:
     hidden = (run.tokens + sequences) * _row_bytes(run)
     logits = sequences * run.model.vocab_size * 4
     copies, buffers = logits_copies(run)
-    return int(copies * logits) + buffers + hidden + CUBLAS_WORKSPACE_BYTES + _kept_workspace_bytes(run)
+    return int(copies * logits) + buffers + hidden + _CUBLAS_WORKSPACE_BYTES + _kept_workspace_bytes(run)
 
 
 def logits_copies(run: ProfileRun) -> tuple[float, int]:
     """Return (32-bit copies of the logits at once, bytes of buffers) in the sampler of this version of vLLM."""
     version = run.engine.version
     if run.engine.is_v0 or version < (0, 17):
-        return SORTED_LOGITS_COPIES, 0
-    gathered = PLAIN_LOGITS_COPIES if run.ranks > 1 else 0.0
+        return _SORTED_LOGITS_COPIES, 0
+    gathered = _PLAIN_LOGITS_COPIES if run.ranks > 1 else 0.0
     if _has_new_runner(run):
-        return PLAIN_LOGITS_COPIES + gathered, 0
-    return FILTERED_LOGITS_COPIES, FILTER_BUFFER_BYTES
+        return _PLAIN_LOGITS_COPIES + gathered, 0
+    return _FILTERED_LOGITS_COPIES, _FILTER_BUFFER_BYTES
 
 
 def _has_new_runner(run: ProfileRun) -> bool:
@@ -301,7 +302,7 @@ def context_bytes(run: ProfileRun) -> int:
         return 0
     if is_rocm(run.accelerator):
         return ROCM_CONTEXT_BYTES
-    return NON_TORCH_BASE_BYTES if run.engine.version < (0, 13) else NON_TORCH_LATER_BASE_BYTES
+    return _NON_TORCH_BASE_BYTES if run.engine.version < (0, 13) else _NON_TORCH_LATER_BASE_BYTES
 
 
 def nccl_bytes(run: ProfileRun) -> int:
@@ -312,20 +313,22 @@ def nccl_bytes(run: ProfileRun) -> int:
     if run.accelerator.kind != "gpu" or run.engine.version < (0, 2):
         return 0
     peers = min(run.ranks * run.data_ranks, run.accelerator.gpus_per_node) - 1
-    shared = peers * NCCL_PER_PEER_BYTES if run.data_ranks > 1 else 0
+    shared = peers * _NCCL_PER_PEER_BYTES if run.data_ranks > 1 else 0
     return shared + (_tensor_parallel_bytes(run) if run.ranks > 1 else 0)
 
 
 def _tensor_parallel_bytes(run: ProfileRun) -> int:
     if run.engine.version >= (0, 13) and run.accelerator.has_symmetric_memory:
-        return HOPPER_ALL_REDUCE_BYTES
+        return _HOPPER_ALL_REDUCE_BYTES
     is_custom = run.engine.is_v0 or run.accelerator.has_custom_all_reduce(run.ranks)
-    buffers = (run.ranks - 1) * (NCCL_PER_PEER_BYTES if is_custom else NCCL_PER_PLAIN_PEER_BYTES)
+    buffers = (run.ranks - 1) * (_NCCL_PER_PEER_BYTES if is_custom else _NCCL_PER_PLAIN_PEER_BYTES)
     return max(RCCL_BYTES, buffers) if is_rocm(run.accelerator) else buffers
 
 
-GRAPH_BYTES_PER_DENSE_LAYER = MIB * 26 // 100
-GRAPH_BYTES_PER_EXPERT_LAYER = MIB * 4 // 10
+# -- CUDA graphs
+
+_GRAPH_BYTES_PER_DENSE_LAYER = MIB * 26 // 100
+_GRAPH_BYTES_PER_EXPERT_LAYER = MIB * 4 // 10
 """The driver's memory for one captured graph, per layer. Layers with experts launch more kernels. Published totals
 divided by layers and graphs: Llama-3.1-8B 0.26-0.29 MiB, Qwen3-4B 0.23, with experts Qwen3-Next 0.38, GLM-5.2 0.39.
 Kept out of this: vLLM's own estimate for Qwen2.5-7B is 0.25 (0.22), for Qwen3.5-9B, a hybrid, 0.29 (0.19)."""
@@ -362,10 +365,10 @@ def needs_state_blocks(engine: EngineConfig) -> bool:
     return engine.version >= (0, 20) and graph_mode(engine).startswith("FULL")
 
 
-def capture_sizes(limit: int, *, step_above_256: int = 16) -> list[int]:
+def _capture_sizes(limit: int, *, step_above_256: int = 16) -> list[int]:
     """Return vLLM's batch sizes for CUDA graphs, up to `limit`: `_set_cudagraph_sizes` in config/vllm.py.
 
-    >>> len(capture_sizes(512))
+    >>> len(_capture_sizes(512))
     51
     """
     sizes = [size for size in (1, 2, 4) if size <= limit]
@@ -386,14 +389,14 @@ def graph_count(run: ProfileRun) -> int:
         return 0
     sequences = max_num_seqs(run.engine, run.accelerator)
     if run.engine.is_v0:
-        return len(capture_sizes(min(sequences, 256)))
-    sizes = _sizes(run, sequences)
+        return len(_capture_sizes(min(sequences, 256)))
+    sizes = _graph_sizes(run, sequences)
     mixed = 0 if mode == "FULL_DECODE_ONLY" else len(sizes)
     decoding = sum(size <= sequences for size in sizes) if mode in _DECODE_APART else 0
     return (2 if run.engine.enable_lora else 1) * (mixed + decoding)
 
 
-def _sizes(run: ProfileRun, sequences: int) -> list[int]:
+def _graph_sizes(run: ProfileRun, sequences: int) -> list[int]:
     """Return the batch sizes of graphs: the sizes in --compilation-config, else vLLM's up to the largest."""
     asked = run.engine.compilation_config or {}
     named, largest = asked.get("cudagraph_capture_sizes"), asked.get("max_cudagraph_capture_size")
@@ -401,13 +404,13 @@ def _sizes(run: ProfileRun, sequences: int) -> list[int]:
         return [size for size in sorted(set(named)) if size <= run.tokens]
     step = 16 if run.engine.version >= (0, 12) else 8
     usual = min(2 * sequences, run.accelerator.max_cuda_graph_batch)
-    return capture_sizes(min(usual if largest is None else largest, run.tokens), step_above_256=step)
+    return _capture_sizes(min(usual if largest is None else largest, run.tokens), step_above_256=step)
 
 
 def cuda_graph_bytes(run: ProfileRun) -> int:
     """Return the memory of all CUDA graphs."""
     per_graph = sum(
-        count * (GRAPH_BYTES_PER_EXPERT_LAYER if layer.block.experts else GRAPH_BYTES_PER_DENSE_LAYER)
+        count * (_GRAPH_BYTES_PER_EXPERT_LAYER if layer.block.experts else _GRAPH_BYTES_PER_DENSE_LAYER)
         for layer, count in run.distinct_layers
     )
     return graph_count(run) * per_graph

@@ -1,12 +1,11 @@
-"""Compares a model's files with its config. The files decide about bytes, the config about structure.
+"""Reads what a model's files and an adapter's files say, and holds both against the model of the config. Pure.
 
-The comparison leaves out what vLLM does not load: layers beyond those of the config (multi-token prediction), rotary
-tables, and an output head that is stored although it is the embedding.
+The model's files decide about bytes, the config about structure. The comparison leaves out what vLLM does not load:
+layers beyond those of the config (multi-token prediction), rotary tables, and an output head that is stored although
+it is the embedding.
 
-A LoRA adapter by its files, and whether an engine and its model take it. Pure.
-
-vLLM checks the rank and what kind of adapter it is when it loads one. It does not check whether the matrices have the
-model's shapes: an engine that gets others breaks.
+vLLM checks a LoRA adapter's rank and kind when it loads one. It does not check whether the matrices have the model's
+shapes: an engine that gets others breaks.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.spec import DecoderLayer, Linear, ModelSpec, Vector
+
+# -- adapters
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as --max-lora-rank (config/lora.py)."""
@@ -111,7 +112,7 @@ def least_rank(rank: int) -> int:
 
 
 def check_shapes(adapter: AdapterFiles, model: ModelSpec) -> None:
-    """Raises InvalidRequestError unless the model has a matrix of that shape for each of the adapter's."""
+    """Raise InvalidRequestError unless the model has a matrix of that shape for each of the adapter's."""
     for matrix in adapter.matrices:
         if matrix.layer >= len(model.layers):
             fault = f"it changes layer {matrix.layer}, and {model.name} has {len(model.layers)} layers from 0 on"
@@ -127,7 +128,7 @@ def check_shapes(adapter: AdapterFiles, model: ModelSpec) -> None:
 
 
 def _has_shape(layer: DecoderLayer, matrix: Matrix) -> bool:
-    """Whether a layer has such a matrix: one or more neighbours of fused ones, as q, k and v of q, k, v and z."""
+    """Return whether a layer has such a matrix: neighbours of fused ones count, as q, k and v of q, k, v and z."""
     for weight in layer.block.weights:
         if isinstance(weight, Linear) and weight.inputs.size == matrix.inputs:
             ends = list(accumulate((part.size for part in weight.outputs), initial=0))
@@ -136,7 +137,9 @@ def _has_shape(layer: DecoderLayer, matrix: Matrix) -> bool:
     return False
 
 
-TOLERANCE = 0.002
+# -- weights
+
+_TOLERANCE = 0.002
 """Relative difference up to which config and files agree. Small scales and biases do not matter."""
 
 _GRAIN_BYTES = 40_320
@@ -189,7 +192,7 @@ def match_checkpoint(model: ModelSpec, stored: StoredWeights | None) -> tuple[Mo
         return model, None
     computed = model.weight_bytes
     difference = stored_bytes - computed
-    if abs(difference) <= TOLERANCE * computed:
+    if abs(difference) <= _TOLERANCE * computed:
         return model, None
     per_layer = difference // model.num_hidden_layers // _GRAIN_BYTES * _GRAIN_BYTES
     extra = Vector(name="stored beyond the config", size=per_layer, split=True, element_bytes=1)
@@ -207,9 +210,7 @@ def loaded_bytes(tensors: Iterable[StoredTensor], model: ModelSpec) -> int:
     """
     total = 0
     for tensor in tensors:
-        if _is_skipped(tensor.name, model):
-            continue
-        if _NESTED.search(tensor.name):
+        if _is_skipped(tensor.name, model) or _NESTED.search(tensor.name):
             continue
         if tensor.name.endswith(".absmax"):
             total += tensor.elements * _ABSMAX_BYTES

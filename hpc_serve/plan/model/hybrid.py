@@ -1,8 +1,7 @@
 """Hybrid models: some layers keep a state of fixed size, the others have ordinary attention.
 
-Qwen3-Next and Qwen 3.5 have gated delta nets, Nemotron-H has Mamba 2, LFM2 has short convolutions.
-
-Hybrids of attention and Mamba: Granite 4 and Falcon-H1 with Mamba 2, and Jamba with the first Mamba.
+Qwen3-Next and Qwen 3.5 have gated delta nets, LFM2 has short convolutions. Nemotron-H, Granite 4 and Falcon-H1 have
+Mamba 2, Jamba has the first Mamba.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def nemotron_h(builder: LayerBuilder) -> DecoderLayer:
     cache = None
     if kind == "M":
         # 32 bit where the config does not say: NemotronHForCausalLMConfig in vLLM's models/config.py
-        cache, mixer = mamba2(builder, "mixer", state_bytes=4)
+        cache, mixer = _mamba2(builder, "mixer", state_bytes=4)
     elif kind == "*":
         cache, mixer = builder.cache(), builder.attention("mixer")
     elif kind == "-":
@@ -135,7 +134,7 @@ def _lfm2_mixer(builder: LayerBuilder) -> tuple[LayerCache, list[Weight]]:
     return LayerCache(kind="state", state=((width * (kernel - 1), 0),)), weights
 
 
-def mamba2(
+def _mamba2(
     builder: LayerBuilder, prefix: str, *, has_norm: bool = True, state_bytes: int = 0
 ) -> tuple[LayerCache, list[Weight]]:
     """Return the state of a Mamba 2 mixer, and its weights.
@@ -193,7 +192,7 @@ def granite_hybrid(builder: LayerBuilder) -> DecoderLayer:
         bias = builder.flag("attention_bias")
         cache, mixer = builder.cache(), builder.attention("self_attn", bias=bias, output_bias=bias)
     else:
-        cache, mixer = mamba2(builder, "mamba")
+        cache, mixer = _mamba2(builder, "mamba")
     shared = builder.get("shared_intermediate_size", 0)
     half = builder.mlp("shared_mlp", shared) if shared else []
     if builder.get("num_local_experts", 0):
@@ -208,7 +207,7 @@ def falcon_h1(builder: LayerBuilder) -> DecoderLayer:
     width = builder.get("mamba_d_ssm", builder.get("mamba_expand", 2) * builder.hidden_size)
     if width != inner:
         raise InvalidRequestError(f"The config's mamba_d_ssm is {width} and its mamba_n_heads have {inner} in all.")
-    state, mixer = mamba2(builder, "mamba", has_norm=False)
+    state, mixer = _mamba2(builder, "mamba", has_norm=False)
     cache = replace(builder.cache(), state=state.state, state_groups=state.state_groups)
     return decoder_layer(
         cache,

@@ -1,14 +1,11 @@
-"""Decoders with latent attention, which caches one vector for all heads. Some attend to chosen tokens only.
+"""Decoders that cache less than keys and values of all heads, or attend to chosen tokens only.
 
-Sources: vLLM's model_executor/models/deepseek_v2.py and models/deepseek_v32.
-
-Decoders that attend to blocks of tokens, or to tokens that were compressed: DeepSeek V4 and MiniMax-M3.
-
-Sources: vLLM's models/deepseek_v4 and models/minimax_m3.
-
-Kimi Linear and Kimi K3: delta attention with a state of fixed size in most layers, latent attention in the others.
-
-Source: vLLM's models/kimi_k3 (nvidia/model.py, kda.py, mla.py).
+- Blocks of tokens, or tokens that were compressed: DeepSeek V4 (vLLM's models/deepseek_v4) and MiniMax-M3
+  (models/minimax_m3).
+- Latent attention, with one vector for all heads: DeepSeek V2 to V3.2 and their kin (model_executor/models/
+  deepseek_v2.py, models/deepseek_v32).
+- Kimi Linear and Kimi K3: delta attention with a state of fixed size in most layers, latent attention in the others
+  (models/kimi_k3: nvidia/model.py, kda.py, mla.py).
 """
 
 from __future__ import annotations
@@ -22,6 +19,8 @@ from hpc_serve.plan.model.config import CheckedConfig
 from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer, deepseek_half, experts_or_dense, has_experts
 from hpc_serve.plan.model.ordinary import ordinary_layer
 from hpc_serve.plan.model.spec import CacheTensor, DecoderLayer, LayerCache, Part, Weight
+
+# -- compressed tokens, and blocks of tokens
 
 _ENTRY_SCALE_BYTES = 8
 """Scales of an entry of DeepSeek V4's cache, whose rotary part is in 16 bit and whose rest is in fp8."""
@@ -212,11 +211,13 @@ def _m3_half(builder: LayerBuilder) -> list[Weight]:
     )
 
 
+# -- latent attention
+
 _INDEX_SCALE_BLOCK = 128
 """Elements of an indexer's key that share a scale of 32 bit."""
 
 
-def latent_attention(builder: LayerBuilder, *, gated: bool = False) -> tuple[LayerCache, list[Weight], list[Weight]]:
+def _latent_attention(builder: LayerBuilder, *, gated: bool = False) -> tuple[LayerCache, list[Weight], list[Weight]]:
     """Return a cache of one vector for all heads, latent attention, and the weights that vLLM derives when it loads.
 
     Each rank holds the low-rank projections whole, and ranks divide the heads' projections. `gated`: the output has a
@@ -250,7 +251,7 @@ def latent_attention(builder: LayerBuilder, *, gated: bool = False) -> tuple[Lay
 
 def deepseek(builder: LayerBuilder, *, indexer: Sequence[Weight] = (), chosen_tokens: int = 0) -> DecoderLayer:
     """Build a layer of DeepSeek V2, V3, R1 and Kimi K2, also with images (K2.5)."""
-    cache, attention, derived = latent_attention(builder)
+    cache, attention, derived = _latent_attention(builder)
     cache, half = replace(cache, chosen_tokens=chosen_tokens), deepseek_half(builder, "mlp")
     return decoder_layer(cache, attention, indexer, half, builder.two_norms(), derived=derived)
 
@@ -306,7 +307,7 @@ def kimi_linear(builder: LayerBuilder) -> DecoderLayer:
         norms += builder.norms("self_attention_res_proj", "mlp_res_proj")
     if is_delta:
         return decoder_layer(*_delta_attention(builder), _kimi_half(builder), norms)
-    cache, mixer, derived = latent_attention(builder, gated=builder.flag("mla_use_output_gate"))
+    cache, mixer, derived = _latent_attention(builder, gated=builder.flag("mla_use_output_gate"))
     return decoder_layer(cache, mixer, _kimi_half(builder), norms, derived=derived)
 
 

@@ -1,10 +1,8 @@
 """Builds the modules that model families share, from the fields of a Hugging Face config.
 
-Quantization is asked by the names of the checkpoint: there, the name of a layer is before that of its module.
-
-Mixtures of experts: the second half of a layer, dense or with experts, and which layers have them.
-
-Routers are never quantised, as in vLLM.
+They are attention, MLPs and experts, with the choice of the layers that have experts. Quantization is asked by the
+names of the checkpoint: there, the name of a layer is before that of its module. Routers are never quantised, as in
+vLLM.
 """
 
 from __future__ import annotations
@@ -238,6 +236,9 @@ def block(*groups: Sequence[Weight]) -> Block:
 def decoder_layer(cache: LayerCache | None, *groups: Sequence[Weight], derived: Sequence[Weight] = ()) -> DecoderLayer:
     """Return a layer with all weights in these groups."""
     return DecoderLayer(block=block(*groups), cache=cache, derived=block(derived))
+
+
+# -- the second half of a layer: dense, or a mixture of experts
 
 
 def experts_or_dense(

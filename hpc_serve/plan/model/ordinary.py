@@ -1,17 +1,11 @@
-"""Ordinary decoder layers: one attention, one MLP or one set of experts, and norms.
+"""Ordinary layers: one attention, one MLP or one set of experts, and norms; with encoders and Whisper's decoder.
 
 catalog/architectures.json says how the layers of each family differ: in biases, in norms, in gates, in their experts,
-and in the layers that have a sliding window. special.py has the families that need code.
+and in the layers that have a sliding window. Encoders attend in both directions and keep no cache; here is what they
+have beside such layers. Each layer of Whisper attends to an encoder's output too, whose keys and values vLLM keeps in
+blocks of their own; catalog/towers.json has that encoder. special.py has the families that need code.
 
-What encoders have beside their layers: tables of positions and of segments, a norm, and the head of a classifier.
-
-Encoders attend in both directions and keep no cache. catalog/architectures.json describes their layers, ordinary.py
-builds them. Sources: vLLM's models/bert.py, roberta.py, modernbert.py, bert_with_rope.py and colbert.py.
-
-Whisper's decoder: each layer attends to the tokens before, and to the output of an encoder of sound.
-
-catalog/towers.json has the encoder. vLLM keeps keys and values of the encoder's output in blocks of their own. Source:
-vLLM's models/whisper.py.
+Sources: vLLM's models/bert.py, roberta.py, modernbert.py, bert_with_rope.py, colbert.py and whisper.py.
 """
 
 from __future__ import annotations
@@ -25,6 +19,8 @@ from hpc_serve.plan.catalog import ordinary_layers
 from hpc_serve.plan.model.config import CheckedConfig
 from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer, deepseek_half, experts_or_dense, qwen_moe_half
 from hpc_serve.plan.model.spec import CacheKind, DecoderLayer, Part, Vector, Vocabulary, Weight
+
+# -- encoders
 
 _HEAD_BYTES = 4
 """Bytes of an element of a head, which vLLM keeps in float32: `head_dtype` in config/model.py."""
@@ -100,7 +96,9 @@ def _table(builder: LayerBuilder, name: str, rows: int) -> list[Weight]:
     return [Vocabulary(name=name, rows=rows, width=builder.hidden_size, scheme=plain)] if rows else []
 
 
-_NAMES = {
+# -- Whisper's decoder
+
+_WHISPER_NAMES = {
     "hidden_size": "d_model",
     "num_hidden_layers": "decoder_layers",
     "num_attention_heads": "decoder_attention_heads",
@@ -112,7 +110,7 @@ _NAMES = {
 
 def whisper_fields(config: CheckedConfig) -> None:
     """Write the decoder's sizes where all families have them. Positions are a table."""
-    for name, own in _NAMES.items():
+    for name, own in _WHISPER_NAMES.items():
         config[name] = config[own]
     config["position_embedding_type"] = "absolute"
 
@@ -146,6 +144,8 @@ def whisper_beside(builder: LayerBuilder) -> list[Weight]:
     positions = builder.require("max_target_positions")
     return [builder.vector("model.decoder.embed_positions", positions * builder.hidden_size)]
 
+
+# -- ordinary layers
 
 _KINDS = ("full_attention", "sliding_attention")
 _NO = (False,)

@@ -1,8 +1,7 @@
 """Which scheme each module of a checkpoint has, by the `quantization_config` of its Hugging Face config.
 
-scheme.py knows how many bytes a scheme takes. The type of the KV cache is read here, but decided in memory/kv_cache.py.
-
-ModelOpt's quantization: one algorithm for a checkpoint, or one for each module (MIXED_PRECISION).
+scheme.py knows how many bytes a scheme takes, which names a pattern matches, and GPTQModel's `dynamic` rules. The type
+of the KV cache is read here, but decided in memory/kv_cache.py.
 """
 
 from __future__ import annotations
@@ -32,6 +31,27 @@ from hpc_serve.plan.model.scheme import (
     is_skipped,
 )
 
+QUANTIZATION_FILE = "hf_quant_config.json"
+_SKIP_KEYS = (
+    *("modules_to_not_convert", "ignored_layers", "ignore", "exclude", "exclude_modules"),
+    "llm_int8_skip_modules",
+)
+_BEFORE_LAYERS = re.compile(r"^.*?(?=layers\.\d+\.|lm_head$)")
+_DEFAULT_CONFIGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "fp8": {"quant_method": "fp8"},
+    "fp8_per_tensor": {"quant_method": "fp8"},
+    "fp8_per_channel": {"quant_method": "fbgemm_fp8"},
+    "fp8_per_block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "int8": {"quant_method": "int8"},
+    "int8_per_channel_weight_only": {"quant_method": "experts_int8"},  # vLLM's own; dense layers stay in 16 bit
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
+    "int4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "mxfp4": {"quant_method": "mxfp4"},
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+}
 _MODELOPT = {
     "FP8": FP8_TENSOR,
     "FP8_PER_CHANNEL_PER_TOKEN": FP8_CHANNEL,
@@ -42,7 +62,7 @@ _MODELOPT = {
 }
 
 
-def mixed_precision(config: Mapping[str, Any]) -> Mapping[str, Scheme] | None:
+def _mixed_precision(config: Mapping[str, Any]) -> Mapping[str, Scheme] | None:
     """Return the scheme of each module that ModelOpt's MIXED_PRECISION names. None: it is one scheme for all."""
     settings = config.get("quantization") or config
     if str(settings.get("quant_algo")).upper() != "MIXED_PRECISION":
@@ -52,29 +72,26 @@ def mixed_precision(config: Mapping[str, Any]) -> Mapping[str, Scheme] | None:
         raise InvalidRequestError("quantization_config of MIXED_PRECISION has no quantized_layers.")
     found: dict[str, Scheme] = {}
     for name, about in layers.items():
-        scheme = modelopt_scheme(about if isinstance(about, Mapping) else {})
-        if found.setdefault(from_layers(str(name)), scheme) != scheme:
+        scheme = _modelopt_scheme(about if isinstance(about, Mapping) else {})
+        if found.setdefault(_from_layers(str(name)), scheme) != scheme:
             raise InvalidRequestError(
-                f"quantization_config has experts of different kinds in {from_layers(str(name))[:60]}: this planner "
+                f"quantization_config has experts of different kinds in {_from_layers(str(name))[:60]}: this planner "
                 "knows one kind for the experts of a layer."
             )
     return found
 
 
-def from_layers(module: str) -> str:
+def _from_layers(module: str) -> str:
     """Return a module's name without what comes before its layer's number, and the experts of a layer as one.
 
-    >>> from_layers("model.language_model.layers.3.mlp.experts.7.up_proj")
+    >>> _from_layers("model.language_model.layers.3.mlp.experts.7.up_proj")
     'layers.3.mlp.experts'
     """
     name = _BEFORE_LAYERS.sub("", module, count=1)
     return name.split(".experts.", 1)[0] + ".experts" if ".experts." in name else name
 
 
-_BEFORE_LAYERS = re.compile(r"^.*?(?=layers\.\d+\.|lm_head$)")
-
-
-def modelopt_scheme(settings: Mapping[str, Any]) -> Scheme:
+def _modelopt_scheme(settings: Mapping[str, Any]) -> Scheme:
     """Return the scheme of one of ModelOpt's algorithms. Raises InvalidRequestError for another."""
     named = settings.get("quant_algo", "FP8")
     found = _MODELOPT.get(str(named).upper())
@@ -95,7 +112,7 @@ class Quantization:
 
     `kv_cache_dtype` is the type that the checkpoint asks for, if any. `is_assumed`: a person asked for the method, and
     the checkpoint does not have it. If `by_module` is given, it names all quantised modules, from "layers." on, with
-    the experts of a layer as one. skipped_modules.py says what a pattern in `skipped` may be, gptq.py what `dynamic`
+    the experts of a layer as one. `is_skipped` says what a pattern in `skipped` may be, `dynamic_rules` what `dynamic`
     is.
     """
 
@@ -116,7 +133,7 @@ class Quantization:
         Raises InvalidRequestError where a checkpoint has them in several schemes.
         """
         if self.by_module is not None:
-            return self.by_module.get(from_layers(module), self.plain)
+            return self.by_module.get(_from_layers(module), self.plain)
         scheme = self.experts if is_expert else self.linear
         if scheme is self.plain or (self.skipped and is_skipped(module, self.skipped)):
             return self.plain
@@ -146,7 +163,7 @@ def quantization_from_config(
     if not method and isinstance(producer := config.get("producer"), Mapping):  # ModelOpt's, in place of a method
         method = producer.get("name")
     method = _normal(str(method or ""))
-    by_module = mixed_precision(config) if method.startswith("modelopt") else None
+    by_module = _mixed_precision(config) if method.startswith("modelopt") else None
     if by_module is None:
         linear, experts, head = _schemes(method, config, plain)
     else:
@@ -166,30 +183,6 @@ def quantization_from_config(
         by_module=by_module,
         dynamic=dynamic,
     )
-
-
-_DEFAULT_CONFIGS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "fp8": {"quant_method": "fp8"},
-    "fp8_per_tensor": {"quant_method": "fp8"},
-    "fp8_per_channel": {"quant_method": "fbgemm_fp8"},
-    "fp8_per_block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    "int8": {"quant_method": "int8"},
-    "int8_per_channel_weight_only": {"quant_method": "experts_int8"},  # vLLM's own; dense layers stay in 16 bit
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
-    "int4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
-    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
-    "mxfp4": {"quant_method": "mxfp4"},
-    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-}
-
-
-QUANTIZATION_FILE = "hf_quant_config.json"
-_SKIP_KEYS = (
-    *("modules_to_not_convert", "ignored_layers", "ignore", "exclude", "exclude_modules"),
-    "llm_int8_skip_modules",
-)
 
 
 def _skipped(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -233,7 +226,7 @@ def _schemes(method: str, config: Mapping[str, Any], plain: Scheme) -> tuple[Sch
 def _scheme_for_all(method: str, config: Mapping[str, Any]) -> Scheme:
     """Return the scheme of a method that has one for linear layers and experts."""
     if method.startswith("modelopt"):
-        return modelopt_scheme(config.get("quantization") or config)
+        return _modelopt_scheme(config.get("quantization") or config)
     if method == "compressed_tensors":
         return _compressed_tensors(config)
     if method == "quark":

@@ -1,17 +1,11 @@
-"""Storage formats of weights: the bytes a matrix takes once vLLM has loaded it, with scales and bias.
+"""Storage formats of weights, and the rules by which a `quantization_config` gives modules another format or none.
 
-vLLM refuses tensor parallelism that would divide a block or a group of scales, and so does this module. quantization.py
-decides which module has which scheme.
+A format gives the bytes that a matrix takes once vLLM has loaded it, with scales and bias. vLLM refuses tensor
+parallelism that would divide a block or a group of scales, and so does this module. quantization.py decides which
+module has which scheme.
 
-Which modules of a checkpoint are not quantized, by the patterns in its `quantization_config`.
-
-A pattern is a module's name, some dotted parts of it, with `*` for any text, or `re:` and a regular expression. Anybody
-can write one: an expression that might take for ever to match is refused.
-
-GPTQModel's `dynamic` rules: modules of a checkpoint with other bits or groups than the rest, or with none.
-
-The first rule that matches a module's name decides. vLLM matches the names of its modules, and q, k and v are one
-matrix there. Follows vLLM's quantization/utils/gptq_utils.py and quantization/auto_gptq.py.
+Anybody can write a rule: an expression that might take for ever to match is refused. GPTQModel's `dynamic` rules follow
+vLLM's quantization/utils/gptq_utils.py and quantization/auto_gptq.py.
 """
 
 from __future__ import annotations
@@ -24,8 +18,10 @@ from typing import Any, Literal, TypeAlias
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 
+# -- modules that are not quantized
+
 _LONGEST_EXPRESSION = 1000
-MOST_EXPRESSIONS = 1000
+_MOST_EXPRESSIONS = 1000
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _REPETITION = re.compile(r"[*+{]")
 _MOST_REPETITIONS = 4
@@ -34,6 +30,8 @@ _MOST_REPETITIONS = 4
 
 def is_skipped(module: str, patterns: tuple[str, ...]) -> bool:
     """Return whether one of the patterns matches a module's name.
+
+    A pattern is a module's name, some dotted parts of it, with `*` for any text, or `re:` and a regular expression.
 
     >>> is_skipped("model.layers.3.mlp.gate", ("lm_head", "mlp.gate")), is_skipped("model.gates", ("gate",))
     (True, False)
@@ -52,19 +50,19 @@ def _matchers(patterns: tuple[str, ...]) -> tuple[frozenset[str], re.Pattern[str
     for pattern in patterns:
         if not pattern.startswith("re:") and "*" not in pattern:
             names.add(pattern.strip("."))
-        elif len(expressions) == MOST_EXPRESSIONS:
+        elif len(expressions) == _MOST_EXPRESSIONS:
             raise InvalidRequestError(
-                f"quantization_config skips modules by more than {MOST_EXPRESSIONS:,} patterns with * or re:."
+                f"quantization_config skips modules by more than {_MOST_EXPRESSIONS:,} patterns with * or re:."
             )
         elif pattern.startswith("re:"):
-            expressions.append(f"(?:^(?:{checked_expression(pattern[3:])}))")
+            expressions.append(f"(?:^(?:{_checked_expression(pattern[3:])}))")
         else:
-            text = re.escape(checked_expression(pattern, is_text=True).strip("."))
+            text = re.escape(_checked_expression(pattern, is_text=True).strip("."))
             expressions.append(r"(?:^|\.)" + re.sub(r"(?:\\\*)+", ".*", text) + r"(?:\.|$)")
     return frozenset(names), re.compile("|".join(expressions)) if expressions else None
 
 
-def checked_expression(expression: str, *, is_text: bool = False) -> str:
+def _checked_expression(expression: str, *, is_text: bool = False) -> str:
     """Return the expression. Raises InvalidRequestError where it is none, or may take for ever to match."""
     try:
         repeats = len(_REPETITION.findall(expression)) > _MOST_REPETITIONS
@@ -86,6 +84,8 @@ def _runs(module: str) -> Iterator[str]:
     parts = module.split(".")
     return (".".join(parts[first:last]) for first in range(len(parts)) for last in range(first + 1, len(parts) + 1))
 
+
+# -- storage formats
 
 Granularity = Literal["none", "tensor", "channel", "group", "block"]
 
@@ -198,6 +198,8 @@ def plain_scheme(dtype: str) -> Scheme:
     return known[name]
 
 
+# -- modules with other bits or groups than the rest, or with none: `dynamic`
+
 _BITS = (4, 8)
 FUSED = {
     "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
@@ -206,7 +208,10 @@ FUSED = {
 }
 """vLLM's names of fused modules, by the names that hpc_serve has for them, and their names in a checkpoint."""
 DynamicRules: TypeAlias = tuple[tuple[str, Scheme], ...]
-"""Each rule's expression for the beginning of a module's name, and the scheme of the modules that it matches."""
+"""Each rule's expression for the beginning of a module's name, and the scheme of the modules that it matches.
+
+The first rule that matches a name decides. vLLM matches the names of its modules, and q, k and v are one matrix there.
+"""
 
 
 def dynamic_rules(config: Mapping[str, Any], plain: Scheme) -> DynamicRules:
@@ -214,12 +219,12 @@ def dynamic_rules(config: Mapping[str, Any], plain: Scheme) -> DynamicRules:
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, Mapping):
         raise InvalidRequestError("The config's quantization_config.dynamic must be an object.")
-    if len(dynamic) > MOST_EXPRESSIONS:
-        raise InvalidRequestError(f"quantization_config.dynamic has more than {MOST_EXPRESSIONS:,} rules.")
+    if len(dynamic) > _MOST_EXPRESSIONS:
+        raise InvalidRequestError(f"quantization_config.dynamic has more than {_MOST_EXPRESSIONS:,} rules.")
     rules = []
     for pattern, settings in dynamic.items():
         scheme = plain if pattern.startswith("-:") else _checked_scheme(config, pattern, settings)
-        rules.append((checked_expression(pattern.removeprefix("-:" if scheme is plain else "+:")), scheme))
+        rules.append((_checked_expression(pattern.removeprefix("-:" if scheme is plain else "+:")), scheme))
     return tuple(rules)
 
 

@@ -1,10 +1,8 @@
-"""The parts of a model: every weight, and every layer's cache.
+"""The parts of a model: every weight as vLLM lays it out, and every layer's cache.
 
-architectures.py builds a `ModelSpec` from a Hugging Face config. memory/ decides what it takes on each GPU of a layout.
-
-Weights as vLLM lays them out: which parts tensor parallelism divides, which it copies, which it pads.
-
-A model is a list of weights. The bytes of a weight follow from its scheme (quantization.py) and the layout.
+A weight says which parts tensor parallelism divides, which it copies, and which it pads; its bytes follow from its
+scheme (quantization.py) and the layout. architectures.py builds a `ModelSpec` from a Hugging Face config. memory/
+decides what it takes on each GPU of a layout.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.model.quantization import Quantization
 from hpc_serve.plan.model.scheme import BF16, Scheme
 
-VOCAB_PADDING = 64
+_VOCAB_PADDING = 64
 """Rows to which vLLM rounds a vocabulary (DEFAULT_VOCAB_PADDING_SIZE in vocab_parallel_embedding.py)."""
 
 
@@ -119,7 +117,7 @@ class Vocabulary:
 
     def bytes_per_rank(self, ranks: int, expert_ranks: int = 1) -> int:
         """Return the bytes on one rank."""
-        rows = Part(round_up(self.rows, VOCAB_PADDING)).per_rank(ranks, f"the padded vocabulary of {self.name}")
+        rows = Part(round_up(self.rows, _VOCAB_PADDING)).per_rank(ranks, f"the padded vocabulary of {self.name}")
         return self.scheme.linear_bytes([rows], self.width, bias=False)
 
 
@@ -194,8 +192,7 @@ class CacheTensor:
     @property
     def page_bytes(self) -> int:
         """Bytes of one block."""
-        size = self.block_tokens // self.tokens_per_entry * self.entry_bytes
-        return -(-size // self.align) * self.align
+        return round_up(self.block_tokens // self.tokens_per_entry * self.entry_bytes, self.align)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,17 +1,10 @@
 """Families that need code: one function for one layer of each. ordinary.py has the others.
 
-Falcon runs attention and MLP in parallel. Nemotron's layers lack parts, Llama 4 attends within chunks. Of families that
-have an ordinary layer and say so in fields of their own, it has the functions that write the usual fields.
-
-The layers of EAGLE's draft heads, which read the hidden states of the model that they draft for.
-
-Sources: vLLM's model_executor/models/llama_eagle.py and llama_eagle3.py.
-
-Gemma 4's decoder: heads of two widths, values that are keys, layers that share a cache, layers' own embeddings.
-
-Gemma 3n's decoder: four streams of hidden states (AltUp), a low-rank residual (Laurel), and layers' own embeddings.
-
-The last layers take keys and values from a layer before, and each layer may have an MLP of its own size (MatFormer).
+EAGLE's draft heads read the hidden states of the model that they draft for. Gemma 4 has heads of two widths, values
+that are keys, and layers that share a cache. Gemma 3n has four streams of hidden states (AltUp), a low-rank residual
+(Laurel) and MLPs of several sizes (MatFormer). Falcon runs attention and MLP in parallel, Nemotron's layers lack parts,
+Llama 4 attends within chunks. Families with an ordinary layer and fields of their own have functions that write the
+usual fields.
 """
 
 from __future__ import annotations
@@ -21,7 +14,9 @@ from collections.abc import Callable, Mapping
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import CheckedConfig, missing
 from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer
-from hpc_serve.plan.model.spec import DecoderLayer, Part, Vocabulary, Weight
+from hpc_serve.plan.model.spec import DecoderLayer, Part, Vocabulary, Weight, round_up
+
+# -- EAGLE: vLLM's model_executor/models/llama_eagle.py and llama_eagle3.py
 
 _AUXILIARY_STATES = 3
 """Hidden states of inner layers that an EAGLE-3 head reads, where its config does not say how many."""
@@ -30,7 +25,7 @@ _AUXILIARY_STATES = 3
 def eagle(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of the first EAGLE: Llama's layers. The first has no input norm and a matrix before it."""
     norms = ("post_attention_layernorm",) if builder.index == 0 else ("input_layernorm", "post_attention_layernorm")
-    return _layer(builder, norms, joined=2 * builder.hidden_size)
+    return _eagle_layer(builder, norms, joined=2 * builder.hidden_size)
 
 
 def eagle3(builder: LayerBuilder) -> DecoderLayer:
@@ -38,10 +33,12 @@ def eagle3(builder: LayerBuilder) -> DecoderLayer:
     hidden = builder.hidden_size
     joined = builder.get("num_aux_hidden_states", _AUXILIARY_STATES) * builder.get("target_hidden_size", hidden)
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-    return _layer(builder, norms, joined=joined, inputs=hidden if builder.index else 2 * hidden)
+    return _eagle_layer(builder, norms, joined=joined, inputs=hidden if builder.index else 2 * hidden)
 
 
-def _layer(builder: LayerBuilder, norms: tuple[str, ...], *, joined: int, inputs: int | None = None) -> DecoderLayer:
+def _eagle_layer(
+    builder: LayerBuilder, norms: tuple[str, ...], *, joined: int, inputs: int | None = None
+) -> DecoderLayer:
     """Return Llama's layer with these norms. Before the first is a matrix of so many `joined` features."""
     return decoder_layer(
         builder.cache(),
@@ -51,6 +48,8 @@ def _layer(builder: LayerBuilder, norms: tuple[str, ...], *, joined: int, inputs
         [] if builder.index else [builder.outside.linear("model.fc", joined, [builder.hidden_size])],
     )
 
+
+# -- Gemma 4
 
 _GLOBAL_HEAD_DIM = 512
 """Width of the heads that attend to all tokens, where a config does not say: transformers' default."""
@@ -65,7 +64,7 @@ def gemma4(builder: LayerBuilder) -> DecoderLayer:
     attends_to_all = builder.of_layer("layer_types", is_needed=True) == "full_attention"
     is_shared = builder.index >= builder.num_layers - builder.get("num_kv_shared_layers", 0)
     equal = builder.flag("attention_k_eq_v")
-    builder = _with_own_heads(builder, attends_to_all=attends_to_all, equal=equal)
+    builder = _gemma4_heads(builder, attends_to_all=attends_to_all, equal=equal)
     attention, copied = _gemma4_attention(builder, is_shared=is_shared)
     has_one = attends_to_all and equal and not is_shared
     wide = is_shared and builder.flag("use_double_wide_mlp")
@@ -76,13 +75,13 @@ def gemma4(builder: LayerBuilder) -> DecoderLayer:
         [*attention, *([] if has_one else copied)],
         builder.mlp("mlp", builder.intermediate_size * (2 if wide else 1)),
         _gemma4_experts(builder),
-        per_layer_input(builder),
+        _per_layer_input(builder),
         [*builder.two_norms(), *builder.norms("pre_feedforward_layernorm", "post_feedforward_layernorm")],
         derived=copied if has_one else [],
     )
 
 
-def per_layer_input(builder: LayerBuilder) -> list[Weight]:
+def _per_layer_input(builder: LayerBuilder) -> list[Weight]:
     """Return what a layer adds its own embedding with, if the model has such embeddings."""
     width = builder.get("hidden_size_per_layer_input", 0)
     if not width:
@@ -108,7 +107,7 @@ def gemma4_beside(builder: LayerBuilder) -> list[Weight]:
     ]
 
 
-def _with_own_heads(builder: LayerBuilder, *, attends_to_all: bool, equal: bool) -> LayerBuilder:
+def _gemma4_heads(builder: LayerBuilder, *, attends_to_all: bool, equal: bool) -> LayerBuilder:
     """Return the builder with the layer's heads, by the fields for full attention or transformers' for each layer."""
     each = builder.get("per_layer_config", {})
     if not isinstance(each, Mapping) or not all(isinstance(one, Mapping) for one in each.values()):
@@ -162,6 +161,8 @@ def _gemma4_experts(builder: LayerBuilder) -> list[Weight]:
     ]
 
 
+# -- Gemma 3n
+
 _SIZES = "intermediate_size_by_layer"
 
 
@@ -204,7 +205,7 @@ def gemma3n(builder: LayerBuilder) -> DecoderLayer:
         builder.mlp("mlp", builder.of_layer(_SIZES, is_needed=True)),
         altup,
         laurel,
-        per_layer_input(builder),
+        _per_layer_input(builder),
         builder.two_norms(),
         builder.norms("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     )
@@ -219,6 +220,8 @@ def gemma3n_beside(builder: LayerBuilder) -> list[Weight]:
     ]
     return [builder.linear(name, builder.hidden_size, [builder.hidden_size], "column") for name in names]
 
+
+# -- other families
 
 _SWA_HEADS_FACTOR = 2
 """KV heads of MiMo-V2's layers with a window, where a config does not have their number: transformers' default."""
@@ -270,7 +273,7 @@ def nemotron_nas(builder: LayerBuilder) -> DecoderLayer:
         cache = builder.cache()
     if not feed_forward.get("no_op") and not feed_forward.get("replace_with_linear"):
         exact = int(2 * feed_forward["ffn_mult"] * builder.hidden_size / 3)
-        weights += builder.mlp("mlp", -(-exact // 256) * 256)
+        weights += builder.mlp("mlp", round_up(exact, 256))
         weights += builder.norms("post_attention_layernorm")
     return decoder_layer(cache, weights)
 

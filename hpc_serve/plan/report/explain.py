@@ -1,6 +1,6 @@
-"""The arithmetic of a plan, line by line: every number with its calculation, every factor with its name.
+"""The lines of --explain: every number of a plan with its calculation, every factor with its name.
 
-The lines of --explain on a plan's speed: one step, ideal beside expected, and the factors between the two.
+`explain` has the memory of the tightest GPU, `explain_lines` one step's time, ideal beside expected.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from hpc_serve.plan.speed.estimate import SpeedEstimate
 from hpc_serve.plan.speed.step import FITTED, IDEAL, limit_lines
 from hpc_serve.plan.speed.throughput import read_prompts
 from hpc_serve.units import GIB, MIB
+
+# -- speed
 
 _MEANING = {
     "flops": "of a large product's FLOP/s, in dense matrices",
@@ -128,6 +130,8 @@ def _separate_lines(estimate: SpeedEstimate) -> Iterator[str]:
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:9,.2f} ms" if seconds < 10 else f"{seconds:10,.2f} s"
 
+
+# -- memory
 
 _ROUND_CONTEXT = 128_000
 

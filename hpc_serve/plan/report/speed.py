@@ -1,6 +1,6 @@
 """The sentences on a plan's speed: what it is of, how near it is to what was measured, and what limits it.
 
-Says what an option gains: drafts, and a cache in the node's memory.
+Two sentences say what an option gains: drafts, and a cache in the node's memory.
 """
 
 from __future__ import annotations
@@ -15,6 +15,12 @@ from hpc_serve.plan.speed.drafts import KnownDraft
 from hpc_serve.plan.speed.estimate import OTHERS, ReplicaSpeeds, SpeedEstimate, range_class, speed_column, speed_range
 from hpc_serve.plan.speed.step import ASSUMED_LINK_BYTES_PER_S, EXPECTED, IDEAL, Roofline
 from hpc_serve.plan.speed.throughput import Traffic, critical_batch
+
+_WORTH_WHILE = 0.5
+"""Twice as many requests are worth their wait if they give at least so much more tokens/s, as a share."""
+
+
+# -- what options gain
 
 
 def speculation_text(
@@ -93,7 +99,7 @@ def offloading_text(roofline: Roofline) -> str:
     )
 
 
-_WORTH_WHILE = 0.5
+# -- what the speed is of, and what limits it
 
 
 def formula_text(traffic: Traffic) -> str:

@@ -1,13 +1,11 @@
 """How fast a layout serves: time to the first token, time between tokens, tokens per second, and what limits them.
 
 Every figure is given twice: ideally, which no engine can beat, and as expected of a real engine by `Factors`. step.py
-decides how long a step takes, steady.py, burst.py and decode.py how requests that arrive so share steps. This module
-decides how many run at once.
+decides how long a step takes, throughput.py how requests share steps. This module decides how many run at once.
 
-Names the classes of published runs that a plan belongs to: by accelerator and weights, and by uncounted effects.
-
-The classes do not change the estimate. Each class tells how far its runs were from the speed that is printed for them;
-benchmarks/accuracy/speed_accuracy.py measures it (plan/catalog/speed_accuracy.json).
+It also names the classes of published runs that a plan belongs to. They do not change the estimate. Each class tells
+how far its runs were from the speed that is printed for them; benchmarks/accuracy/speed_accuracy.py measures it
+(plan/catalog/speed_accuracy.json).
 """
 
 from __future__ import annotations
@@ -27,9 +25,11 @@ from hpc_serve.plan.speed.measured import Case, Correction
 from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Factors, Roofline
 from hpc_serve.plan.speed.throughput import Speed, Traffic, burst_speed, decode_speed, steady_speed
 
-MANY_EXPERTS = 64
+# -- classes of published runs
+
+_MANY_EXPERTS = 64
 """With so many, each expert gets few tokens of a step, and its matrices are narrow on each rank."""
-MIXTURES = f"mixtures of {MANY_EXPERTS} experts and more on GPUs"
+_MIXTURES = f"mixtures of {_MANY_EXPERTS} experts and more on GPUs"
 OTHERS = "other models"
 PIPELINE_STAGES = "engines with pipeline stages"
 _OPTIONS = {
@@ -44,7 +44,7 @@ and not those that only say how many requests run."""
 _FORMATS = {"bfloat16": "16 bit", "float16": "16 bit", "fp8": "fp8 (per tensor)"}
 
 
-def weights_format(model: ModelSpec) -> str:
+def _weights_format(model: ModelSpec) -> str:
     """Return the format of most of a model's weights; of fp8 its kind too, because kernels differ by it."""
     counts: Counter[str] = Counter()
     for layer, layers in distinct_layers(model.layers):
@@ -71,7 +71,7 @@ def own_classes(roofline: Roofline) -> tuple[str, ...]:
 
 
 def _kind_of(model: ModelSpec) -> str:
-    return f"{'mixtures of experts' if model.num_experts else 'dense models'} in {weights_format(model)}"
+    return f"{'mixtures of experts' if model.num_experts else 'dense models'} in {_weights_format(model)}"
 
 
 def wide_classes(roofline: Roofline) -> tuple[str, ...]:
@@ -83,10 +83,10 @@ def wide_classes(roofline: Roofline) -> tuple[str, ...]:
     without CUDA graphs starts each kernel from the host.
     """
     model, accelerator, found = roofline.model, roofline.accelerator, []
-    if accelerator.kind == "gpu" and weights_format(model) == "mxfp4" and "fp4" not in accelerator.dense_flops:
+    if accelerator.kind == "gpu" and _weights_format(model) == "mxfp4" and "fp4" not in accelerator.dense_flops:
         found.append("mxfp4 on GPUs without 4-bit arithmetic")
-    if accelerator.kind == "gpu" and model.num_experts >= MANY_EXPERTS:
-        found.append(MIXTURES)
+    if accelerator.kind == "gpu" and model.num_experts >= _MANY_EXPERTS:
+        found.append(_MIXTURES)
     if roofline.layout.data_parallel_size > 1:
         found.append("data-parallel ranks that share experts")
     if roofline.layout.pipeline_parallel_size > 1:
@@ -151,7 +151,7 @@ def case_of(roofline: Roofline, traffic: Traffic, running: float) -> Case:
 def range_class(roofline: Roofline) -> str:
     """Return the class whose range is a plan's: runs with pipeline stages are slower, those of many experts differ."""
     wide = wide_classes(roofline)
-    return next((name for name in (PIPELINE_STAGES, MIXTURES) if name in wide), OTHERS)
+    return next((name for name in (PIPELINE_STAGES, _MIXTURES) if name in wide), OTHERS)
 
 
 def class_texts(roofline: Roofline) -> list[str]:
@@ -168,6 +168,9 @@ def _spread(figures: dict[str, Any]) -> str:
         f"{low:g} to {high:g} times these tokens/s ({figures['rows']} rows of {sources}; the middle half {first:g} to "
         f"{third:g})"
     )
+
+
+# -- estimates
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,13 +4,9 @@
 
 Ideally only the larger of the first two counts, as in "How To Scale Your Model", part 7
 (jax-ml.github.io/scaling-book/inference). Published runs took the sum: a kernel loads before it multiplies, and a step
-has kernels of both kinds. work.py counts what is computed and moved. estimate.py decides what follows for requests.
-
-The rates at which the GPUs of a layout send to each other: within a node, and over the network.
-
-Says at which tensor parallel size communication takes longer than arithmetic.
-
-The closed formulas are from "How To Scale Your Model", parts 7 and 8 (jax-ml.github.io/scaling-book).
+has kernels of both kinds. work.py counts what is computed and moved. This module also has the rates at which the GPUs
+of a layout send to each other, and the size from which communication takes longer than arithmetic (parts 7 and 8).
+estimate.py decides what follows for requests.
 """
 
 from __future__ import annotations
@@ -28,20 +24,22 @@ from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.plan.speed.measured import MeasuredHere
 from hpc_serve.plan.speed.work import ALL_REDUCES_PER_LAYER, ModelWork, StageWork, model_work
 
+# -- links
+
 ASSUMED_LINK_BYTES_PER_S = 32e9
 """PCIe 4.0 x16: assumed where no source confirms a rate between the GPUs of a node."""
-ASSUMED_NETWORK_BYTES_PER_S = 12.5e9
+_ASSUMED_NETWORK_BYTES_PER_S = 12.5e9
 """100 Gb/s for each GPU: assumed where no source confirms a network."""
 
 
 def link_rate(accelerator: AcceleratorSpec, layout: Layout) -> float:
     """Return the rate at which a rank sends to its tensor-parallel group, in bytes per second."""
     if layout.splits_layers_across_nodes and accelerator.kind != "tpu":
-        return network_rate(accelerator)
-    return rate_in_node(accelerator, layout.tensor_parallel_size)
+        return _network_rate(accelerator)
+    return _rate_in_node(accelerator, layout.tensor_parallel_size)
 
 
-def rate_in_node(accelerator: AcceleratorSpec, ranks: int) -> float:
+def _rate_in_node(accelerator: AcceleratorSpec, ranks: int) -> float:
     """Return the rate at which a rank sends to a group of so many in its node, in bytes per second.
 
     In a mesh every pair has its own link: a group smaller than the node has only the links between its members. A
@@ -55,18 +53,20 @@ def rate_in_node(accelerator: AcceleratorSpec, ranks: int) -> float:
     return rate
 
 
-def network_rate(accelerator: AcceleratorSpec) -> float:
+def _network_rate(accelerator: AcceleratorSpec) -> float:
     """Return one GPU's share of its node's network, in bytes per second, one direction."""
-    return accelerator.network_bytes_per_s or ASSUMED_NETWORK_BYTES_PER_S
+    return accelerator.network_bytes_per_s or _ASSUMED_NETWORK_BYTES_PER_S
 
 
-DRAFT_S = 0.4e-3
+# -- steps
+
+_DRAFT_S = 0.4e-3
 """For each token that a draft model drafts, beside the roofline of its pass: starting it, choosing its token, and
 preparing the next pass. Fitted on the gains in benchmarks/accuracy/data/gains.jsonl."""
-EXPERT_ROWS = 16
+_EXPERT_ROWS = 16
 """Least rows of an expert's product, however few tokens go to it: the smallest block of vLLM's kernels
 (`get_default_config` in fused_moe.py, `block_size_m` in marlin_moe.py)."""
-UNTUNED_EXPERTS = 4.4
+_UNTUNED_EXPERTS = 4.4
 """How many times as long experts take by the Triton kernel for int4 without a configuration for the GPU. On MI300X they
 were 89 % of a step of Kimi-K2.5, and another kernel made the step 69 % shorter (rocm.blogs.amd.com, kimi-k2.5-optimize,
 2026-03-24): 0.89 / (0.31 - 0.11)."""
@@ -194,7 +194,7 @@ class Roofline:
         self.max_num_batched_tokens = max_num_batched_tokens(engine, accelerator, model.max_model_len)
         self.max_num_seqs = max_num_seqs(engine, accelerator)
         self.tokens_per_sequence = 1 + engine.speculative_tokens
-        self.hop_bytes_per_s = network_rate(accelerator) if layout.num_nodes > 1 else link_rate(accelerator, layout)
+        self.hop_bytes_per_s = _network_rate(accelerator) if layout.num_nodes > 1 else self.link_bytes_per_s
 
     def decode(self, batch: float, context: float, factors: Factors = EXPECTED) -> StepTime:
         """Return a step that generates tokens of `batch` sequences, each with `context` tokens before them."""
@@ -230,7 +230,7 @@ class Roofline:
         times = [self._stage_time(stage, batch, attention, factors) for stage in self.work.stages]
         if (draft := self.work.draft) is not None:
             one = self._stage_time(draft, (share, share, share, share), (context, 0, 0, 0), factors)
-            own_s = 0.0 if factors is IDEAL else DRAFT_S * self.engine.speculative_tokens
+            own_s = 0.0 if factors is IDEAL else _DRAFT_S * self.engine.speculative_tokens
             times[-1] = times[-1].after(one, self.work.draft_passes, own_s)
         sums = {name: sum(getattr(time, name) for time in times) for name in _PARTS}
         in_flight = stages if prompts else min(stages, max(1.0, sequences))
@@ -294,8 +294,8 @@ class Roofline:
         rates, reached = self.accelerator.dense_flops, 1.0
         if factors is not IDEAL:
             reached = self.accelerator.matmul_share
-            rows = max(rows, EXPERT_ROWS * stage.experts_read(rows, self.layout.data_parallel_size))
-            rows *= UNTUNED_EXPERTS if self._has_untuned_experts else 1.0
+            rows = max(rows, _EXPERT_ROWS * stage.experts_read(rows, self.layout.data_parallel_size))
+            rows *= _UNTUNED_EXPERTS if self._has_untuned_experts else 1.0
         dense = sum(tokens * count / rates[type_] for type_, count in stage.dense_flops.items())
         experts = sum(rows * count / rates[type_] for type_, count in stage.expert_flops.items())
         head = max(1.0, sampled) * stage.head_flops / self._plain_rate
@@ -323,9 +323,9 @@ class Roofline:
         if layout.data_parallel_size == 1:
             return 0.0
         tensor = layout.tensor_parallel_size if self.engine.enable_expert_parallel else 1
-        link = rate_in_node(self.accelerator, layout.gpus_per_node)
+        link = _rate_in_node(self.accelerator, layout.gpus_per_node)
         link_s = self._copies(stage, tensor * layout.data_parallel_size) * size / tensor / link
-        network = layout.tensor_parallel_size * network_rate(self.accelerator)
+        network = layout.tensor_parallel_size * _network_rate(self.accelerator)
         network_s = self._copies(stage, layout.num_nodes) * size / network
         return (link_s + network_s) / factors.link + 2 * stage.expert_layers * factors.collective_s
 
@@ -336,6 +336,8 @@ class Roofline:
             return places - 1
         return (places - 1) * (1 - (1 - 1 / places) ** stage.experts_per_token)
 
+
+# -- limits of tensor parallelism
 
 _LINKS_BY_DIMENSIONS = {2: 4, 3: 6}
 

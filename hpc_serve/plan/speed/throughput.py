@@ -1,19 +1,11 @@
-"""The requests that a replica gets, and the figures that tell how fast they are answered.
+"""How fast the requests of a replica are answered, with one formula for each way in which they arrive.
 
-steady.py and burst.py each have a formula for one way in which requests arrive.
+- Generation alone, with prompts read elsewhere: a step gives each running request one token. This is the roofline of
+  "How To Scale Your Model", part 7 (jax-ml.github.io/scaling-book/inference).
+- Steady arrivals: so many are always in flight, and when one is answered, the next one comes.
+- A burst: all arrive at once. The batch fills, is steady while requests wait, and then shrinks.
 
-How fast answers are generated alone, with prompts read elsewhere: a step gives each running request one token.
-
-This is the roofline of "How To Scale Your Model", part 7 (jax-ml.github.io/scaling-book/inference), and what a replica
-for decoding does where other replicas read the prompts. step.py decides how long a step takes.
-
-How fast requests are answered where so many are always in flight: when one is answered, the next one comes.
-
-step.py decides how long a step takes. This module decides how requests share steps and how long they wait.
-
-How fast requests are answered that arrive at once, and no more come: the batch fills, is steady, and then shrinks.
-
-step.py decides how long a step takes, steady.py how fast a full batch is while requests still wait.
+step.py decides how long a step takes, estimate.py how many requests run at once.
 """
 
 from __future__ import annotations
@@ -121,7 +113,10 @@ class Speed:
         return max(self.causes, key=lambda cause: self.causes[cause])
 
 
-_MOST = 1 << 20
+# -- generation alone
+
+_MOST_BATCH = 1 << 20
+"""The search for a critical batch ends at this number of requests."""
 
 
 def decode_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
@@ -152,9 +147,12 @@ def critical_batch(roofline: Roofline) -> int | None:
         step = roofline.decode(batch, 1, IDEAL)
         return step.flops_s >= step.weights_s
 
-    batches = range(1, _MOST + 1)
+    batches = range(1, _MOST_BATCH + 1)
     found = bisect_left(batches, True, key=is_reached)
-    return batches[found] if found < _MOST else None
+    return batches[found] if found < _MOST_BATCH else None
+
+
+# -- steady arrivals
 
 
 def steady_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
@@ -215,7 +213,9 @@ def steady_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Fa
     )
 
 
-SHRINK_RATIO = 1.5
+# -- what arrives at once
+
+_SHRINK_RATIO = 1.5
 """The time of a shrinking batch is summed over stretches, in each of which the batch shrinks by this factor."""
 
 
@@ -337,9 +337,9 @@ def _drain(
     longest = (traffic.longest_output_tokens or math.inf) / traffic.acceptance_length
     found, left, done = [], first, 0.0
     while left >= 1 and done < longest:
-        steps = min(math.log(SHRINK_RATIO) / ends, longest - done)
-        running = left / math.sqrt(SHRINK_RATIO)
+        steps = min(math.log(_SHRINK_RATIO) / ends, longest - done)
+        running = left / math.sqrt(_SHRINK_RATIO)
         found.append(Stretch(steps=steps, requests=running, step=roofline.decode(uneven * running, context, factors)))
-        left /= SHRINK_RATIO
+        left /= _SHRINK_RATIO
         done += steps
     return found

@@ -1,8 +1,7 @@
 """Counts what a step of the engine computes and moves: operations, bytes of weights and cache, bytes between GPUs.
 
-The counts follow from the model and the layout. step.py decides how long they take on an accelerator.
-
-Counts what attention computes and reads in a step: operations, bytes of the cache, and of an indexer.
+Attention is counted by itself: its operations, and what it reads of the cache and of an indexer. The counts follow from
+the model and the layout. step.py decides how long they take on an accelerator.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Attention:
         return min(length, self.window) if self.window else length
 
 
-def attention_of(
+def _attention_of(
     layers: Sequence[DecoderLayer], model: ModelSpec, engine: EngineConfig, ranks: int
 ) -> tuple[Attention, ...]:
     """Return the attention of these layers of a model, with so many tensor-parallel ranks."""
@@ -299,7 +298,7 @@ class _Counting:
             dense_flops=dict(dense),
             expert_flops=dict(experts),
             head_flops=0.0,
-            attention=attention_of(layers, model, self.engine, self.ranks),
+            attention=_attention_of(layers, model, self.engine, self.ranks),
         )
 
     def draft(self) -> tuple[StageWork | None, int]:
