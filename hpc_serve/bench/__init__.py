@@ -6,9 +6,8 @@
     for one in measure(Sweep(services=("405b",), workloads=(load,), paces=(Pace(max_concurrency=64),))):
         print(one["output_throughput"])              # tokens per second; all keys of `vllm bench serve --save-result`
 
-These modules are pure: `files` reads what is asked, `answers` and `figures` say what came of it, `results` joins a run
-with what is said of it (`notes`), and `report` and `page` show that. `workload` makes the requests, `texts` asks the
-engines for tokens, `load` sends the requests, `sweep` makes one run after the other.
+`run` has the values of a run. `workload` makes its requests, `sweep` sends them, one run after the other, by the
+connections of `service`. `results` says what came of a run, and `report` and `page` show that.
 """
 
 from typing import TYPE_CHECKING

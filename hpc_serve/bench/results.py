@@ -1,17 +1,15 @@
 """A run's result: figures under the keys of `vllm bench serve --save-result`, so that what reads its files reads ours.
 
 Text, pages and pictures show this mapping; nothing else is made of a run. Ours come after vLLM's keys: the service, how
-requests were split, the figures of each replica, what was predicted, and how busy this program was. Several runs are a
-list of such objects, as the summary.json of `vllm bench sweep`. One run in a file of this name is a list too, since
-programs that read sweeps look for it.
+requests were split, the figures of each replica, what was predicted, how busy this program was, and remarks: this
+program was the limit, or the requests were not as asked for. Several runs are a list of such objects, as the
+summary.json of `vllm bench sweep`. One run in a file of this name is a list too, since programs that read sweeps look
+for it.
 
-The figures of a run, by the definitions and under the keys of `vllm bench serve`, without numpy.
-
-TTFT is the time to the first piece of an answer. TPOT is the time from there to the last piece, by the tokens after the
-first. ITL is the time between two pieces. E2EL is the time to the last piece. Requests that failed count in `failed`
-alone. A peak is of one second, counted from the first request that was answered. Rates are per second.
-
-Remarks beside the figures of a run: this program was the limit, or the requests were not as asked for.
+Figures follow the definitions of `vllm bench serve`, without numpy. TTFT is the time to the first piece of an answer.
+TPOT is the time from there to the last piece, by the tokens after the first. ITL is the time between two pieces. E2EL
+is the time to the last piece. Requests that failed count in `failed` alone. A peak is of one second, counted from the
+first request that was answered. Rates are per second.
 """
 
 from __future__ import annotations
@@ -24,8 +22,9 @@ from typing import Any
 
 from hpc_serve.bench.run import RequestResult, Run
 
-PERCENTILES = (50, 90, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")
+SUMMARY = "summary.json"
+_PERCENTILES = (50, 90, 99)
 
 
 def figures_of(
@@ -78,7 +77,7 @@ def spread(name: str, values_s: Sequence[float]) -> dict[str, float]:
         f"mean_{name}_ms": statistics.fmean(values),
         f"median_{name}_ms": statistics.median(values),
         f"std_{name}_ms": statistics.pstdev(values),
-        **{f"p{percent}_{name}_ms": cuts[percent - 1] for percent in PERCENTILES},
+        **{f"p{percent}_{name}_ms": cuts[percent - 1] for percent in _PERCENTILES},
     }
 
 
@@ -106,8 +105,10 @@ def _peaks(answered: Sequence[RequestResult]) -> tuple[float, int]:
     return float(max(pieces.values())), max(under_way.values())
 
 
-MOST_BUSY = 0.8
-MOST_LATE_S = 0.02
+# -- remarks
+
+_MOST_BUSY = 0.8
+_MOST_LATE_S = 0.02
 _MOST_ERRORS = 3
 _MOST_WAITING = 0.25
 _OTHERS_SHARE = 0.01
@@ -127,12 +128,12 @@ def _program(run: Run) -> Iterator[str]:
             "of these."
         )
     busy, late_s = run.busy, run.late_s
-    if busy >= MOST_BUSY:
+    if busy >= _MOST_BUSY:
         yield (
             f"This program was busy {busy:.0%} of the time: the figures are its own, and the service may be faster. "
             "Run it on several nodes at once, each with a part of the load."
         )
-    elif late_s >= MOST_LATE_S:
+    elif late_s >= _MOST_LATE_S:
         yield (
             f"One time in twenty this program woke {1e3 * late_s:.0f} ms late or later, though it was busy {busy:.0%} "
             "of the time: other programs use this machine's cores, and times are too long by as much. Run it on a "
@@ -190,7 +191,7 @@ def _answers(run: Run, wrong: Mapping[int, str]) -> Iterator[str]:
         yield f"{len(wrong)} answers are wrong by --check, the first: {wrong[min(wrong)]}"
 
 
-SUMMARY = "summary.json"
+# -- the whole result
 
 
 def result_of(

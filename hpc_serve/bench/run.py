@@ -1,10 +1,4 @@
-"""A run as values: its requests, their pace, and the result of each.
-
-Reads the stream of one answer: when its pieces came, its text, and how many tokens the engine has counted.
-
-Pure; whoever reads the connection says when bytes came. A piece counts as `vllm bench serve` counts it: each event with
-a choice, also one without text, since a token may have none.
-"""
+"""A run as values: its requests, their pace, and the result of each."""
 
 from __future__ import annotations
 

@@ -162,7 +162,11 @@ def refusal(data: bytes) -> str:
 
 
 class AnswerReader:
-    """One answer of a stream of completions or chat. Times are those of the caller's clock, in seconds."""
+    """One answer of a stream of completions or chat. Times are those of the caller's clock, in seconds.
+
+    A piece counts as `vllm bench serve` counts it: each event with a choice, also one without text, since a token may
+    have none.
+    """
 
     def __init__(self, start_s: float) -> None:
         self._start_s = start_s

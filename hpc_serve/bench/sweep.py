@@ -1,18 +1,13 @@
 """Makes one run after the other: each service, each workload, each pace. Every run has new prompts.
 
 A cache of prefixes would answer prompts of the run before. Before a run each replica answers one request that does not
-count, as `vllm bench serve` sends one first: what is wrong with the requests is told then.
+count, as `vllm bench serve` sends one first: what is wrong with the requests is told then. The times of requests follow
+the formula of `vllm bench serve` (its `get_request`). A failure is an outcome like another. A run that is told to stop
+keeps what had ended by then.
 
-Sends the requests of a run at their times, so many at once, and says what came of each.
-
-The times follow the formula of `vllm bench serve` (its `get_request`).
-
-A failure is an outcome like another. When it is told to stop, what had ended by then is kept.
-
-Checks of answers by a function of the person who measures: `--check FILE.py:FUNCTION`.
-
-The function is called after each run, with the body of a request and the text of its answer. It returns the fault in a
-few words, or nothing. The function alone decides what an answer should be.
+A person who measures may check answers by a function of their own: `--check FILE.py:FUNCTION`. It is called after each
+run, with the body of a request and the text of its answer, and returns the fault in a few words, or nothing. The
+function alone decides what an answer should be.
 """
 
 from __future__ import annotations
@@ -40,6 +35,8 @@ from hpc_serve.client.discovery.wait import Wait
 from hpc_serve.client.requests.exchange import EXCHANGE
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.rendezvous.store import ServiceStore
+
+# -- one run
 
 _WATCH_STEP_S = 0.05
 
@@ -70,7 +67,7 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
     return [time_s * (count / rate) / now_s for time_s in times] if now_s else times
 
 
-async def send_all(
+async def _send_all(
     service: BenchService, run: Run, *, seed: int, stop: asyncio.Event, on_end: Callable[[int], None]
 ) -> Run:
     """Send all requests of a run, and return it with their results: early, with those that there are, after `stop`.
@@ -125,7 +122,7 @@ async def _watch_own_loop(late_s: list[float]) -> None:
         late_s.append(max(0.0, loop.time() - due_s))
 
 
-def waited_for_cores_s() -> float | None:
+def _waited_for_cores_s() -> float | None:
     """Return the seconds since this node started in which a program waited for a core. None if the kernel counts none.
 
     Source: the kernel's pressure stall information (Documentation/accounting/psi.rst).
@@ -186,6 +183,8 @@ async def ask(
     )
 
 
+# -- checks of answers
+
 Check = Callable[[Mapping[str, Any], str], object]
 
 
@@ -218,6 +217,9 @@ def wrong_answers(run: Run, check: Check) -> dict[int, str]:
         if wrong:
             found[outcome.place] = str(wrong)
     return found
+
+
+# -- all runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +274,7 @@ async def make_runs(
                         title = f"run {number} of {sweep.count}: {name}, {own.title}, {pace}"
                         tell = functools.partial(progress, title, len(requests))
                         tell(0)
-                        yield await _watched(service, send_all(service, run, seed=own.seed, stop=stop, on_end=tell))
+                        yield await _watched(service, _send_all(service, run, seed=own.seed, stop=stop, on_end=tell))
                     if stop.is_set():
                         return
         finally:
@@ -309,9 +311,9 @@ async def _prepare(service: BenchService, workload: BenchWorkload) -> tuple[Benc
 
 async def _watched(service: BenchService, sending: Awaitable[Run]) -> Run:
     """Return the run that is sent, with what the engines and this node did meanwhile beside it."""
-    generated, waited_s, began_s = await service.generated_tokens(), waited_for_cores_s(), time.monotonic()
+    generated, waited_s, began_s = await service.generated_tokens(), _waited_for_cores_s(), time.monotonic()
     done = await sending
-    took_s, waited_now_s = time.monotonic() - began_s, waited_for_cores_s()
+    took_s, waited_now_s = time.monotonic() - began_s, _waited_for_cores_s()
     now, own = await service.generated_tokens(), sum(outcome.output_len for outcome in done.outcomes)
     return replace(
         done,

@@ -1,14 +1,10 @@
 """Makes the requests of a run: prompts by chance or of a file. The same seed gives the same requests.
 
 Prompts of completions are ids of ordinary tokens, so that their lengths are exact without a tokenizer here. A chat is
-text, and the engine must count its length (`texts`).
+text. Only an engine's tokenizer knows how long a text is and which ids are of ordinary tokens: the engine is asked.
 
-Reads files of requests, by the names and in the formats of `vllm bench serve`: custom and sharegpt.
-
-Pure: text in, samples out. A sample without a number of tokens to answer has the text of an answer; the engine counts
-its tokens.
-
-Asks a service's engines for what only their tokenizer knows: ids of ordinary tokens, and how long a text is.
+Files of requests are read by the names and in the formats of `vllm bench serve`: custom and sharegpt. A sample without
+a number of tokens to answer has the text of an answer; the engine counts its tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +21,11 @@ from hpc_serve.bench.run import BenchRequest, Dataset, Lengths
 from hpc_serve.bench.service import BenchError, BenchService
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.given_files import parse_json
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+# -- files of requests
 
 FORMATS = ("custom", "sharegpt")
 _NOT = 'a line has "prompt" (text or token ids) or "messages", and may have "output_tokens"'
@@ -95,6 +96,8 @@ def _json(text: str, where: str) -> Any:
     except ValueError as error:
         raise InvalidRequestError(f"{where} is no JSON: {error}") from None
 
+
+# -- what only an engine knows
 
 WORDS = files("hpc_serve.bench").joinpath("words.txt").read_text(encoding="ascii").split()
 """Common English words. Most are one token of any tokenizer, and none is a special token."""
@@ -173,14 +176,13 @@ def _question(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
+# -- requests
+
 _AT_ONCE = 16  # questions to the tokenizer
 _USUAL_ANSWER = 256
 _LEAST_VOCABULARY = 16
 # Conversations that `vllm bench serve` takes of ShareGPT: prompts, answers and both of so many tokens.
 _LEAST, _MOST_PROMPT, _MOST_BOTH = 4, 1024, 2048
-
-T = TypeVar("T")
-S = TypeVar("S")
 
 
 @dataclass(frozen=True, kw_only=True)
