@@ -1,9 +1,8 @@
-"""Writes answers: whole lines appended to a file under a lock, found again by a later run, put in order at the end.
+"""Answers of a batch as they are written and yielded, and the files that hold them.
 
-A file that holds anything but answers of this batch is never touched. Shards of a batch have files of their own, which
+Answers are whole lines, appended to a file under a lock, found again by a later run, and put in order at the end. A
+file that holds anything but answers of this batch is never touched. Shards of a batch have files of their own, which
 `merge` joins.
-
-An answer of a batch as it is written and yielded, and how far a batch is. Pure values.
 """
 
 from __future__ import annotations
@@ -24,6 +23,11 @@ from typing import Any
 
 from hpc_serve.batch.request_file import IdIndex, index_requests, read_requests
 from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError
+
+_log = logging.getLogger(__name__)
+_LOCK_STEP_S = 0.5
+_BEGINNING = b'{"id": "batch_req_'
+_WHOLE = re.compile(rb'\{"id": "batch_req_\d+", "custom_id": ("(?:[^"\\]|\\.)*"), "response": .*\}\n', re.DOTALL)
 
 
 @dataclass(kw_only=True)
@@ -101,12 +105,6 @@ class Answer:
         return json.dumps(written).encode() + b"\n"
 
 
-_log = logging.getLogger(__name__)
-_LOCK_STEP_S = 0.5
-_BEGINNING = b'{"id": "batch_req_'
-_WHOLE = re.compile(rb'\{"id": "batch_req_\d+", "custom_id": ("(?:[^"\\]|\\.)*"), "response": .*\}\n', re.DOTALL)
-
-
 def errors_path(output: Path) -> Path:
     """Return the file of the lines that got no answer.
 
@@ -128,9 +126,8 @@ def shard_path(output: Path, shard: tuple[int, int]) -> Path:
 class AnswerFile:
     """A file of answers, open and locked. `read` comes before `append`; `close` removes the file if it is empty.
 
-    `lines` is the number of lines that were read.
-
-    `lock_s`: how long another's lock is waited for. Raises StoreError, and HpcServeError where another batch writes it.
+    `lines` is the number of lines that were read. `lock_s` bounds the wait for another's lock, in seconds. Raises
+    StoreError, and HpcServeError where another batch writes it.
     """
 
     def __init__(self, path: Path, *, lock_s: float = 0.0) -> None:

@@ -1,12 +1,11 @@
-"""Asks a service for the answer to one line, and brings the client back after the service was gone.
+"""Asks a service for the answer to one line, brings the client back, and bounds the requests under way.
 
 The client chooses a replica and repeats what was lost with one; the SDK repeats what an engine may answer later (408,
-409, 429, 5xx). What remains is the line's error.
+409, 429, 5xx). What remains is the line's error. After the service was gone, the client is brought back to it.
 
-How many requests of a batch may be under way: as many as the replicas take, and no long queue at any of them.
-
-The first bound is the sum of the replicas' --max-num-seqs. The window shrinks where requests wait at the engines, and
-grows again where few wait. So several clients of one service share it.
+As many requests may be under way as the replicas take (the sum of their --max-num-seqs), with no long queue at any. The
+window shrinks where requests wait at the engines, and grows again where few wait. So several clients of one service
+share it.
 """
 
 from __future__ import annotations
@@ -28,19 +27,20 @@ from hpc_serve.errors import ServiceFailedError, ServiceNotFoundError
 if TYPE_CHECKING:
     from hpc_serve.client.openai_client import AsyncServiceClient
 
+# -- how many requests may be under way
 
 _USUAL_SEQUENCES = 256  # of a replica whose record has no plan
 _QUEUE_SHARE = 8  # an eighth of what runs may wait, so that an engine never lacks work
 
 
-def next_window(window: int, most: int, *, running: float, waiting: float) -> int:
+def _next_window(window: int, most: int, *, running: float, waiting: float) -> int:
     """Return the next bound on requests under way.
 
-    >>> next_window(288, 288, running=256, waiting=30), next_window(288, 288, running=64, waiting=224)
+    >>> _next_window(288, 288, running=256, waiting=30), _next_window(288, 288, running=64, waiting=224)
     (288, 230)
-    >>> next_window(100, 288, running=100, waiting=0)
+    >>> _next_window(100, 288, running=100, waiting=0)
     118
-    >>> next_window(5, 9, running=5, waiting=0)
+    >>> _next_window(5, 9, running=5, waiting=0)
     6
     """
     if waiting > running / _QUEUE_SHARE:
@@ -78,8 +78,10 @@ class ReplicaView:
         running = [work.running for work in works if work.running is not None]
         waiting = [work.waiting for work in works if work.waiting is not None]
         if works and len(running) == len(waiting) == len(works):  # one too busy to say leaves the window as it is
-            progress.window = next_window(progress.window, most, running=sum(running), waiting=sum(waiting))
+            progress.window = _next_window(progress.window, most, running=sum(running), waiting=sum(waiting))
 
+
+# -- asking
 
 _AGAIN_S = 5.0
 # The client sends other requests to three replicas itself. This one may have left something behind at an engine.
