@@ -2,7 +2,7 @@
 
 It reads them as vLLM's own parser does (FlexibleArgumentParser): `--name value`, `--name=value`, underscores for
 dashes, short forms, `--no-name`, several values, `--name.key value` for JSON, `-O3`. Which of them may be used is
-decided in `allowed`.
+decided in `command`.
 """
 
 from __future__ import annotations

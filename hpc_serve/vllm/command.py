@@ -1,12 +1,11 @@
-"""The command `vllm serve MODEL …` in a job's script: its layout, and the arguments that only the job can add.
-
-A person may have edited the script, so the layout is read from this command and is told nowhere else. Options that the
-pinned version does not know are passed on: the vLLM of the job may be another one.
-
-Which options of `vllm serve` may be used, and where they may come from. It decides; `arguments` has read.
+"""The command `vllm serve MODEL …` in a job's script: which options it may have, its layout, and what the job adds.
 
 `data/classes.json` puts every option of the pinned version into one class: "free"; "owner" (on the command line or in
 the script, not in a file of arguments: it names code or opens the engine); "ours" (the launcher sets it); "refused".
+`arguments` has read them; this module decides.
+
+A person may have edited the script, so the layout is read from this command and is told nowhere else. Options that the
+pinned version does not know are passed on: the vLLM of the job may be another one.
 """
 
 from __future__ import annotations
@@ -30,6 +29,8 @@ from hpc_serve.vllm.arguments import (
     without,
 )
 from hpc_serve.vllm.options import completions, known_versions, load_data, nearest_version, options, pinned_version
+
+# -- which options may be used, and where they may come from
 
 OVERRULE = "--allow-unknown-vllm-options"
 """The option of `submit` and `render` that accepts options which the pinned version does not know."""
@@ -192,6 +193,8 @@ def _check_keys(argument: Argument) -> None:
     if not isinstance(given, dict):
         raise InvalidRequestError(f"{ARGS_FILE} holds {argument.name} with something that is no JSON object.")
 
+
+# -- the command
 
 Device = Literal["GPU", "TPU"]
 """What Ray calls the devices that an engine's ranks take one each of; engines on CPUs take none."""

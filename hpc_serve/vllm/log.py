@@ -1,11 +1,8 @@
-"""Reads lines of an engine's log: the stage of the start, and the figures that vLLM prints.
+"""Reads lines of an engine's log: the stage of the start, the figures that vLLM prints, and its reports.
 
-It reads one line at a time. The words are vLLM's, as data in `data/log.ini`; an unknown line has no meaning.
-`start_progress` decides whether a start makes progress, and `diagnose` why one failed.
-
-Reads vLLM's report line: every ten seconds, what an engine did since the last line. Pure.
-
-Decides whether the start of an engine still makes progress: by the lines of its log, and by how much is read.
+It reads one line at a time. The words are vLLM's; those of stages and figures are data in `data/log.ini`. An unknown
+line has no meaning. `StartProgress` decides whether a start still makes progress, by the lines and by how much is read;
+`diagnose` decides why one failed.
 """
 
 from __future__ import annotations
@@ -18,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_serve.units import GIB, MIB
+
+# -- the report of every ten seconds
 
 _N = r"(\d{1,12}(?:\.\d{1,12})?)"
 _REPORT = re.compile(
@@ -76,6 +75,8 @@ def read_report(line: str) -> EngineReport | None:
     )
 
 
+# -- the progress of a start
+
 # Lines that repeat while nothing moves: vLLM's complaints, and the answers to our own probes.
 _WAITING = re.compile(
     r"No available shared memory broadcast block|Waiting for creating a placement group|\"(?:GET|POST) /\S* HTTP/"
@@ -116,8 +117,9 @@ class StartProgress:
             self._progress_at, self._read_bytes = self._clock(), read_bytes
 
 
+# -- stages and figures
+
 WEIGHTS_LOADED = "weights loaded"
-SERVER_IS_UP = "server is up"
 _HEALTH_ANSWER = re.compile(r'"(GET|HEAD) /health HTTP/[\d.]+" 200\b')
 
 

@@ -2,7 +2,7 @@
 
 They are data (`data/options.json`), made from vLLM's own parser by `python -m tests.support.vllm_options`: those of the
 version that hpc-serve pins, and for each later version what differs. How a command line is read with them is in
-`arguments`, which of them may be used in `allowed`.
+`arguments`, which of them may be used in `command`.
 """
 
 from __future__ import annotations
