@@ -1,7 +1,6 @@
 """Reads the cause of a failure from logs: text in, findings out. No other place names the cause of a failure.
 
-`lines` reads the beginning of a line. `tracebacks` finds the exceptions that a process raised. `rules` has the lines
-that mean a known cause, with its cure. `evidence` collects both from one log. `causes` chooses the first cause out of
-all logs. `submit/diagnosis.py` decides which files are read; the launcher notes the lines of its children.
-Only the standard library is used.
+`rules` has the lines that mean a known cause, with its cure. `evidence` collects these and the exceptions that
+processes raised from one log. `causes` chooses the first cause out of all logs. `submit/diagnosis.py` decides which
+files are read; the launcher notes the lines of its children. Only the standard library is used.
 """

@@ -1,17 +1,12 @@
 """Collects from one log, line by line, what may explain a failure: matches of rules, exceptions, last lines.
 
+The beginning of a line has its level, its time, and the process that wrote it, in the forms of vLLM, Ray, torch, NCCL,
+uvicorn, Python's logging, Slurm and hpc-serve itself. Of exceptions the type, the message, the innermost frame and the
+root are kept. Python prints a chain of exceptions oldest first: the root of a chain is the first one, unless it is of a
+kind that code catches in the course of its work.
+
 A log is read while it is written, so only a bounded number is kept of each. Lines from before the engine was ready, or
 before the run began anew, did not end the run and are dropped. `causes` decides which evidence is the cause.
-
-Reads the beginning of a log line: its level, its time, and the process that wrote it.
-
-The forms are those of vLLM, Ray, torch, NCCL, uvicorn, Python's logging, Slurm and hpc-serve itself. `rules` and
-`tracebacks` decide what the rest of a line means.
-
-Which exceptions a process raised, as its lines come: the type, the message, the innermost frame, and its root.
-
-Python prints a chain of exceptions oldest first. The root of a chain is the first one, unless it is of a kind that code
-catches in the course of its work. Which exception ended a run is decided in `causes`.
 """
 
 from __future__ import annotations
@@ -21,6 +16,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from hpc_serve.diagnose.rules import RULES, Rule
+
+# -- the beginning of a line
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PROCESS = re.compile(r"\(([A-Za-z][^()\s]*(?: [^()]*?)?\bpid=\d+[^()]*|raylet[^()]*|autoscaler[^()]*)\)\s?")
@@ -121,6 +118,8 @@ def _at(found: re.Match[str] | None) -> float | None:
     return float((month - 1) * _SECONDS_A_MONTH + day * _SECONDS_A_DAY + clock)
 
 
+# -- exceptions
+
 _TRACEBACK = "Traceback (most recent call last):"
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')
 _EXCEPTION = re.compile(
@@ -171,7 +170,7 @@ class Raised:
 
 
 @dataclass
-class TracebackReader:
+class _TracebackReader:
     """Reads the lines of one process. `note` takes one after the other, without their heads."""
 
     process: str
@@ -187,7 +186,7 @@ class TracebackReader:
     def note(self, text: str, number: int, *, at: float | None, is_survived: bool) -> Raised | None:
         """Read a line; return the exception that ends with it, or None."""
         stripped = text.strip()
-        if begins_traceback(text):
+        if _opens_traceback(text):
             self.is_in_traceback, self._is_survived, self._frames = True, is_survived, []
             return None
         if self.is_in_traceback:
@@ -232,7 +231,7 @@ class TracebackReader:
         return raised
 
 
-def begins_traceback(text: str) -> bool:
+def _opens_traceback(text: str) -> bool:
     """Return whether a line is the first of a traceback."""
     return text.rstrip().endswith(_TRACEBACK)
 
@@ -254,6 +253,8 @@ def _own_frame(frames: list[tuple[str, int]]) -> tuple[str, int]:
 def _is_foreign(words: str) -> bool:
     return bool(_FOREIGN.search(words.rpartition(", ")[2]))
 
+
+# -- the evidence of a log
 
 _MOST_LINES = 300
 _MOST_OF_A_RULE = 20
@@ -304,7 +305,7 @@ class LogEvidence:
         self.before_failure: tuple[tuple[int, str], ...] = ()
         """The last lines before the first of them."""
         self._counts: Counter[str] = Counter()
-        self._readers: dict[str, TracebackReader] = {}
+        self._readers: dict[str, _TracebackReader] = {}
         self._last_note: tuple[str, int] | None = None
         self.last_at: float | None = None
         """The last time that a line names."""
@@ -332,10 +333,10 @@ class LogEvidence:
     def _note_traceback(self, head: LineHead) -> Raised | None:
         if len(self._readers) > _MOST_PROCESSES:
             self._readers.clear()
-        reader = self._readers.setdefault(head.process, TracebackReader(head.process))
+        reader = self._readers.setdefault(head.process, _TracebackReader(head.process))
         # Python's logging writes the traceback of a warning below it, on lines without a level.
         follows_note = self._last_note == (head.process, self.num_lines - 1)
-        is_survived = head.is_error is False or (head.is_error is None and follows_note and begins_traceback(head.text))
+        is_survived = head.is_error is False or (head.is_error is None and follows_note and _opens_traceback(head.text))
         raised = reader.note(head.text, self.num_lines, at=self.last_at, is_survived=is_survived)
         if head.is_error is False and head.may_go_on:
             self._last_note = (head.process, self.num_lines)
