@@ -23,7 +23,6 @@ from hpc_serve.plots.curves import curve, drawn_speeds, prompt_lengths, with_pro
 if TYPE_CHECKING:
     from hpc_serve.plan.make import PlanResult
 
-
 _PROMPTS = tuple(512 << power for power in range(9))
 _MOST_COMPARED = 6
 _PER_OCTAVE = 2
@@ -33,14 +32,14 @@ _HERE = Path(__file__).parent
 
 def write_page(results: Sequence[PlanResult], path: str) -> None:
     """Write the page of plans. Raises InvalidRequestError where it cannot, or where no accelerator's speed is known."""
-    text = speed_page(results)
+    text = _speed_page(results)
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise InvalidRequestError(f"cannot write {path}: {error.strerror or error}.") from None
 
 
-def speed_page(results: Sequence[PlanResult]) -> str:
+def _speed_page(results: Sequence[PlanResult]) -> str:
     """Return the page: of one plan its layouts, of several their chosen ones."""
     planned = [result for result in results if result.plan is not None]
     first, compared = planned[0], _compared(planned)
