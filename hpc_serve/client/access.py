@@ -1,10 +1,9 @@
 """The calls that a program makes: a client for a service, its address for another tool, a list of all services.
 
-Tells all ready replicas of a service the same, at once: a request that is balanced reaches one of them.
-
-A program of reinforcement learning pauses all engines, updates their weights and lets them go on. vLLM has these routes
-with VLLM_SERVER_DEV_MODE=1 (entrypoints/rl, entrypoints/serve/dev). Requests go over verified connections. A replica's
-record has what `/update_weight_version` called its weights.
+`tell_all` tells all ready replicas of a service the same, at once: a request that is balanced reaches one of them. A
+program of reinforcement learning pauses all engines, updates their weights and lets them go on. vLLM has these routes
+with VLLM_SERVER_DEV_MODE=1 (entrypoints/rl, entrypoints/serve/dev). A replica's record has what
+`/update_weight_version` called its weights.
 """
 
 from __future__ import annotations
@@ -155,6 +154,8 @@ def open_store(home: str | Path | None) -> ServiceStore:
     """The services of a folder, $HPC_SERVE_HOME unless it is given."""
     return ServiceStore(Path(home).expanduser().absolute() if home is not None else default_home(os.environ))
 
+
+# -- the same to all replicas
 
 _CONNECT_S = 10.0
 

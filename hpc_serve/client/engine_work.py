@@ -1,10 +1,10 @@
-"""Asks engines for their metrics, and says what each does: requests, tokens a second, use of the cache.
+"""The metrics of engines: asked here for people, or by a Prometheus that is told here whom to ask and how.
 
-Tokens a second are the difference of two looks. Whether a replica is ready is not decided here.
+`WorkWatch` says what each engine does: requests, tokens a second, use of the cache. Tokens a second are the difference
+of two looks. Whether a replica is ready is not decided here.
 
-What Prometheus needs to read the metrics of replicas: its list of targets (file_sd), and how it asks them. Pure.
-
-A service's key goes to its own replicas alone, over TLS, to whoever shows a certificate of the home's authority.
+Prometheus gets a list of targets (file_sd). A service's key goes to its own replicas alone, over TLS, to whoever shows
+a certificate of the home's authority.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from hpc_serve.printable import printable
 from hpc_serve.trust.connection import Identity, VerifiedConnection
 from hpc_serve.vllm.metrics import EngineWork, read_work
 
-SERVICE_LABEL = "service"
+# -- for Prometheus
+
+_SERVICE_LABEL = "service"
 _SCRAPED = ("ready", "draining", "unresponsive")
 _ADDRESS = re.compile(r"[\w.-]+:[0-9]+|\[[0-9a-fA-F:.]+\]:[0-9]+")
 
@@ -38,7 +40,8 @@ def target_groups(statuses: Iterable[ReplicaStatus]) -> tuple[list[dict[str, Any
     for status in sorted(statuses, key=lambda one: (one.service, one.job_id, one.replica)):
         if status.state not in _SCRAPED or status.record is None or status.host is None:
             continue
-        address = _address(status.host, status.record.port)
+        host = f"[{status.host}]" if ":" in status.host else status.host
+        address = f"{host}:{status.record.port}"
         if not _ADDRESS.fullmatch(address):
             problems.append(f"{status.service} (job {status.name}) is left out: {address} is no address.")
         else:
@@ -61,20 +64,16 @@ def scrape_config(services: Iterable[tuple[str, Path]], *, targets_file: Path, a
             "authorization": {"credentials_file": str(key_file)},
             "tls_config": {"ca_file": str(authority_file)},
             "file_sd_configs": [{"files": [str(targets_file)]}],
-            "relabel_configs": [{"source_labels": [SERVICE_LABEL], "regex": re.escape(service), "action": "keep"}],
+            "relabel_configs": [{"source_labels": [_SERVICE_LABEL], "regex": re.escape(service), "action": "keep"}],
         }
         for service, key_file in services
     ]
     return yaml.safe_dump({"scrape_configs": jobs}, sort_keys=False, width=10_000)
 
 
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def _labels(status: ReplicaStatus) -> dict[str, str]:
     labels = {
-        SERVICE_LABEL: status.service,
+        _SERVICE_LABEL: status.service,
         "slurm_job": status.job_id,
         "replica": status.name,
         "node": status.record.nodes[0].name if status.record and status.record.nodes else "",
@@ -82,6 +81,8 @@ def _labels(status: ReplicaStatus) -> dict[str, str]:
     }
     return {name: value for name, value in labels.items() if value}
 
+
+# -- what engines do
 
 LOOK_S = 1.0  # between the two looks at an engine that tell how fast it is
 _MOST_BYTES = 8 << 20

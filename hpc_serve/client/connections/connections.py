@@ -1,15 +1,12 @@
-"""The connections below an OpenAI client: of one process, and of one event loop where there are several.
+"""The connections below an OpenAI client: of one process for its threads, and of each event loop of asyncio.
 
 A connection is kept for one engine, at one address, with one way to verify it, so that no request meets a connection
 that was verified for another.
 
-The connections of a process for the requests of its threads, on blocking sockets.
-
-Each call of the kernel gives the interpreter's lock away, for which all other threads with a request under way wait in
-line. So a request is sent as one piece, and a socket's time limit is set when it changes. The methods are coroutines
-that block (`run_blocking`).
-
-The connections of one event loop of asyncio. One timer looks after all of them.
+Threads have blocking sockets, and their methods are coroutines that block (`run_blocking`). Each call of the kernel
+gives the interpreter's lock away, for which all other threads with a request under way wait in line. So a request is
+sent as one piece, and a socket's time limit is set when it changes. In an event loop one timer looks after all
+connections.
 """
 
 from __future__ import annotations
@@ -35,6 +32,9 @@ from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.rendezvous.gate_headers import PROCESSING
 
 _READ_BYTES = 64 * 1024
+_LOOK_S = 0.1
+_MOST_UNREAD_BYTES = 256 * 1024
+"""The engine waits when more has come than this and was not read."""
 
 
 class ThreadConnection(EngineConnection):
@@ -133,12 +133,6 @@ class ThreadPool(EnginePool):
     async def _upload(self, upload: Any) -> Any:
         for piece in upload:
             yield piece
-
-
-_LOOK_S = 0.1
-
-# The engine waits when more has come than this and was not read.
-_MOST_UNREAD_BYTES = 256 * 1024
 
 
 class LoopConnection(EngineConnection, asyncio.Protocol):

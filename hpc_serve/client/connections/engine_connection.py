@@ -1,11 +1,8 @@
 """One connection to an engine, for one request at a time, and the answer to it as it comes.
 
-httptools finds where an answer begins and ends. Nothing is copied on the way but what the reader has not taken yet. How
-bytes travel is decided by the two kinds of connection, in `thread_pool` and in `loop_pool`.
-
-Whether a connection has something to read.
-
-The body of an answer, as the HTTP library and the gateway read it.
+httptools finds where an answer begins and ends. Nothing is copied on the way but what the reader has not taken yet. The
+two kinds of connection in connections.py decide how bytes travel. `Body` is an answer's body as the HTTP library and
+the gateway read it.
 """
 
 from __future__ import annotations
@@ -25,6 +22,9 @@ from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.rendezvous.gate_headers import COMMENT
+
+_JOINED_BYTES = 64 * 1024
+"""Head and body of a request are sent as one piece up to this size."""
 
 
 def is_readable(connected: Any) -> bool:
@@ -69,9 +69,6 @@ class Body(http.SyncByteStream, http.AsyncByteStream):
 
     def close(self) -> None:
         run_blocking(self.aclose())
-
-
-_JOINED_BYTES = 64 * 1024
 
 
 class Owner(Protocol):

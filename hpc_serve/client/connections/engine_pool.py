@@ -1,7 +1,7 @@
 """The connections to the engines: opened, verified, kept for the next request, ended.
 
 The connection that was used last is taken first. Threads have one pool in a process, event loops one each; what the two
-do in their own way is in `thread_pool` and `loop_pool`.
+do in their own way is in connections.py.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Finds the ready replicas of one service, again and again: reads its records, probes its engines, fills the pool.
 
-This decides when to read, whom to probe, and when a replica is lost that has requests under way. `proofs` says what a
-probe is worth. The pool chooses the replica for a request, and the caller decides how long to wait. The scheduler is
-never asked.
-
-All services of a store at once: how each is, for lists and for whoever names none.
+A watch decides when to read, whom to probe, and when a replica is lost that has requests under way. probe.py says what
+a probe is worth. The pool chooses the replica for a request, and the caller decides how long to wait. The scheduler is
+never asked. Lists, and callers that name no service, have all services of a store read at once.
 """
 
 from __future__ import annotations
@@ -39,11 +37,9 @@ from hpc_serve.rendezvous.store import ServiceRecords, ServiceStore
 from hpc_serve.trust.connection import Identity
 
 REFRESH_S = 10.0
-OTHERS = 2  # so many replicas are asked beside one whose requests wait
 PROBE_S = 2.0  # a probe of a replica that is to be used waits so long for each answer
-
-Probe = Callable[[Sequence[EndpointRecord], str], dict[str, ProbeResult]]
-
+_OTHERS = 2  # so many replicas are asked beside one whose requests wait
+_Probe = Callable[[Sequence[EndpointRecord], str], dict[str, ProbeResult]]
 _NOT_YET = ProbeResult(status="no answer", detail="it has not answered yet")
 _log = logging.getLogger("hpc_serve.client")
 
@@ -59,7 +55,7 @@ class ServiceWatch:
         store: ServiceStore,
         service: str,
         *,
-        probe: Probe | None = None,
+        probe: _Probe | None = None,
         clock: Callable[[], float] = time.monotonic,
         may_wake: bool = False,
     ) -> None:
@@ -176,7 +172,7 @@ class ServiceWatch:
     def _ask_others(self, names: Set[str]) -> None:
         """Ask a few replicas that are not in `names`, each in a thread of its own."""
         proven = self._proofs.proven
-        for name in sorted(proven.keys() - names, key=lambda name: name not in self.pool)[:OTHERS]:
+        for name in sorted(proven.keys() - names, key=lambda name: name not in self.pool)[:_OTHERS]:
             in_background(self._ask, proven[name])
 
     def _look_after(self, names: Set[str]) -> LookResult:

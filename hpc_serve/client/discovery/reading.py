@@ -1,13 +1,11 @@
-"""What a client reads of its service, and what it goes on with where that cannot be read.
+"""What a client reads of its service, what it goes on with where that cannot be read, and whom it asks first.
 
 A shared filesystem may hang: a call on it then returns when the filesystem is back, or never. A client that has proven
 replicas waits for a reading a few seconds, and leaves it to a thread of its own.
 
-A search for one ready replica among many records: those written last are asked first, side by side.
-
-The search is over with the first replica that answers, so that one that does not answer costs nothing. The others go on
-being asked in threads of their own. Replicas that do not renew their records are asked after all that do. The caller
-decides what an answer means.
+A search asks the replicas whose records were written last first, side by side, and is over with the first that answers.
+The others go on being asked in threads of their own, and replicas that do not renew their records come after all that
+do. The caller decides what an answer means.
 """
 
 from __future__ import annotations
@@ -25,6 +23,9 @@ from hpc_serve.errors import HpcServeError, RecordError, StoreError
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import RecordFile, ServiceRecords, ServiceStore
 
+T = TypeVar("T")
+
+READ_S = 3.0  # for a reading, where replicas are known
 _FIRST = 4  # so many are asked first, then twice as many, and so on
 _MOST_AT_ONCE = 64  # replicas that do not renew their records and are asked at the same time
 _PAUSE_S = 0.05  # before the next ones are asked, while none of the newer ones has answered
@@ -98,11 +99,6 @@ class Search:
         with self._changed:
             self._changed.wait_for(lambda: self.is_ready or not self._waiting, timeout=timeout_s)
             return self.is_ready
-
-
-READ_S = 3.0
-
-T = TypeVar("T")
 
 
 class RecordReader:

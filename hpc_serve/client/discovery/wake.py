@@ -1,10 +1,7 @@
-"""Wakes a service that is asleep: runs `hpc-serve wake NAME` as a child process, as a person would.
+"""Wakes a service that is asleep: runs `hpc-serve wake NAME` as a child process, as a person would type it.
 
-Of several programs, and of several threads here, one wakes the service.
-
-Runs a command of this package as a child process, as a person would type it.
-
-A client submits nothing itself, and knows services by their records alone.
+A client submits nothing itself, and knows services by their records alone. Of several programs, and of several threads
+here, one wakes the service.
 """
 
 from __future__ import annotations
@@ -25,6 +22,8 @@ from hpc_serve.rendezvous.store import ServiceStore
 # Python imports nothing from the folder it is started in: others may write to it. Python 3.10 has no option for that.
 _PROGRAM = "import sys; sys.path[:] = filter(None, sys.path); from hpc_serve.cli.main import main; main()"
 _TIMEOUT_S = 400.0  # sbatch is given a minute, and reading how the service is may wait for Slurm as well
+
+_LOOK_AGAIN_S = 60.0
 
 
 class CommandFailedError(HpcServeError):
@@ -49,9 +48,6 @@ def run_command(words: Sequence[str], home: Path) -> str:
     if done.returncode != 0:
         raise CommandFailedError(done.stderr.strip().removeprefix("error: "))
     return done.stdout
-
-
-_LOOK_AGAIN_S = 60.0
 
 
 class Waker:

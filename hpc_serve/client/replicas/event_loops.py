@@ -1,16 +1,13 @@
-"""Where the client's code runs: in a thread, or in an event loop of asyncio.
+"""Where the client's code runs: in a thread, in an event loop of asyncio, or in a process that was forked.
 
 All that waits is written once, as coroutines. In an event loop they are awaited. In a thread `run_blocking` runs them:
 all that they await there blocks the thread, so they never hand over to a loop. `InThread` and `InLoop` are the two ways
 to wait.
 
-What a forked process does with the clients that it inherits: it makes its own connections, threads and locks.
-
-Two processes that read from one connection take each other's answers. A lock that another thread held at the fork stays
-locked in the new process for ever, and its threads are not there.
-
-Locks inside of OpenSSL cannot be made anew. It takes one to make and to free each connection and each context, so that
-what runs at a fork does neither: a forked process that never uses a client is not held up by the one that it inherits.
+A forked process makes its own connections, threads and locks. Two processes that read from one connection take each
+other's answers, and a lock that another thread held at the fork stays locked for ever. Locks inside of OpenSSL cannot
+be made anew. It takes one to make and to free each connection and each context, so that what runs at a fork does
+neither: a forked process that never uses a client is not held up by the one that it inherits.
 """
 
 from __future__ import annotations
@@ -22,18 +19,22 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
+T = TypeVar("T")
 
-class Inherited(Protocol):
+# -- forked processes
+
+
+class _Inherited(Protocol):
     """Something that is made anew in a forked process."""
 
     def after_fork(self) -> None: ...
 
 
-_all: weakref.WeakSet[Inherited] = weakref.WeakSet()
+_all: weakref.WeakSet[_Inherited] = weakref.WeakSet()
 _left: list[object] = []
 
 
-def renew_after_fork(thing: Inherited) -> None:
+def renew_after_fork(thing: _Inherited) -> None:
     """Have `after_fork` called in each process that is forked from now on, before its own code runs."""
     _all.add(thing)
 
@@ -50,7 +51,7 @@ def _renew() -> None:
 
 os.register_at_fork(after_in_child=_renew)
 
-T = TypeVar("T")
+# -- threads and event loops
 
 
 class InThread:

@@ -1,26 +1,11 @@
 """Which ready replica a request goes to: the one with the fewest requests under way for what it can take.
 
-How much each can take is measured by how fast it answered (`speeds`): a client with few requests at a time has nothing
-to count. A replica that was sent such a request before is preferred (`beginnings`). One that was lost lately comes
-last. Pure, apart from the clock and the random choice among equals.
+How much each can take is measured by how fast it answered: a client with few requests at a time has nothing to count.
+A replica that was sent such a request before is preferred, for engines keep the keys and values of prompts: a
+conversation's next request, or another question on the same document, costs little there. A replica that was lost
+lately comes last. How long one may be silent before it counts as lost is decided here, too.
 
-How fast each replica has answered this client lately, as a weight for the choice of the next one.
-
-Pure: the caller tells the times. Requests are unlike, so only times of one kind are compared (`Kind`), on a scale of
-factors, and only a replica that is more than twice as slow as the fastest counts as slower. What was seen is forgotten
-with time, so that a replica that was slow once is tried again.
-
-Which replica has the beginning of a request in its cache: the one that was sent such a request last. Pure.
-
-Engines keep the keys and values of prompts. A conversation's next request, or another question on the same document,
-costs little where the first one was.
-
-How long one replica may send nothing within an answer before it counts as lost. Pure: callers give the times.
-
-An engine of ours sends a sign every half second while it lives (`rendezvous/gate_headers.py`), so silence is evidence.
-Pauses that ended by themselves are remembered for a while: such a replica may be silent for longer.
-
-For whoever wants to see where requests go: the replicas that a client knows, and the one that answered last.
+Pure, apart from the clock, the random choice among equals, and the note which replica answered last.
 """
 
 from __future__ import annotations
@@ -39,11 +24,13 @@ from typing import Literal
 from hpc_serve.client.replicas.status import ReplicaState, ReplicaStatus
 from hpc_serve.trust.connection import Identity
 
+# -- how fast each replica has answered lately
+
 Kind = Literal["first", "stream", "whole"]
 """Until a stream's first bytes came, until its end; until the end of an answer that is none."""
 
 # What counts as equal: answers are of all lengths, so that equal replicas look unlike for a while.
-EQUAL_WITHIN = 2.0
+_EQUAL_WITHIN = 2.0
 HALF_LIFE_S = 30.0
 _MOST_SAMPLES = 16.0
 _ENOUGH_SAMPLES = 1.5  # with fewer, or older ones, a difference counts in part
@@ -68,7 +55,12 @@ class _Mean:
 
 
 class Speeds:
-    """Not safe to share between threads: the pool's lock guards it."""
+    """How fast each replica has answered, as a weight for the choice of the next one. The pool's lock guards it.
+
+    Requests are unlike, so only times of one kind are compared, on a scale of factors, and only a replica that is more
+    than twice as slow as the fastest counts as slower. What was seen is forgotten with time, so that a replica that was
+    slow once is tried again.
+    """
 
     def __init__(self) -> None:
         self._means: dict[Kind, dict[str, _Mean]] = {"first": {}, "stream": {}, "whole": {}}
@@ -86,7 +78,7 @@ class Speeds:
             for name, mean in known.items():
                 certainty = min(1.0, mean.count(now_s) / _ENOUGH_SAMPLES)
                 slower[name] = max(slower[name], (mean.value - fastest) * certainty)
-        return {name: 1.0 if log <= math.log(EQUAL_WITHIN) else math.exp(-log) for name, log in slower.items()}
+        return {name: 1.0 if log <= math.log(_EQUAL_WITHIN) else math.exp(-log) for name, log in slower.items()}
 
     def keep(self, names: Iterable[str]) -> None:
         """Forget all replicas but these."""
@@ -95,6 +87,8 @@ class Speeds:
             for name in of_kind.keys() - kept:
                 del of_kind[name]
 
+
+# -- which replica has the beginning of a request in its cache
 
 _SHORTEST_BYTES = 1024
 _LONGER = 1.25
@@ -140,14 +134,19 @@ class Beginnings:
             del self._replicas[next(iter(self._replicas))]
 
 
+# -- how long a replica may be silent
+
 SILENT_S = 1.5
-PAUSE_TIMES = 1.5  # the limit, as a multiple of the longest pause that ended by itself
+_PAUSE_TIMES = 1.5  # the limit, as a multiple of the longest pause that ended by itself
 MOST_SILENT_S = 10.0
 _REMEMBER_S = 120.0
 
 
 class SilenceLimit:
     """The pauses of one replica, over all its connections. All times are seconds of one monotonic clock.
+
+    An engine of ours sends a sign every half second while it lives (`rendezvous/gate_headers.py`), so silence is
+    evidence. Pauses that ended by themselves are remembered for a while: such a replica may be silent for longer.
 
     At `heard_at_s` the last bytes of an answer came, at `proved_at_s` the last good answer to a probe.
     """
@@ -173,8 +172,10 @@ class SilenceLimit:
         (3.0, 1.5)
         """
         longest_s = self._longest_s if now_s - self._longest_at_s <= _REMEMBER_S else 0.0
-        return min(max(SILENT_S, PAUSE_TIMES * longest_s), MOST_SILENT_S)
+        return min(max(SILENT_S, _PAUSE_TIMES * longest_s), MOST_SILENT_S)
 
+
+# -- the choice
 
 WEIGH_S = 0.2  # replicas are weighed again after this time: a choice is to cost little
 
@@ -347,6 +348,9 @@ class ReplicaPool:
         self._lock = threading.RLock()
         self._under_way = {}
         self.process = object()
+
+
+# -- for whoever wants to see where requests go
 
 
 @dataclass(frozen=True, kw_only=True)

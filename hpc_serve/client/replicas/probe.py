@@ -1,13 +1,11 @@
-"""Asks a replica's engine whether it is there, and measures how long a record has not been renewed.
+"""Asks a replica's engine whether it is there, and keeps what the replicas of a service have proved to this client.
 
 Each connection is verified before anything is sent (`trust.connection`): after an engine has died, its port may belong
 to another user. status.py decides what an answer means. `http.client` ignores proxy variables.
 
-What the replicas of one service have proved to this client: by which probe, when, and on which record.
-
-This decides how long a proof counts, when a replica is given up, and which records stand in for those that cannot be
-read. Unknown is not over: a replica that has proved itself stays, on its last record, while its record cannot be read
-or is not there, as long as its engine proves itself again.
+`Proofs` decides how long a proof counts, when a replica is given up, and which records stand in for those that cannot
+be read. Unknown is not over: a replica that has proved itself stays, on its last record, while its record cannot be
+read or is not there, as long as its engine proves itself again.
 """
 
 from __future__ import annotations
@@ -29,6 +27,8 @@ from hpc_serve.rendezvous.gate_headers import is_draining, why_hung
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceRecords
 from hpc_serve.trust.connection import Identity, NotOurEngineError, VerifiedConnection
+
+# -- what was proved
 
 REVERIFY_S = 60.0
 
@@ -67,7 +67,7 @@ class _Known:
 
 
 class Proofs:
-    """Safe to share between threads."""
+    """What the replicas of one service have proved, by which probe and when. Safe to share between threads."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -157,8 +157,9 @@ def _fresh(answer: _Answer | None, record: EndpointRecord, now_s: float, within_
     return answer.result
 
 
-PROBE_TIMEOUT_S = 3.0
+# -- asking
 
+PROBE_TIMEOUT_S = 3.0
 _MOST_AT_ONCE = 64
 
 # After one address has answered, how long to wait for an address that the record prefers.

@@ -1,11 +1,8 @@
 """How a replica is. One value with one vocabulary of states says it to clients, to `hpc-serve status` and to scripts.
 
-Pure. A client derives the value from a replica's record and its engine's answer to a probe (`assess`).
-`hpc_serve.submit` adds what the scheduler says about the job to the same value. The sentences are in messages.py.
-
-What a person reads about services: one in a line, a list of all, and why there is none to talk to. Pure.
-
-Derives how a replica is from its record and its engine's answer to a probe, or from its job alone. Pure.
+A client derives the value from a replica's record and its engine's answer to a probe (`assess_replica`), or from its
+job alone. `hpc_serve.submit` adds what the scheduler says about the job to the same value. The sentences for people are
+here, too: a service in one line, a list of all, and why there is none to talk to. Pure.
 """
 
 from __future__ import annotations
@@ -229,6 +226,8 @@ class ServiceStatus:
         return newest if newest is not None and newest.state in ("failed", "unknown") else None
 
 
+# -- what a person reads
+
 # Where no replica is ready, the first of these states that one of them is in describes the service.
 _MOST_HOPEFUL_FIRST: tuple[ReplicaState, ...] = ("starting", "pending", "draining", "unresponsive", "unknown")
 
@@ -273,6 +272,9 @@ def not_found(status: ServiceStatus, others: Sequence[ServiceStatus], *, wanted:
     if others:
         text += f"\nThere {'are' if len(others) > 1 else 'is'}:\n{listing(others)}"
     return text
+
+
+# -- from a record and a probe, or from a job
 
 
 def assess_replica(

@@ -1,4 +1,4 @@
 """One request and the replicas that it is sent to: where, whether again, and with which error it ends.
 
-`exchange` decides, for threads and event loops alike; `transport` carries its steps out.
+`exchange` decides, for threads and event loops alike; `attempt` is one request at one replica.
 """

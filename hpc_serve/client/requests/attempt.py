@@ -1,13 +1,12 @@
-"""One request at one replica: it counts as under way until it ends. Then the body of the answer, for its reader.
+"""One request at one replica, and whether it may be sent again after it failed, or which error its user gets.
 
-The pool is told how long each attempt took, and whether its replica failed. A stream is read to the end of its body
-before its user gets its `[DONE]`, so that its connection serves the next request. What a failed attempt means for the
-request is decided in `exchange`.
-
-Whether a request may be sent again after it failed, how often, and which error its user gets if not.
+An attempt counts as under way until it ends, and is the body of the answer for its reader. The pool is told how long it
+took, and whether its replica failed. A stream is read to the end of its body before its user gets its `[DONE]`, so that
+its connection serves the next request.
 
 No work was begun after a refused connection. A request that was lost with a replica may be sent to another one if it
-has no side effects, and to three in all: it may be what ends engines. Any other failure is the user's.
+has no side effects, and to three in all: it may be what ends engines. Any other failure is the user's. exchange.py
+carries that out.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from hpc_serve.client.replicas.sdk import http, openai
 from hpc_serve.client.resume.stream import DONE_EVENT
 
 MOST_ENGINES = 3
-
+# The SDK closes a stream at `[DONE]`. Only the chunk that ends the body is to come then: it is waited for so long.
+END_S = 0.2
 # What an engine is asked for without leaving anything behind. All of vLLM's that generate, score or embed.
 _WITHOUT_EFFECT = (
     *("/completions", "/embeddings", "/pooling", "/classify", "/score", "/rerank", "/tokenize", "/detokenize"),
@@ -58,17 +58,17 @@ class Repeats:
 
     def count(self, failure: BaseException) -> None:
         """The request failed at a replica."""
-        self.lost += was_lost(failure)
+        self.lost += _was_lost(failure)
 
     def may_follow(self, failure: BaseException) -> bool:
         """Whether it may be sent once more after this failure, which was counted."""
         if never_arrived(failure):
             return True
-        return was_lost(failure) and not self.is_over and self.is_without_effect and self.is_replayable
+        return _was_lost(failure) and not self.is_over and self.is_without_effect and self.is_replayable
 
     def shown(self, failure: BaseException) -> BaseException:
         """The error for the SDK. After any but its own it would send the request again by itself."""
-        if was_lost(failure):
+        if _was_lost(failure):
             return self.as_lost(self.why_over if self.is_without_effect else "it may have had an effect")
         if isinstance(failure, http.ReadTimeout | http.WriteTimeout) and not self.is_without_effect:
             return openai.APITimeoutError(request=self._request.of_user)
@@ -85,13 +85,9 @@ def never_arrived(error: BaseException) -> bool:
     return isinstance(error, http.ConnectError | http.ConnectTimeout)
 
 
-def was_lost(error: BaseException) -> bool:
+def _was_lost(error: BaseException) -> bool:
     """Whether the connection broke before an answer came."""
     return isinstance(error, http.NetworkError | http.RemoteProtocolError) and not never_arrived(error)
-
-
-# The SDK closes a stream at `[DONE]`. Only the chunk that ends the body is to come then: it is waited for so long.
-END_S = 0.2
 
 
 class Attempt(Body):

@@ -1,12 +1,9 @@
 """One request of a user and the replicas that it is sent to: which one, whether again, and how a broken stream goes on.
 
 No work was begun after a refused connection, after our gate's "draining", and after an error of an engine that is being
-stopped: the next replica gets the request at once. What may be sent again after it was lost with a replica says
-`repeats`. The same code serves threads and event loops: `here` is how it waits, and on which connections it sends.
-
-Below the OpenAI client: every request goes to a ready replica, and its answer comes from as many as that takes.
-
-`exchange` decides where a request goes, when it is sent again and how a broken stream goes on.
+stopped: the next replica gets the request at once. attempt.py says what may be sent again after it was lost with a
+replica. The same code serves threads and event loops: `here` is how it waits, and on which connections it sends. The
+transports are what the HTTP library below an OpenAI client calls.
 """
 
 from __future__ import annotations
@@ -29,6 +26,8 @@ from hpc_serve.client.resume.stream import CannotResumeError, read_request
 from hpc_serve.errors import HpcServeError, StreamBrokenError
 from hpc_serve.rendezvous.gate_headers import is_draining
 
+EXCHANGE = "hpc_serve_exchange"
+"""In the extensions of a response: the `Exchange` that it is the answer of."""
 # A request that was lost waits for another replica as long as `connect(wait=…)` says, and for so long without it.
 LOST_WAIT_S = 10.0
 CONNECT_S = 5.0  # where another replica can be tried, a connection may take as long as a replica may be silent
@@ -125,9 +124,9 @@ class Exchange:
                     raise CannotResumeError(self._repeats.why_over)
                 attempt = self._take(self._tried) or await self._find()
             except CannotResumeError as error:
-                raise broken_stream(relay, replica, failure, str(error)) from failure
+                raise _broken_stream(relay, replica, failure, str(error)) from failure
             except (HpcServeError, NoReplicaError) as error:
-                raise broken_stream(relay, replica, failure, f"no other one is ready: {error}") from failure
+                raise _broken_stream(relay, replica, failure, f"no other one is ready: {error}") from failure
             replica = attempt.replica.name
             try:
                 while not is_last:
@@ -143,7 +142,7 @@ class Exchange:
                 said = await attempt.read_all()
             except CannotResumeError as error:
                 attempt.end()
-                raise broken_stream(relay, replica, failure, str(error)) from failure
+                raise _broken_stream(relay, replica, failure, str(error)) from failure
             except BaseException as error:
                 attempt.end_with(error)
                 if not isinstance(error, http.TransportError):
@@ -153,7 +152,7 @@ class Exchange:
                 continue
             failure = http.RemoteProtocolError(f"HTTP {status}: {said.decode(errors='replace')[:200]}")
             if status < 500:
-                raise broken_stream(relay, replica, failure, "it does not go on there") from None
+                raise _broken_stream(relay, replica, failure, "it does not go on there") from None
             self._watch.mark_suspect(attempt.replica)
 
     # -- which replica
@@ -229,7 +228,7 @@ def _next(asks: Steps, answer: bytes | None = None) -> tuple[Ask, bool]:
         raise CannotResumeError("another replica answered what is no JSON") from error
 
 
-def broken_stream(relay: Relay, replica: str, failure: BaseException, reason: str) -> StreamBrokenError:
+def _broken_stream(relay: Relay, replica: str, failure: BaseException, reason: str) -> StreamBrokenError:
     """The error that ends a stream which broke at a replica; `reason` is why it does not go on."""
     received, why = relay.read(), str(failure) or type(failure).__name__
     return StreamBrokenError(
@@ -268,7 +267,7 @@ class _ResumedBody(Body):
             except http.TransportError as error:
                 failure = error
             except CannotResumeError as error:
-                raise broken_stream(relay, replica, error, "it was resumed once") from None
+                raise _broken_stream(relay, replica, error, "it was resumed once") from None
             if relay.is_done:
                 return None
             if self._is_closed and failure is not None:  # by another thread
@@ -283,10 +282,6 @@ class _ResumedBody(Body):
     async def aclose(self) -> None:
         self._is_closed = True
         await self._attempt.aclose()
-
-
-EXCHANGE = "hpc_serve_exchange"
-"""In the extensions of a response: the `Exchange` that it is the answer of."""
 
 
 class ReplicaTransport:

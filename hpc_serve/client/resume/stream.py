@@ -1,13 +1,11 @@
-"""Which streams of answers may go on at another replica, read from a request's body. Pure.
+"""Which streams of answers may go on at another replica, and what one held so far: text, token ids, and places. Pure.
 
 A stream goes on from token ids, so the engine is asked for them (`return_token_ids`), unless the request asks for what
 a continuation cannot give: several answers, probabilities, tool calls, a grammar. Fields are those of vLLM's protocol.
 
-What a stream of tokens held so far: text, token ids, and the places from which another engine can go on. Pure.
-
 An engine sends a token before its text: half a character waits for its other half, and the last characters wait until
 no stop string can begin there. A place is known where the text of all tokens up to it is known; tokens after the last
-such place are made again, and what the user has of them is not shown twice.
+such place are made again, and what the user has of them is not shown twice. relay.py asks the other replica.
 """
 
 from __future__ import annotations
@@ -18,9 +16,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+# -- what is asked
+
 COMPLETIONS = "/completions"
 CHAT = "/chat/completions"
-
 DEFAULT_MAX_TOKENS = 16  # vLLM's, for completions; a chat's is what the context leaves
 
 
@@ -175,6 +174,8 @@ def _is_text_alone(messages: object) -> bool:
 def _number(value: object, otherwise: int | None) -> int | None:
     return value if isinstance(value, int) else otherwise
 
+
+# -- what came
 
 DONE = b"[DONE]"
 EVENT_END = b"\n\n"
