@@ -246,12 +246,8 @@ def _own_frame(frames: list[tuple[str, int]]) -> tuple[str, int]:
     """Return the innermost frame outside of the standard library and of torch, else the innermost."""
     if not frames:
         return "", 0
-    own = (frame for frame in reversed(frames) if not _is_foreign(frame[0]))
+    own = (frame for frame in reversed(frames) if not _FOREIGN.search(frame[0].rpartition(", ")[2]))
     return next(own, frames[-1])
-
-
-def _is_foreign(words: str) -> bool:
-    return bool(_FOREIGN.search(words.rpartition(", ")[2]))
 
 
 # -- the evidence of a log

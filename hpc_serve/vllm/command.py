@@ -106,7 +106,7 @@ def check_file_arguments(words: Iterable[str]) -> None:
             raise InvalidRequestError(
                 f"{ARGS_FILE} holds {argument.name}, and {reason}: give it on the command line, or in the script."
             )
-        _check_keys(argument)
+        _check_free_keys(argument)
 
 
 def classes() -> Mapping[str, str]:
@@ -179,7 +179,7 @@ def _hint(spelling: str) -> str:
     return f": did you mean {near[0]}?" if near and near[0] != spelling else ""
 
 
-def _check_keys(argument: Argument) -> None:
+def _check_free_keys(argument: Argument) -> None:
     free = _classes()["free_keys"].get(argument.name)
     if free is None:
         return

@@ -20,11 +20,13 @@ from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer, deepseek_ha
 from hpc_serve.plan.model.ordinary import ordinary_layer
 from hpc_serve.plan.model.spec import CacheTensor, DecoderLayer, LayerCache, Part, Weight
 
+_INDEX_BLOCK = 128
+"""Elements of an indexer's key that share a scale of 32 bit."""
+
 # -- compressed tokens, and blocks of tokens
 
 _ENTRY_SCALE_BYTES = 8
 """Scales of an entry of DeepSeek V4's cache, whose rotary part is in 16 bit and whose rest is in fp8."""
-_INDEX_BLOCK = 128
 _ALIGN = 576
 _KV_BLOCK, _WINDOW_BLOCK = 256, 64
 _STATE_BLOCKS = {4: 4, 128: 8}
@@ -213,9 +215,6 @@ def _m3_half(builder: LayerBuilder) -> list[Weight]:
 
 # -- latent attention
 
-_INDEX_SCALE_BLOCK = 128
-"""Elements of an indexer's key that share a scale of 32 bit."""
-
 
 def _latent_attention(builder: LayerBuilder, *, gated: bool = False) -> tuple[LayerCache, list[Weight], list[Weight]]:
     """Return a cache of one vector for all heads, latent attention, and the weights that vLLM derives when it loads.
@@ -279,7 +278,7 @@ def deepseek_sparse(builder: LayerBuilder) -> DecoderLayer:
     ]
     layer = deepseek(builder, indexer=indexer, chosen_tokens=chosen)
     assert layer.cache is not None
-    index_bytes = width + width // _INDEX_SCALE_BLOCK * 4
+    index_bytes = width + width // _INDEX_BLOCK * 4
     return replace(layer, cache=replace(layer.cache, index_bytes=index_bytes, index_flops=2 * heads * width))
 
 

@@ -150,7 +150,7 @@ def quantization_from_config(
     Raises InvalidRequestError for a method that the planner does not know.
     """
     declared = str((config or {}).get("quant_method", ""))
-    is_assumed = override is not None and not _same_method(declared, override)
+    is_assumed = override is not None and _normal(declared) != re.sub(r"(_marlin|_machete)$", "", _normal(override))
     if override is not None and is_assumed:
         config = _DEFAULT_CONFIGS.get(_normal(override))
         if config is None:
@@ -189,10 +189,6 @@ def _skipped(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of modules that are not quantised, under the key of each method."""
     inner = config.get("quantization") or {}
     return tuple(str(name) for key in _SKIP_KEYS for name in config.get(key) or inner.get(key) or ())
-
-
-def _same_method(declared: str, override: str) -> bool:
-    return _normal(declared) == re.sub(r"(_marlin|_machete)$", "", _normal(override))
 
 
 def _normal(method: str) -> str:

@@ -156,7 +156,7 @@ class Block:
 
     @property
     def experts(self) -> tuple[Linear, ...]:
-        """Those that are matrices of routed experts."""
+        """The matrices of routed experts."""
         return tuple(weight for weight in self.weights if isinstance(weight, Linear) and weight.is_expert)
 
     @property

@@ -313,7 +313,7 @@ def read_prompts(roofline: Roofline, traffic: Traffic, requests: float, factors:
 
 
 def _round(roofline: Roofline, traffic: Traffic, first: float, factors: Factors, ends: float) -> list[Stretch]:
-    """Return the steps of requests that begin together: those that read their prompts, then those that answer."""
+    """Return the steps of requests that begin together: first steps that read prompts, then steps that answer."""
     chunks = math.ceil(first * traffic.read_tokens / roofline.max_num_batched_tokens)
     stages = roofline.layout.pipeline_parallel_size
     in_flight = stages if roofline.engine.is_v0 else min(stages, chunks)
