@@ -1,14 +1,13 @@
-"""Limits to the cost of a connection before it has shown the key: bytes, time, places, and lines in the log.
+"""What one connection to an engine may cost before it has shown the key, and the signs within its answers.
 
-The same protocol class writes the signs of `signs`, since it alone knows where in an answer the connection is. vLLM
-serves by uvicorn, which bounds none of these for its usual parser (httptools): headers are collected without end, and
-half a request stays open for ever. `install` puts a protocol class with limits where uvicorn looks for one. `gate`
-decides who has the key. uvicorn is imported when the limits are installed.
+The limits are of bytes, time, places, and lines in the log. vLLM serves by uvicorn, which bounds none of these for its
+usual parser (httptools): headers are collected without end, and half a request stays open for ever. `install` puts a
+protocol class with limits where uvicorn looks for one. `gate` decides who has the key.
 
-Signs within answers that the engine works, for clients that ask for them. Standard library only.
-
-A sign is `102 Processing` until the answer begins, and a comment within a stream of events. A request that was silent
-for SIGN_S gets one, as long as the engine works. One timer serves all requests; there is none while none asks.
+A sign tells a client that asks for it that the engine works: `102 Processing` until the answer begins, and a comment
+within a stream of events. A request that was silent for half a second gets one, as long as the engine works. One timer
+serves all requests; there is none while none asks. The protocol class writes the signs, since it alone knows where in
+an answer the connection is. Standard library only; uvicorn is imported when the limits are installed.
 """
 
 from __future__ import annotations
@@ -23,12 +22,14 @@ from typing import Any, ClassVar
 
 from hpc_serve.rendezvous.gate_headers import COMMENT_CHUNK, PROCESSING, SIGNS
 
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
+# -- signs
+
+_Message = MutableMapping[str, Any]
+Send = Callable[[_Message], Awaitable[None]]
 
 WRITE_SIGN = "hpc_serve.write_sign"
 """In the scope of a request that asks: the protocol's function that writes a sign. The gate takes it out."""
-SIGN_S = 0.5
+_SIGN_S = 0.5
 _TICK_S = 0.1
 
 
@@ -42,7 +43,7 @@ class Asked:
         self.sent_at_s = loop.time()
         self.is_events = self.is_at_comment = False
 
-    def send(self, message: Message) -> Awaitable[None]:
+    def send(self, message: _Message) -> Awaitable[None]:
         """Send a part of the answer, and note where in the answer it ends."""
         self.sent_at_s = self._loop.time()
         if message["type"] == "http.response.start":
@@ -80,12 +81,14 @@ class Signs:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(_TICK_S, self._tick) if self._asked else None
         now_s = loop.time()
-        silent = [asked for asked in self._asked if now_s - asked.sent_at_s >= SIGN_S - _TICK_S]
+        silent = [asked for asked in self._asked if now_s - asked.sent_at_s >= _SIGN_S - _TICK_S]
         if silent and not self._has_fault():
             for asked in silent:
                 asked.sent_at_s = now_s
                 asked.write(asked.is_at_comment)
 
+
+# -- limits
 
 HAS_KEY = "hpc_serve.has_key"
 """In the scope of a request: the gate calls it once the connection has shown the key."""

@@ -1,12 +1,11 @@
-"""Reads facts about the engine in the API server's process: from vLLM's own objects in this process, and from /proc.
-
-Nothing of vLLM is imported. If a version of vLLM lacks a name that is read here, nothing counts as due. So no engine is
-called hung for it, and the log says so once.
-
-Decides whether an engine still works, by the facts that its API server's process has. Pure, standard library only.
+"""Decides whether an engine still works, by facts that its API server's process has.
 
 An engine works while it makes steps, and while nothing is due. A step may take as long as its prompts justify, as long
-as the engine's processes are neither stopped nor ended nor without use of CPU. `engine_facts` reads the facts.
+as the engine's processes are neither stopped nor ended nor without use of CPU.
+
+The facts are read from vLLM's own objects in this process, and from /proc. Nothing of vLLM is imported. If a version of
+vLLM lacks a name that is read here, nothing counts as due. So no engine is called hung for it, and the log says so
+once. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-LOOK_INTERVAL_S = 0.4
+# -- the judgement, pure
+
+_LOOK_INTERVAL_S = 0.4
 """Between two looks; a question before that gets the last answer."""
 # Seconds; after a longer time between two looks the process itself was suspended.
 _LONGEST_INTERVAL_S = 12.0
@@ -104,7 +105,7 @@ class Judge:
 
     def is_due(self, now_s: float) -> bool:
         """Return whether it is time for another look."""
-        return now_s - self._looked_at_s >= LOOK_INTERVAL_S
+        return now_s - self._looked_at_s >= _LOOK_INTERVAL_S
 
     def look(self, seen: EngineLook, read_processes: Callable[[], Mapping[int, Process]], now_s: float) -> None:
         """Judge by one more look. The processes are read where the other facts leave a doubt."""
@@ -203,6 +204,8 @@ class _ProcessWatch:
     def without_cpu_s(self, now_s: float) -> float:
         return now_s - self._used_cpu_at_s
 
+
+# -- the facts
 
 _log = logging.getLogger(__name__)
 LEAST_STEP_VARIABLE, MOST_STEP_VARIABLE = "HPC_SERVE_CANARY_S", "HPC_SERVE_STEP_S"

@@ -1,8 +1,8 @@
 """Decides which requests reach the engine: requests with the service's API key, until the engine drains.
 
-It is an ASGI middleware for `vllm serve --middleware hpc_serve.gate.gate.Gate`. vLLM's own `--api-key` leaves several
-routes open, inference among them; this asks for the key on every route but /health. It needs the standard library and
-this package on PYTHONPATH, and nothing else, so that it runs in any container.
+It is an ASGI middleware for `vllm serve --middleware hpc_serve.gate.engine_gate.Gate`. vLLM's own `--api-key` leaves
+several routes open, inference among them; this asks for the key on every route but /health. It needs the standard
+library and this package on PYTHONPATH, and nothing else, so that it runs in any container.
 """
 
 from __future__ import annotations
