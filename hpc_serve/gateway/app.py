@@ -4,9 +4,8 @@ On a Unix socket in a private folder everybody who can connect may ask; on a por
 personal one. Requests of web pages are refused but for the origins that were allowed: a socket that is forwarded to a
 laptop is open to its browser.
 
-The page on which a person talks to the services of a gateway: one file, which asks no other host. Pure.
-
-Its script (chat_page.js) asks the gateway as any client does. The page itself holds nothing secret.
+One page is the gateway's own, on which a person talks to its services. Its script (chat_page.js) asks the gateway as
+any client does, and no other host. The page holds nothing secret.
 """
 
 from __future__ import annotations
@@ -37,16 +36,20 @@ from hpc_serve.rendezvous.gate_headers import SIGNS
 from hpc_serve.rendezvous.record import LOAD_ADAPTER, ONE_REPLICA_ALONE, UNLOAD_ADAPTER
 from hpc_serve.rendezvous.store import ServiceStore
 
-PAGE_HEADERS = (
+_CLIENT_LEFT = 499
+_SAVE_S = 1.0
+_MODELS = b"/v1/models"
+_VARY = (b"vary", b"Origin")
+_PAGE_HEADERS = (
     (b"content-type", b"text/html; charset=utf-8"),
     (b"content-security-policy", b"frame-ancestors 'none'"),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"cache-control", b"no-cache"),
 )
-"""No other page may show this one inside of it."""
+"""Of the page for people, which no other page may show inside of it."""
 _HERE = Path(__file__).parent
-_BODY = Markup(
+_PAGE_BODY = Markup(
     '<header><b>hpc-serve</b><label>Model <select id="model"></select></label>'
     '<button id="new" type="button">New talk</button></header>'
     '<form id="key" hidden><label for="given">This gateway asks for its key.</label>'
@@ -56,18 +59,6 @@ _BODY = Markup(
     '</textarea><button id="send" disabled>Send</button></form>'
 )
 
-
-@cache
-def chat_page() -> bytes:
-    """Return the page, in UTF-8."""
-    style, script = ((_HERE / f"chat_page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    return document("hpc-serve", _BODY, style=style, script=script, asks_its_host=True).encode()
-
-
-CLIENT_LEFT = 499
-_SAVE_S = 1.0
-_MODELS = b"/v1/models"
-_VARY = (b"vary", b"Origin")
 
 _log = logging.getLogger(__name__)
 
@@ -201,7 +192,7 @@ class Gateway:
         elif request.path == b"/health":
             self._respond(request, {"status": "ok"})
         elif request.path == b"/":
-            request.respond(200, chat_page(), PAGE_HEADERS)
+            request.respond(200, _chat_page(), _PAGE_HEADERS)
         elif request.path == b"/metrics":
             headers = [(b"content-type", CONTENT_TYPE.encode()), *self._for_page(request)]
             request.respond(200, self._metrics.text(), headers)
@@ -250,7 +241,7 @@ class Gateway:
     # -- what is passed on
 
     async def _pass_on(self, request: Request) -> None:
-        service, status = "", CLIENT_LEFT
+        service, status = "", _CLIENT_LEFT
         try:
             message = self._read(request)
             if self._people is not None:
@@ -306,3 +297,10 @@ class Gateway:
 def _is_open(request: Request) -> bool:
     """Return whether everybody who can connect may ask this: it holds nothing secret."""
     return request.path in (b"/health", b"/") and request.method in ("GET", "HEAD")
+
+
+@cache
+def _chat_page() -> bytes:
+    """Return the page, in UTF-8."""
+    style, script = ((_HERE / f"chat_page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    return document("hpc-serve", _PAGE_BODY, style=style, script=script, asks_its_host=True).encode()

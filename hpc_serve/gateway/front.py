@@ -1,11 +1,8 @@
-"""One service behind the gateway: its watch, its transport, its turns, and the wait for a replica.
+"""One service behind the gateway: the turns of its requests, the wait for a replica, and the way of an answer.
 
-Limits the requests of one service that are under way at once, and the requests that wait for their turn.
-
-One request on its way through the gateway: from its turn to the last byte of its answer.
-
-The request is held whole, since the client's transport may send it again. The answer is passed on as it comes. When
-the client leaves, the request is cancelled at the engine.
+The requests of a service that are under way at once are limited, and so are those that wait for their turn. A request
+is held whole, since the client's transport may send it again. The answer is passed on as it comes. When the client
+leaves, the request is cancelled at the engine.
 """
 
 from __future__ import annotations
@@ -33,6 +30,15 @@ from hpc_serve.gateway.request import Request
 from hpc_serve.gateway.settings import Settings
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore
+
+# A replica may go between the wait and the request. How often a request waits for another one:
+_MOST_ROUNDS = 3
+_FIRST_LOOK_S = 10.0
+_BRING_AGAIN_S = 5.0
+_REFUSAL_COUNTS_S = 1.0
+_MODELS_S = 3.0
+
+_log = logging.getLogger(__name__)
 
 
 class Turns:
@@ -85,14 +91,6 @@ class Turns:
             ),
             headers={"retry-after": str(FULL_RETRY_S)},
         )
-
-
-# A replica may go between the wait and the request. How often a request waits for another one:
-_MOST_ROUNDS = 3
-_FIRST_LOOK_S = 10.0
-_BRING_AGAIN_S = 5.0
-_REFUSAL_COUNTS_S = 1.0
-_MODELS_S = 3.0
 
 
 def model_card(name: str) -> dict[str, Any]:
@@ -207,9 +205,6 @@ class Front:
         if self._search is not None:
             self._search.cancel()
         await self._transport.aclose()
-
-
-_log = logging.getLogger(__name__)
 
 
 class BrokenAnswerError(Exception):

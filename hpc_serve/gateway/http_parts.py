@@ -1,17 +1,13 @@
-"""Which headers go from a client to an engine, and from an engine to a client. Pure. Names are in small letters.
+"""What the gateway passes on of a request and of an answer: headers, routes, and the name of the model. Pure.
 
-Headers of one connection stay there (RFC 9110, 7.6.1). The key and cookies of a client are for the gateway. The parser
-of requests has refused headers with characters that none may have.
+Headers of one connection stay there (RFC 9110, 7.6.1). The key and cookies of a client are for the gateway. Names of
+headers are in small letters. The parser of requests has refused headers with characters that none may have.
 
-Which routes of the engine are passed on: what clients ask of a model. Pure.
+Routes are those that ask something of a model. Routes that change an engine (`/sleep`, `/v1/load_lora_adapter`,
+`/reset_prefix_cache` …) are not passed on, nor those for the state of one replica alone (`GET /v1/responses/ID`). A
+path must be written exactly as here: it is compared as it came, and the engine gets the path that stands here.
 
-Routes that change an engine (`/sleep`, `/v1/load_lora_adapter`, `/reset_prefix_cache` …) are not passed on. Routes for
-the state of one replica alone (`GET /v1/responses/ID`) are not, either. A path must be written exactly as here: it is
-compared as it came, and the engine gets the path that stands here.
-
-The name of the model in the body of a request, and the same body with another name. Pure.
-
-A JSON body has the field `model`, and a form (audio) has a part of that name. The engine checks all other fields.
+A JSON body names its model in the field `model`, a form (audio) in a part. The engine checks all other fields.
 """
 
 from __future__ import annotations
@@ -29,6 +25,8 @@ from hpc_serve.client.connections.message import Message
 from hpc_serve.rendezvous.gate_headers import SIGNS
 
 Header = tuple[bytes, bytes]
+
+# -- headers
 
 _OF_A_CONNECTION = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
@@ -86,6 +84,8 @@ def _with_those_named(headers: Sequence[Header], names: frozenset[bytes]) -> fro
     return names
 
 
+# -- routes
+
 POST_ROUTES = frozenset(
     (
         *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/chat/completions/render"),
@@ -97,7 +97,6 @@ POST_ROUTES = frozenset(
     )
 )
 """Of vLLM 0.32. A websocket (`/v1/realtime`) is none of them."""
-
 GET_ROUTES = frozenset(("/version", "/tokenizer_info"))
 
 
@@ -114,6 +113,8 @@ def route_of(method: str, raw_path: bytes) -> str | None:
         return path
     return path if path in GET_ROUTES and method in ("GET", "HEAD") else None
 
+
+# -- the model in a body
 
 _BOUNDARY = re.compile(r'boundary=(?:"([^"\r\n]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
 _IS_MODEL = re.compile(

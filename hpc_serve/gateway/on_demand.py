@@ -1,9 +1,8 @@
 """Models that are started when a request asks for them, and ended when another one needs their room.
 
 A listed model is a service that `hpc-serve submit` starts with the words of the list, and `hpc-serve stop` ends, which
-lets requests under way finish. `room` says what follows. The caller says which services there are.
-
-Which listed model is started or ended next, within the bounds on services, GPUs and GPU-hours. Pure.
+lets requests under way finish. `decide` says which one is started or ended next, within the bounds on services, GPUs
+and GPU-hours. The caller says which services there are.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ from hpc_serve.rendezvous.claims import change_wanted
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.wanted import Decision, Wanted
+
+# -- which model is started or ended next
 
 LEAST_KEPT_S = 30.0
 _DAY_S = 86_400.0
@@ -115,6 +116,8 @@ def hours_free_in_s(records: Sequence[EndpointRecord], now_s: float, most_gpu_ho
         seconds, True, key=lambda passed_s: gpu_hours(records, now_s, forgotten_s=passed_s) < most_gpu_hours
     )
 
+
+# -- starting and ending
 
 _LOOK_S = 1.0
 _POLL_S = 0.25

@@ -1,10 +1,10 @@
-"""The file of personal keys. It holds SHA-256 hashes; a key itself is shown once, when it is made.
+"""The file of personal keys, and what the persons with a key have used today.
 
-A plain hash is enough, since a key is 256 random bits. Gateways read the file; the command `key` changes it.
+The file holds SHA-256 hashes; a key itself is shown once, when it is made. A plain hash is enough, since a key is 256
+random bits. Gateways read the file; the command `key` changes it.
 
-What persons have used today: the count of one answer, and one small file for each gateway and day.
-
-A day is that of the host's clock. All gateways of a home write into one folder, so that their sum is known.
+Use is counted for each answer, and written into one small file for each gateway and day. A day is that of the host's
+clock. All gateways of a home write into one folder, so that their sum is known.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Timestamp
 from hpc_serve.rendezvous.files import list_folder, make_private_folder, read_json, remove_file, write_json
 from hpc_serve.rendezvous.names import is_service_name
 from hpc_serve.rendezvous.ownership import fault
+
+# -- what persons have used
 
 _TOKENS = re.compile(rb'"(?:(prompt|input)|completion|output)_tokens"\s*:\s*(\d{1,9})')
 _TEXT = re.compile(rb'"(?:content|text|reasoning|reasoning_content|thinking|arguments|partial_json|delta)"\s*:\s*"[^"]')
@@ -237,7 +239,9 @@ def remove_earlier(folder: Path, day: str) -> None:
             remove_file(folder / name)
 
 
-_FILE = "keys.json"
+# -- the keys
+
+_KEYS_FILE = "keys.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +256,7 @@ class Person:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _File:
+class _KeysFile:
     people: tuple[Person, ...]
 
 
@@ -269,9 +273,9 @@ def read_people(folder: Path) -> tuple[Person, ...]:
 
     Raises StoreError, DamagedKeysError, and RecordError if others can change the file.
     """
-    path = folder / _FILE
+    path = folder / _KEYS_FILE
     try:
-        return read_json(_File, path).people
+        return read_json(_KeysFile, path).people
     except FileNotFoundError:
         return ()
     except RecordError as error:
@@ -318,7 +322,7 @@ def revoke_key(folder: Path, name: str) -> None:
 def _changing(folder: Path) -> Iterator[dict[str, Person]]:
     """Yield the persons by name, and write what the caller makes of them."""
     make_private_folder(folder, tighten=False)
-    with lock_file(folder / f"{_FILE}.lock"):
+    with lock_file(folder / f"{_KEYS_FILE}.lock"):
         people = {one.name: one for one in read_people(folder)}
         yield people
-        write_json(folder / _FILE, _File(people=tuple(people.values())))
+        write_json(folder / _KEYS_FILE, _KeysFile(people=tuple(people.values())))

@@ -1,9 +1,8 @@
-"""One request to the gateway, and its answer as it is given. `client_connection` reads the one and sends the other.
+"""One request to the gateway with its answer as it is given, and the persons who ask with keys of their own.
 
-The persons who ask a gateway with keys of their own: who they are, their limits, and what they use.
-
-Every two seconds, in a thread, the file of keys is read, what persons have used is written, and what other gateways
-have written is read. Requests of the owner do not come here.
+`client_connection` reads requests and sends answers. Of persons this module knows who they are, their limits, and what
+they use. Every two seconds, in a thread, the file of keys is read, what persons have used is written, and what other
+gateways have written is read. Requests of the owner count for no person.
 """
 
 from __future__ import annotations
@@ -30,6 +29,9 @@ from hpc_serve.printable import printable
 
 _STATUS_LINES = {status.value: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in http.HTTPStatus}
 _WITHOUT_BODY = (204, 304)
+LOOK_S = 2.0
+
+_log = logging.getLogger(__name__)
 
 
 class Connection(Protocol):
@@ -136,9 +138,7 @@ def _split(url: bytes) -> tuple[bytes, bytes]:
     return path, query
 
 
-LOOK_S = 2.0
-
-_log = logging.getLogger(__name__)
+# -- persons
 
 
 class People:

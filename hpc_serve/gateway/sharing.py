@@ -1,9 +1,8 @@
-"""Writes the files to ask a gateway from another account: its address, key and certificate, in one folder.
+"""The key that clients of a gateway show, and the folder of files with which another account asks the gateway.
 
-Readers of the folder may ask, so its owner decides who reads it. The folder may be copied as a whole. The certificate
-is the gateway's own and vouches for nothing else.
-
-The key that clients of a gateway show, in a private file. It is in no command line and no log.
+The key is in a private file, in no command line and no log. The folder has the gateway's address, key and certificate.
+Readers of the folder may ask, so its owner decides who reads it. It may be copied as a whole. The certificate is the
+gateway's own and vouches for nothing else.
 """
 
 from __future__ import annotations
@@ -22,6 +21,16 @@ from hpc_serve.rendezvous.files import make_folders, make_key, make_private_fold
 from hpc_serve.rendezvous.ownership import group_name, require
 from hpc_serve.trust.authority import ADDING_VARIABLE, REPLACING_VARIABLES, ensure_self_signed, with_systems
 
+_HOST_NAME = re.compile(r"[A-Za-z0-9_.-]{1,253}")
+_ENV = """\
+# How to ask this gateway, in bash or zsh: source this file. It works from a copy of its folder, too.
+hpc_serve_shared="$(cd "$(dirname "${{BASH_SOURCE:-$0}}")" && pwd)"
+export OPENAI_BASE_URL={url}
+{key}{trust}
+unset hpc_serve_shared
+"""
+_ENV_KEY = 'export OPENAI_API_KEY="$(cat "$hpc_serve_shared/api_key")"\n'
+
 
 def default_key_file(home: Path) -> Path:
     return home / "gateway" / "api_key"
@@ -39,17 +48,6 @@ def ensure_key(path: Path) -> str:
         return read_key(path, cure="remove it to have a new one")
     except FileNotFoundError:
         raise InvalidRequestError(f"{path} was removed while it was read; start the gateway again.") from None
-
-
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,253}")
-_ENV = """\
-# How to ask this gateway, in bash or zsh: source this file. It works from a copy of its folder, too.
-hpc_serve_shared="$(cd "$(dirname "${{BASH_SOURCE:-$0}}")" && pwd)"
-export OPENAI_BASE_URL={url}
-{key}{trust}
-unset hpc_serve_shared
-"""
-_KEY = 'export OPENAI_API_KEY="$(cat "$hpc_serve_shared/api_key")"\n'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +72,7 @@ def ensure_certificate(path: Path, host: str) -> str:
     names = ["localhost", _this_host(), os.uname().nodename, full if full.startswith(f"{_this_host()}.") else ""]
     addresses = [LOOPBACK, "::1", *reachable_addresses()]
     (addresses if _is_address(host) else names).append(host)
-    return ensure_self_signed(path, names=[name for name in names if _NAME.fullmatch(name)], addresses=addresses)
+    return ensure_self_signed(path, names=[name for name in names if _HOST_NAME.fullmatch(name)], addresses=addresses)
 
 
 def share(folder: Path, *, host: str, port: int, key: str | None, certificate: str) -> Shared:
@@ -101,7 +99,7 @@ def share(folder: Path, *, host: str, port: int, key: str | None, certificate: s
     files = {
         "certificate.pem": certificate,
         "trusted.pem": with_systems(certificate),
-        "env.sh": _ENV.format(url=shlex.quote(url), key=_KEY if key is not None else "", trust="\n".join(trust)),
+        "env.sh": _ENV.format(url=shlex.quote(url), key=_ENV_KEY if key is not None else "", trust="\n".join(trust)),
     }
     if key is not None:
         files["api_key"] = f"{key}\n"
