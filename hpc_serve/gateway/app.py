@@ -22,11 +22,11 @@ from urllib.parse import unquote_to_bytes
 
 from markupsafe import Markup
 
-from hpc_serve.client.connections.message import Message
+from hpc_serve.client.connections.message import Header, Message
 from hpc_serve.gateway.answers import JSON, Refusal, refusal_of
 from hpc_serve.gateway.directory import Directory
 from hpc_serve.gateway.front import BrokenAnswerError, forward
-from hpc_serve.gateway.http_parts import Header, for_engine, is_own_host, read_body, route_of
+from hpc_serve.gateway.http_parts import for_engine, is_own_host, read_body, route_of
 from hpc_serve.gateway.metrics import CONTENT_TYPE, Metrics
 from hpc_serve.gateway.request import People, Request
 from hpc_serve.gateway.settings import MIB, Settings

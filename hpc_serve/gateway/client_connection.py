@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import httptools
 
+from hpc_serve.client.connections.message import Header
 from hpc_serve.gate.connection_limits import (
     CONNECTION_WITHOUT_KEY_S,
     HEADERS_TIMEOUT_S,
@@ -23,7 +24,6 @@ from hpc_serve.gate.connection_limits import (
     MAX_PIPELINED,
 )
 from hpc_serve.gateway.answers import Refusal
-from hpc_serve.gateway.http_parts import Header
 from hpc_serve.gateway.request import Request
 
 KEEP_ALIVE_S = 65.0

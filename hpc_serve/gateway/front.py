@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from hpc_serve.client.connections.message import Message
+from hpc_serve.client.connections.message import Header, Message
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.wait import WaitPolicy, wait_for_replica
 from hpc_serve.client.replicas.event_loops import InLoop, Places
@@ -24,7 +24,7 @@ from hpc_serve.client.replicas.status import summary
 from hpc_serve.client.requests.exchange import AsyncServiceTransport, Exchange, NoReplicaError
 from hpc_serve.errors import HpcServeError, WaitTimeoutError
 from hpc_serve.gateway.answers import FULL_RETRY_S, Refusal, broken_event
-from hpc_serve.gateway.http_parts import Header, for_client, with_model
+from hpc_serve.gateway.http_parts import for_client, with_model
 from hpc_serve.gateway.metrics import Counts
 from hpc_serve.gateway.request import Request
 from hpc_serve.gateway.settings import Settings

@@ -21,10 +21,8 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
-from hpc_serve.client.connections.message import Message
+from hpc_serve.client.connections.message import Header, Message
 from hpc_serve.rendezvous.gate_headers import SIGNS
-
-Header = tuple[bytes, bytes]
 
 # -- headers
 

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 import httptools
 
+from hpc_serve.client.connections.message import Header
 from hpc_serve.errors import HpcServeError, RecordError, StoreError
 from hpc_serve.gateway import personal_keys
 from hpc_serve.gateway.answers import FULL_RETRY_S, Refusal
-from hpc_serve.gateway.http_parts import Header
 from hpc_serve.gateway.personal_keys import AnswerCount, DamagedKeysError, Person, UnderWay, Use, hash_key, read_people
 from hpc_serve.printable import printable
 
