@@ -313,29 +313,21 @@ def read_prompts(roofline: Roofline, traffic: Traffic, requests: float, factors:
 
 
 def _round(roofline: Roofline, traffic: Traffic, first: float, factors: Factors, ends: float) -> list[Stretch]:
-    """Return the steps of requests that begin together: first steps that read prompts, then steps that answer."""
-    chunks = math.ceil(first * traffic.read_tokens / roofline.max_num_batched_tokens)
-    stages = roofline.layout.pipeline_parallel_size
-    in_flight = stages if roofline.engine.is_v0 else min(stages, chunks)
-    fill = read_prompts(roofline, traffic, first, factors)
-    return [fill, *_drain(roofline, traffic, first, factors, ends, in_flight)]
+    """Return the steps of requests that begin together: first steps that read prompts, then steps that answer.
 
-
-def _drain(
-    roofline: Roofline, traffic: Traffic, first: float, factors: Factors, ends: float, in_flight: int
-) -> list[Stretch]:
-    """Return the steps that generate the answers of a batch which no request joins.
-
-    A share of `ends` ends at each step. The requests fill `in_flight` batches for the pipeline stages: vLLM's scheduler
-    keeps requests together whose prompts shared a step (github.com/vllm-project/vllm/issues/50853). V0 divided them.
+    No request joins the batch, and a share of `ends` ends at each step. The requests fill as many batches for the
+    pipeline stages as their prompts had steps: vLLM's scheduler keeps requests together whose prompts shared a step
+    (github.com/vllm-project/vllm/issues/50853). V0 divided them.
     """
-    uneven = roofline.layout.pipeline_parallel_size / in_flight
-    context = traffic.mean_context
+    chunks = math.ceil(first * traffic.read_tokens / roofline.max_num_batched_tokens)
+    stages, context = roofline.layout.pipeline_parallel_size, traffic.mean_context
+    uneven = stages / (stages if roofline.engine.is_v0 else min(stages, chunks))
+    found = [read_prompts(roofline, traffic, first, factors)]
     if not ends:
         step = roofline.decode(uneven * first, context, factors)
-        return [Stretch(steps=traffic.output_steps, requests=first, step=step)]
+        return [*found, Stretch(steps=traffic.output_steps, requests=first, step=step)]
     longest = (traffic.longest_output_tokens or math.inf) / traffic.acceptance_length
-    found, left, done = [], first, 0.0
+    left, done = first, 0.0
     while left >= 1 and done < longest:
         steps = min(math.log(_SHRINK_RATIO) / ends, longest - done)
         running = left / math.sqrt(_SHRINK_RATIO)
