@@ -1,19 +1,14 @@
-"""The engine's process: its command, and the imports that are done before it may start.
+"""The engine's process on the head: its socket, its address and certificate, its command, and imports before its start.
+
+The socket and the certificate are made before the engine starts, so that the record names them from the beginning.
+vLLM binds its port with SO_REUSEADDR and listens once it has loaded. Until then any user of the node can bind the same
+port and listen first. vLLM therefore binds a port that nobody is told of, and its server serves on the launcher's
+socket. The server asks for the socket when it is up, through a Unix socket in the node's private folder.
 
 Over Ray the engine starts once all nodes have joined. Until then a child process imports vLLM's command line
 (`engine_start`), which takes five seconds of a core. At the start the child is told the command, and becomes the
 engine. It acts on no word of the command before. The command itself is started in three cases: `vllm` is not the script
 of this Python; the device is a TPU, because an import may take its chips; the engine is started a second time or later.
-
-The socket that the engine serves on. The head's launcher makes it, and it listens from then on.
-
-vLLM binds its port with SO_REUSEADDR and listens once it has loaded. Until then any user of the node can bind the same
-port and listen first. vLLM therefore binds a port that nobody is told of, and its server serves on the launcher's
-socket instead. The server asks for the socket when it is up, through a Unix socket in the node's private folder.
-
-The address of a run's engine, and the run's certificate, by which the engine proves its identity.
-
-The socket and the certificate are made before the engine starts, so that the record names them from the beginning.
 """
 
 from __future__ import annotations
@@ -44,6 +39,10 @@ from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.trust.authority import RunCertificate, make_run_certificate
 from hpc_serve.trust.connection import Identity
 from hpc_serve.vllm.command import server_args
+
+_log = logging.getLogger(__name__)
+_NAME = "engine"
+_GRACE_S = 1.0
 
 
 class EngineSocket:
@@ -124,11 +123,6 @@ def move_endpoint(node: Node, endpoint: EngineEndpoint) -> EngineEndpoint:
     """
     socket = EngineSocket(node)
     return replace(endpoint, socket=socket, address=replace(endpoint.address, port=socket.port))
-
-
-_log = logging.getLogger(__name__)
-_NAME = "engine"
-_GRACE_S = 1.0
 
 
 class EngineProcess:

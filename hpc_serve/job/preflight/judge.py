@@ -1,8 +1,8 @@
 """The head's judgement: every check over every node's facts, and one verdict for each. Pure.
 
-Whether the nodes of a run fit together: they reach each other, have addresses of their own, and are alike.
-
-Each check looks at one node: it gets the facts of its group, all facts of the node, and what all nodes have.
+`checks` has the checks of one node. The checks here find out whether the nodes of a run fit together: they reach each
+other, have addresses of their own, and are alike. Such a check gets the facts of its group on one node, all facts of
+the node, and what all nodes have.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def clocks(seen: None, facts: NodeFacts, nodes: Nodes) -> Seen:
     return found("clock", text=text) if apart_s > _SKEW_S else ok(f"{apart_s:.1f} s apart")
 
 
-def gpus_alike(gpus: GpusFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _gpus_alike(gpus: GpusFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
     """All GPUs are of one kind and have equal memory."""
     kinds = _gpu_kinds(gpus, nodes.needs)
     if not kinds:
@@ -169,6 +169,8 @@ def _ray_refuses(package: str, of_head: str | None, own: str | None) -> bool:
     return package == "ray"
 
 
+# -- all checks
+
 _LONGEST = 400
 _NOT_GATHERED = {"weights": "the weights are not looked for with these options", "gpus": "the GPUs were not listed"}
 Scope = Literal["node", "nodes", "several nodes"]
@@ -178,7 +180,7 @@ CHECKS: tuple[tuple[str, str, Scope, Callable[..., Seen]], ...] = (
     ("reach", "", "several nodes", reach),
     ("links", "network", "several nodes", links),
     ("clocks", "", "several nodes", clocks),
-    ("gpus-alike", "gpus", "nodes", gpus_alike),
+    ("gpus-alike", "gpus", "nodes", _gpus_alike),
     ("versions", "software", "several nodes", versions),
     ("commands", "software", "node", checks.commands),
     ("gpus", "gpus", "node", checks.gpus_there),
@@ -208,7 +210,7 @@ def judge(facts: Mapping[str, NodeFacts | None], needs: Needs) -> tuple[Verdict,
         verdict = Verdict(
             check=name,
             level=decisive.level,
-            nodes=tuple(checks for checks, one in seen.items() if one.level == decisive.level),
+            nodes=tuple(node for node, one in seen.items() if one.level == decisive.level),
             seen=decisive.text if len(decisive.text) <= _LONGEST else f"{decisive.text[:_LONGEST]} …",
             cure=decisive.cure,
             took_s=max((one.took_s.get(group, 0.0) for one in facts.values() if one is not None), default=0.0),
@@ -224,7 +226,7 @@ def look(facts: Mapping[str, NodeFacts | None], needs: Needs) -> Iterator[tuple[
         if scope == "several nodes" and len(facts) == 1:
             yield name, group, dict.fromkeys(facts, not_checked("there is one node"))
         else:
-            yield name, group, {checks: _of_node(one, group, scope, check, nodes) for checks, one in facts.items()}
+            yield name, group, {node: _of_node(one, group, scope, check, nodes) for node, one in facts.items()}
 
 
 def _of_node(facts: NodeFacts | None, group: str, scope: Scope, check: Callable[..., Seen], nodes: Nodes) -> Seen:

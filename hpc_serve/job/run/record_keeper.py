@@ -1,10 +1,8 @@
 """The record of a replica, as its head writes it: published early, renewed on a lease, left with the reason of its end.
 
-`rendezvous.record` defines the fields, and `start_stages` the progress of a start.
-
-Takes over from the jobs before this one in a chain (`submit --chain`): once this replica is ready, those drain.
-
-Which jobs come before is written down at the submission. How a replica drains is decided in its own job.
+`rendezvous.record` defines the fields, and `progress` how far a start is. A ready replica of a chain (`submit --chain`)
+also takes over here: it asks the jobs before it to drain. Which jobs come before is written down at the submission. How
+a replica drains is decided in its own job.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from hpc_serve.rendezvous.store import (
 )
 
 _log = logging.getLogger(__name__)
-LEASE_S = 30.0
+_LEASE_S = 30.0
 _WRITE_INTERVAL_S = 1.0
 _START_INTERVAL_S = 5.0
 _LAST_RECORD_S = 20.0
@@ -96,7 +94,7 @@ def first_record(node: Node) -> EndpointRecord:
         gpus_per_node=node.options.gpus_per_node,
         cache=node.cache.words,
         loading=node.loading,
-        lease_s=LEASE_S,
+        lease_s=_LEASE_S,
         **(counted if command.serves_on_each_node else {}),
     )
 
@@ -197,7 +195,7 @@ class RecordKeeper:
     async def renew(self) -> None:
         """Write the record after a change, and every third of the lease without one; while it starts more often."""
         while True:
-            interval_s = _START_INTERVAL_S if self.record.state == "starting" else LEASE_S / 3
+            interval_s = _START_INTERVAL_S if self.record.state == "starting" else _LEASE_S / 3
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), interval_s)
             self._changed.clear()
@@ -268,6 +266,8 @@ class RecordKeeper:
                 _log.info("the record is written again")
             self._problem = problem
 
+
+# -- the jobs before this one
 
 _POLL_S = 1.0
 _LOOK_S = 30.0  # a job before this one may be run again by Slurm
