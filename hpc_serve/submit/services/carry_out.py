@@ -1,13 +1,11 @@
 """Does what reconcile.py decides: claims it in the service's file, then asks jobs to drain, ends them, submits others.
 
-Whoever decides must have seen what the file says now: a decision from an older look changes nothing. A program that
-submits says so in the file first, so that no other submits the same meanwhile.
+A decision counts only for the file that it was made for: one from an older look changes nothing. A program that submits
+says so in the file first, so that no other submits the same meanwhile.
 
-Hands the script of a job to sbatch, or to this machine, and writes down which jobs came of it; or hands over one
-that was submitted before.
-
-A step that fails ends the jobs that were handed over before it: each step notes in `undo` how it is taken back. What
-is in the script is decided in `services`.
+A submission hands the script of a job to sbatch, or to this machine, and writes down which jobs came of it. Further
+jobs of a service have the script that was handed over before. Each step notes in `undo` how it is taken back; a step
+that fails ends the jobs that were handed over before it. `services` decides what is in the script.
 """
 
 from __future__ import annotations
@@ -51,6 +49,10 @@ from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.scheduler import SchedulerView, process_start_time
 from hpc_serve.submit.slurm.slurm import UNKNOWN, after_start_option, array_options, batch_log_option
 from hpc_serve.submit.status.status_reader import old_jobs, scheduled_job
+
+_log = logging.getLogger("hpc_serve.reconciler")
+
+# -- scripts that are handed over
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,7 +185,8 @@ def _is_over(entry: JobEntry, *, store: ServiceStore, slurm: SchedulerView) -> b
     return job is None or job.is_over
 
 
-_log = logging.getLogger("hpc_serve.reconciler")
+# -- decisions
+
 _DRAIN_S = 600.0
 _WAY_DOWN_S = 20.0  # from the last answer to the end of a job
 _STEP_S = 0.3
@@ -248,7 +251,7 @@ def step(
             for job_id in one.jobs:
                 scheduler.cancel(job_id)
         elif one.action == "submit":
-            claimed, jobs = submit_for(store, service, claimed, one)
+            claimed, jobs = _submit_for(store, service, claimed, one)
             added += jobs
             looker.slurm.jobs(max_age_s=0.0)  # an older list lacks them
     return claimed, Done(decisions=told, added=tuple(added), ended=tuple(ended))
@@ -293,7 +296,7 @@ def wait_for_others(store: ServiceStore, service: str) -> Wanted | None:
         time.sleep(_STEP_S)
 
 
-def submit_for(
+def _submit_for(
     store: ServiceStore, service: str, claimed: Wanted, decision: Decision
 ) -> tuple[Wanted, tuple[SubmittedJob, ...]]:
     """Submit what was claimed, and write down which jobs it is. Raises HpcServeError, which is written down as well."""
@@ -303,7 +306,7 @@ def submit_for(
     added: list[SubmittedJob] = []
     where = decision.machine
     try:
-        with as_submitted(claimed):
+        with _as_submitted(claimed):
             for job_id in before:
                 added += add_jobs(store, service, 1, predecessor=job_id, machine=where)
             if count > len(before):
@@ -346,7 +349,7 @@ def _let_drain(store: ServiceStore, what_is: WhatIs, decision: Decision, drain_s
 
 
 @contextlib.contextmanager
-def as_submitted(wanted: Wanted) -> Iterator[None]:
+def _as_submitted(wanted: Wanted) -> Iterator[None]:
     """Be in the folder, and have the variables, with which the service was submitted: sbatch hands both on.
 
     A job's own program has both already.

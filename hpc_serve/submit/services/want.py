@@ -1,40 +1,27 @@
-"""What people want of a service, written down for whoever keeps it: by `submit`, `scale`, `wake` and `stop`.
+"""Writes down what people want of a service, for `submit`, `scale`, `wake` and `stop`.
 
-Each command then does what follows, as a job of the service would (carry_out.py).
-
-The environment variables that jobs hand on to the jobs that they submit.
-
-Each part reads its variables by itself. docs/reference/environment-variables.md describes all of them, and a test holds
+Each command then does what follows, as a job of the service would (carry_out.py). A service on several kinds of machine
+has a wanted number for each; the end of the file says what a person makes of them. `KEPT` are the variables that jobs
+hand on to the jobs that they submit. docs/reference/environment-variables.md describes all variables, and a test holds
 that page to the code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-from hpc_serve.errors import InvalidRequestError
-from hpc_serve.rendezvous.record import DEFAULT_MACHINE
-from hpc_serve.rendezvous.wanted import Wanted
-from hpc_serve.submit.request.bounds import shown_counts
-from hpc_serve.submit.request.request import ServeRequest
-
-if TYPE_CHECKING:
-    from hpc_serve.client.replicas.status import ReplicaStatus
-
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 from hpc_serve.client.replicas.status import ReplicaStatus
-from hpc_serve.errors import HpcServeError, StoreError
+from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError
 from hpc_serve.rendezvous.claims import change_wanted, read_wanted, wanted_file
 from hpc_serve.rendezvous.files import remove_file
-from hpc_serve.rendezvous.record import Adapter, SubmittedJob
+from hpc_serve.rendezvous.record import DEFAULT_MACHINE, Adapter, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.rendezvous.wanted import Decision
-from hpc_serve.submit.request.bounds import check_bounds, shown_bounds
+from hpc_serve.rendezvous.wanted import Decision, Wanted
+from hpc_serve.submit.request.bounds import check_bounds, shown_bounds, shown_counts
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.services.carry_out import settle, wait_for_others
 from hpc_serve.submit.services.jobs import Job, counted
 from hpc_serve.submit.services.stop import stop
@@ -48,7 +35,6 @@ KEPT = (
     *("HPC_SERVE_ADD_AFTER_S", "HPC_SERVE_LEAVE_AFTER_S", "HF_HOME"),
 )
 """A script that is submitted again finds these in its environment as it did the first time."""
-
 _MOST_TRIES = 10
 
 
@@ -67,7 +53,7 @@ def want_submission(
     """
 
     def change(found: Wanted | None, everywhere: Sequence[Job], now: float) -> Wanted:
-        others = on_others(found, everywhere, request)
+        others = _on_others(found, everywhere, request)
         here = [job for job in everywhere if not others or job.machine == request.machine]
         have = sum(job.replicas for job in here)
         if request.once and (everywhere if request.machine == DEFAULT_MACHINE else here) and found is not None:
@@ -183,7 +169,7 @@ def scale(
         if seen is not None and seen.state != "awake":  # nothing is there: kinds that are not named stay away
             awake = replace(awake, machines={name: replace(one, count=0) for name, one in seen.machines.items()})
         wanted = scaled(awake, replicas, service, known)
-        check_whole_jobs(here, wanted, service, per_job)
+        _check_whole_jobs(here, wanted, service, per_job)
         return _by_person(wanted, f"scaled to {shown_counts(wanted.counts) or wanted.count}", now)
 
     changed, here = _change_seen(store, service, change)
@@ -315,7 +301,10 @@ def end_what_comes(store: ServiceStore, service: str) -> tuple[str, ...]:
     return settle(store, service, drain_s=0.0).ended
 
 
-def on_others(found: Wanted | None, here: Sequence[Job], request: ServeRequest) -> dict[str, int]:
+# -- kinds of machine
+
+
+def _on_others(found: Wanted | None, here: Sequence[Job], request: ServeRequest) -> dict[str, int]:
     """Return the replicas that a service has on other kinds of machine than the request's.
 
     Raises InvalidRequestError where they cannot be one service.
@@ -375,7 +364,7 @@ def without(wanted: Wanted, ended: Iterable[tuple[str, int]]) -> Wanted:
     return wanted.with_counts(left) if wanted.machines and any(left.values()) else wanted
 
 
-def check_whole_jobs(here: Sequence[Job], wanted: Wanted, service: str, per_job: int) -> None:
+def _check_whole_jobs(here: Sequence[Job], wanted: Wanted, service: str, per_job: int) -> None:
     """Raises InvalidRequestError where whole jobs do not give as many replicas as are wanted."""
     for machine, count in wanted.counts.items() or [("", wanted.count)]:
         its = [job for job in here if machine in ("", job.machine)]
