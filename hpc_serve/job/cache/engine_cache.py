@@ -49,7 +49,7 @@ def cache_key(command: ServeCommand, device: Device, num_nodes: int) -> str:
     """Return the key of an engine's model, layout and versions: 16 hexadecimal digits, equal on all nodes of a run."""
     model = command.stand_in or command.model
     return _digest(
-        [model, text_of(Path(model) / "config.json")],
+        [model, _text_of(Path(model) / "config.json")],
         [command.tensor_parallel_size, command.pipeline_parallel_size, num_nodes, device],
         [command.data_parallel_size] if command.data_parallel_size > 1 else [],
         [sys.prefix, platform.python_version(), *_versions(_ENGINES)],
@@ -58,9 +58,9 @@ def cache_key(command: ServeCommand, device: Device, num_nodes: int) -> str:
 
 def machine_key(*, cpus: Path = Path("/proc/cpuinfo"), gpus: Path = Path("/proc/driver/nvidia/gpus")) -> str:
     """Return the key of a node's processor, GPUs and C library: compiled code may depend on them."""
-    gpu_models = {match for path in gpus.glob("*/information") for match in _GPU_MODEL.findall(text_of(path))}
+    gpu_models = {match for path in gpus.glob("*/information") for match in _GPU_MODEL.findall(_text_of(path))}
     return _digest(
-        [platform.machine(), *platform.libc_ver()], sorted(set(_CPU_FIELDS.findall(text_of(cpus)))), sorted(gpu_models)
+        [platform.machine(), *platform.libc_ver()], sorted(set(_CPU_FIELDS.findall(_text_of(cpus)))), sorted(gpu_models)
     )
 
 
@@ -72,7 +72,7 @@ def _versions(names: Iterable[str]) -> list[str]:
     return found
 
 
-def text_of(path: Path) -> str:
+def _text_of(path: Path) -> str:
     """Return what a file holds, "" where it cannot be read."""
     try:
         return path.read_text(errors="replace")
@@ -242,7 +242,7 @@ def _lock_cache(root: Path, key: str, first: int, *, is_ready_until_it_fails: bo
     path, lock = lock_folder(root, key, first=first)
     try:
         os.utime(lock)  # of many folders, those used last are kept
-        ready_on = text_of(path / READY)
+        ready_on = _text_of(path / READY)
         if ready_on == machine_key():
             words, is_warm = f"warm, from {path} on this node", True
             if not is_ready_until_it_fails:

@@ -169,14 +169,14 @@ def _slurm(environ: Mapping[str, str]) -> Allocation:
         restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
         node_rank=int(environ.get("SLURM_NODEID") or 0),
         num_nodes=int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1),
-        node_name=node_name(environ),
+        node_name=_node_name(environ),
         num_cpus=int(environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0))),
         num_gpus=_slurm_gpus(environ),
         memory_bytes=_slurm_memory_bytes(environ),
     )
 
 
-def node_name(environ: Mapping[str, str]) -> str:
+def _node_name(environ: Mapping[str, str]) -> str:
     """Slurm's name of this node, else its host name."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
@@ -216,7 +216,7 @@ def set_up_logging(stream: TextIO) -> None:
         logging.Formatter(
             "%(asctime)s %(node)s %(levelname)s hpc-serve: %(message)s",
             datefmt="%Y-%m-%d %H:%M:%S",
-            defaults={"node": node_name(os.environ)},
+            defaults={"node": _node_name(os.environ)},
         )
     )
     logger = logging.getLogger("hpc_serve")

@@ -59,7 +59,7 @@ def _gpu_kinds(gpus: GpusFacts | None, needs: Needs) -> set[str]:
     return {f"{one.name} {one.total_bytes / GIB:.0f} GiB" for one in listed[: needs.gpus]}
 
 
-def reach(seen: None, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _reach(seen: None, facts: NodeFacts, nodes: Nodes) -> Seen:
     """A node connects to each other on a port that the kernel chose, at the address that the engine uses."""
     if facts.unreached is None:
         return not_checked("it was not tried")
@@ -71,7 +71,7 @@ def reach(seen: None, facts: NodeFacts, nodes: Nodes) -> Seen:
     return found("unreached", level=level, name=name, address=facts.address, more=more, error=error)
 
 
-def addresses(address: str, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _addresses(address: str, facts: NodeFacts, nodes: Nodes) -> Seen:
     """No other node has the address of a node, and the node's name resolves to its address first."""
     has_others = nodes.needs.num_nodes > 1
     if has_others and nodes.holders[address] > 1:
@@ -91,7 +91,7 @@ def addresses(address: str, facts: NodeFacts, nodes: Nodes) -> Seen:
     return ok(where)
 
 
-def interfaces(network: NetworkFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _interfaces(network: NetworkFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
     """The interfaces that somebody chose for Gloo and NCCL exist."""
     if not network.chosen or not network.interfaces:
         return ok("none is chosen")
@@ -115,7 +115,7 @@ def _nccl_finds_one(words: str, there: Sequence[str]) -> bool:
     )
 
 
-def links(network: NetworkFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _links(network: NetworkFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
     """All nodes have equal interface speed and MTU, and InfiniBand up on all or on none."""
     interface, mbits = network.interface, network.speed_mbits or 0
     if network.mtu != nodes.mtu:
@@ -128,7 +128,7 @@ def links(network: NetworkFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
     return ok(f"{interface or 'interface unknown'}: {speed}, {nodes.ib_ports} InfiniBand ports active")
 
 
-def clocks(seen: None, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _clocks(seen: None, facts: NodeFacts, nodes: Nodes) -> Seen:
     """The clock of a node agrees with the head's."""
     apart_s = abs(facts.clock_ahead_s)
     side = "ahead of" if facts.clock_ahead_s > 0 else "behind"
@@ -148,7 +148,7 @@ def _gpus_alike(gpus: GpusFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
     return found("other GPUs", kinds=", ".join(sorted(kinds)), usual=nodes.gpu_kind)
 
 
-def versions(software: SoftwareFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _versions(software: SoftwareFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
     """The same packages on all nodes; Ray joins no nodes that differ in its own version or Python's."""
     head, own = nodes.versions, software.versions
     differ = [package for package in {**head, **own} if head.get(package) != own.get(package)]
@@ -173,15 +173,15 @@ def _ray_refuses(package: str, of_head: str | None, own: str | None) -> bool:
 
 _LONGEST = 400
 _NOT_GATHERED = {"weights": "the weights are not looked for with these options", "gpus": "the GPUs were not listed"}
-Scope = Literal["node", "nodes", "several nodes"]
-CHECKS: tuple[tuple[str, str, Scope, Callable[..., Seen]], ...] = (
-    ("addresses", "address", "nodes", addresses),
-    ("interfaces", "network", "several nodes", interfaces),
-    ("reach", "", "several nodes", reach),
-    ("links", "network", "several nodes", links),
-    ("clocks", "", "several nodes", clocks),
+_Scope = Literal["node", "nodes", "several nodes"]
+CHECKS: tuple[tuple[str, str, _Scope, Callable[..., Seen]], ...] = (
+    ("addresses", "address", "nodes", _addresses),
+    ("interfaces", "network", "several nodes", _interfaces),
+    ("reach", "", "several nodes", _reach),
+    ("links", "network", "several nodes", _links),
+    ("clocks", "", "several nodes", _clocks),
     ("gpus-alike", "gpus", "nodes", _gpus_alike),
-    ("versions", "software", "several nodes", versions),
+    ("versions", "software", "several nodes", _versions),
     ("commands", "software", "node", checks.commands),
     ("gpus", "gpus", "node", checks.gpus_there),
     ("gpus-working", "gpus", "node", checks.gpus_working),
@@ -229,7 +229,7 @@ def look(facts: Mapping[str, NodeFacts | None], needs: Needs) -> Iterator[tuple[
             yield name, group, {node: _of_node(one, group, scope, check, nodes) for node, one in facts.items()}
 
 
-def _of_node(facts: NodeFacts | None, group: str, scope: Scope, check: Callable[..., Seen], nodes: Nodes) -> Seen:
+def _of_node(facts: NodeFacts | None, group: str, scope: _Scope, check: Callable[..., Seen], nodes: Nodes) -> Seen:
     needs = nodes.needs
     if facts is None:
         return not_checked("the node sent no facts in time")

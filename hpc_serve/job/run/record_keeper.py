@@ -50,7 +50,7 @@ def publish_failure(
 
     A run that its script starts again gets its record then: until a command is read, the service has no model.
     """
-    end = end_of(outcome_of(error), environ)
+    end = _end_of(outcome_of(error), environ)
     if allocation is None or end["state"] != "failed":
         return
     record = replace(_run_record(service, allocation, environ), **end)
@@ -59,7 +59,7 @@ def publish_failure(
         store.write(record, makes_folders=allocation.restart == 0)
 
 
-def end_of(outcome: Outcome, environ: Mapping[str, str]) -> dict[str, Any]:
+def _end_of(outcome: Outcome, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the record's fields after a failed run: it is over, or its script starts it again with other ports."""
     if outcome.exit_code == PortsInUseError.exit_code and environ.get("HPC_SERVE_ATTEMPTS_LEFT", "0") != "0":
         return {"state": "starting", "stage": "starting again with other ports", "reason": outcome.reason}
@@ -230,7 +230,7 @@ class RecordKeeper:
     def publish_end(self, outcome: Outcome, environ: Mapping[str, str]) -> None:
         """Say how the run ends, before its parts are taken down."""
         if outcome.is_failure:
-            self.update(progress=None, **end_of(outcome, environ))
+            self.update(progress=None, **_end_of(outcome, environ))
         else:
             self.update(state="draining", stage="stopping", progress=None, reason=outcome.reason)
 

@@ -53,7 +53,7 @@ def _render_template(name: str, site_templates: str | None, context: Mapping[str
         raise InvalidRequestError(f"template {name} cannot be rendered: {error}") from error
 
 
-def comment(text: str) -> Markup:
+def _comment(text: str) -> Markup:
     """`text` as it may stand behind a `#`: on one line, without control characters."""
     return _Checked("".join(character if character.isprintable() else "?" for character in text))
 
@@ -115,7 +115,7 @@ def render_program(
 ) -> str:
     """Return the text of a script. Without `directives` it runs on this machine. Raises InvalidRequestError."""
     context = {
-        "title": comment(title),
+        "title": _comment(title),
         "version": _Checked(hpc_serve.__version__),
         "is_slurm": bool(directives),
         "directives": list(map(_Checked, directives)),
@@ -175,10 +175,10 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         )
     memory = asked_parts(request, plan)
     return {
-        "title": comment(_title(request, plan)),
-        "not_run": comment(_not_run(device)),
+        "title": _comment(_title(request, plan)),
+        "not_run": _comment(_not_run(device)),
         "version": _Checked(hpc_serve.__version__),
-        "memory_sum": comment(memory_sum(memory)),
+        "memory_sum": _comment(memory_sum(memory)),
         "environment": request.environment,
         "modules": request.environment.modules,
         "exports": {_Checked(name): value for name, value in _exports(request).items()},
@@ -193,8 +193,8 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "preflight_only": request.preflight_only,
         "devices": ["--tpus-per-node" if device.kind == "tpu" else "--gpus-per-node", devices_per_node(plan)],
         "model": plan.model,
-        "served_model_names": served_model_names(request, plan),
-        "rendered_by": comment(shlex.join(render_argv(request))),
+        "served_model_names": tuple(dict.fromkeys((*plan.served_model_names, request.service))),
+        "rendered_by": _comment(shlex.join(render_argv(request))),
         "directives": [_Checked(line) for line in _directives(request, plan, sum(memory.values()))],
         "engine_options": [option.words for option in read_arguments(plan.vllm_args)],
     }
@@ -241,11 +241,6 @@ def _not_run(device: AcceleratorSpec) -> str:
     if device.is_script_tested:
         return ""
     return f"Rendered, not run here: the tests of hpc-serve have no {device.vendor} {device.unit}. Reports are welcome."
-
-
-def served_model_names(request: ServeRequest, plan: ServePlan) -> tuple[str, ...]:
-    """Return the names by which requests may call the model: its repository, its alias, the service's own name."""
-    return tuple(dict.fromkeys((*plan.served_model_names, request.service)))
 
 
 def _directives(request: ServeRequest, plan: ServePlan, memory_gib: int) -> list[str]:

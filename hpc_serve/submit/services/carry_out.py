@@ -11,7 +11,6 @@ that fails ends the jobs that were handed over before it. `services` decides wha
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
@@ -55,7 +54,7 @@ _log = logging.getLogger("hpc_serve.reconciler")
 # -- scripts that are handed over
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class JobScript:
     """What is handed over: the text of a script, and the job that it is, as far as it is known before it has an id.
 
@@ -71,9 +70,7 @@ class JobScript:
     def as_submitted(self, job_id: str, file: Path) -> SubmittedJob:
         """Return the job with its id and its files."""
         log_path = str(self.log_dir / f"{job_id}.log")
-        return dataclasses.replace(
-            self.job, job_id=job_id, submitted_at=time.time(), script=str(file), log_path=log_path, end=None
-        )
+        return replace(self.job, job_id=job_id, submitted_at=time.time(), script=str(file), log_path=log_path, end=None)
 
 
 def start_locally(store: ServiceStore, script: JobScript) -> tuple[SubmittedJob, ...]:
@@ -82,7 +79,7 @@ def start_locally(store: ServiceStore, script: JobScript) -> tuple[SubmittedJob,
 
     pid, file = executor.start_locally(script.text, script.folder, script.log_dir)
     job = script.as_submitted(f"local-{pid}", file)
-    job = dataclasses.replace(job, pid=pid, pid_start_time=process_start_time(pid), host=socket.gethostname())
+    job = replace(job, pid=pid, pid_start_time=process_start_time(pid), host=socket.gethostname())
     script.undo.callback(end_job, job.job_id, job)
     store.write_submitted(job)
     return (job,)
@@ -101,7 +98,7 @@ def submit_to_slurm(
 
     if anew:
         options = [*options, *array_options(count), batch_log_option(script.log_dir, is_array=True)]
-        script = dataclasses.replace(script, job=dataclasses.replace(script.job, time_limit_s=0.0))
+        script = replace(script, job=replace(script.job, time_limit_s=0.0))
     own_id, file = executor.submit_to_slurm(script.text, script.folder, options)
     is_array = anew or count > 1
     job_ids = [f"{own_id}_{task}" for task in range(count)] if is_array else [own_id]
@@ -127,7 +124,7 @@ def submit_chains(
     for _ in range(count):
         before = ""
         for _ in range(length):
-            one = dataclasses.replace(script, job=dataclasses.replace(script.job, predecessor=before))
+            one = replace(script, job=replace(script.job, predecessor=before))
             options = [after_start_option(before, after_min)] if before else []
             jobs += submit_to_slurm(store, one, count=1, options=options)
             before = jobs[-1].job_id
@@ -153,7 +150,7 @@ def add_jobs(
         )
     with claimed(store, service, last.model) as (folder, undo):
         text, log_dir = read_private(Path(last.script)), Path(str(last.log_path)).parent
-        job = dataclasses.replace(last, predecessor=predecessor)
+        job = replace(last, predecessor=predecessor)
         script = JobScript(text=text, job=job, folder=folder, log_dir=log_dir, undo=undo)
         return submit_to_slurm(store, script, count=count, anew=True)
 

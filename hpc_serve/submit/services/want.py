@@ -163,12 +163,12 @@ def scale(
 
     def change(seen: Wanted | None, here: Sequence[Job], now: float) -> Wanted:
         awake = _awake(seen, per_job)
-        counts = counts_of(here) if seen is None else {}  # there is no file, or it is damaged
+        counts = _counts_of(here) if seen is None else {}  # there is no file, or it is damaged
         if not isinstance(replicas, int) or counts.keys() - {DEFAULT_MACHINE}:
             awake = awake.with_counts(counts) if counts else awake
         if seen is not None and seen.state != "awake":  # nothing is there: kinds that are not named stay away
             awake = replace(awake, machines={name: replace(one, count=0) for name, one in seen.machines.items()})
-        wanted = scaled(awake, replicas, service, known)
+        wanted = _scaled(awake, replicas, service, known)
         _check_whole_jobs(here, wanted, service, per_job)
         return _by_person(wanted, f"scaled to {shown_counts(wanted.counts) or wanted.count}", now)
 
@@ -282,7 +282,7 @@ def _want_stop_in(store: ServiceStore, service: str, named: Set[str]) -> None:
         if staying:
             ended = [(one.machine, one.job.replicas_per_job) for one in ending.values()]
             count = max(1, seen.count - sum(count for _, count in ended))
-            changed = without(replace(changed, count=count, least=min(seen.least, count)), ended)
+            changed = _without(replace(changed, count=count, least=min(seen.least, count)), ended)
         else:
             changed = replace(changed, count=0, state="stopped", decider="")
         return _by_person(changed, "stopped by a person", time.time())
@@ -309,7 +309,7 @@ def _on_others(found: Wanted | None, here: Sequence[Job], request: ServeRequest)
 
     Raises InvalidRequestError where they cannot be one service.
     """
-    counts = ((found.counts if found is not None else {}) or counts_of(here)) if here else {}
+    counts = ((found.counts if found is not None else {}) or _counts_of(here)) if here else {}
     others = {name: count for name, count in counts.items() if name != request.machine}
     is_elastic = request.max_replicas is not None or (found is not None and here and found.least < found.most)
     if is_elastic and (others or request.machine != DEFAULT_MACHINE):
@@ -326,13 +326,13 @@ def _on_others(found: Wanted | None, here: Sequence[Job], request: ServeRequest)
     return others
 
 
-def counts_of(here: Sequence[Job]) -> dict[str, int]:
+def _counts_of(here: Sequence[Job]) -> dict[str, int]:
     """Return the replicas of these jobs on each kind of machine."""
     names = dict.fromkeys(job.machine for job in here)
     return {name: sum(job.replicas for job in here if job.machine == name) for name in names}
 
 
-def scaled(wanted: Wanted, replicas: int | Mapping[str, int], service: str, known: Set[str]) -> Wanted:
+def _scaled(wanted: Wanted, replicas: int | Mapping[str, int], service: str, known: Set[str]) -> Wanted:
     """Return what is wanted with so many replicas. Raises InvalidRequestError for machines that are not `known`."""
     if isinstance(replicas, int):
         if not wanted.machines:
@@ -356,7 +356,7 @@ def scaled(wanted: Wanted, replicas: int | Mapping[str, int], service: str, know
     return wanted.with_counts(counts)
 
 
-def without(wanted: Wanted, ended: Iterable[tuple[str, int]]) -> Wanted:
+def _without(wanted: Wanted, ended: Iterable[tuple[str, int]]) -> Wanted:
     """Return what is wanted once a person has ended so many replicas on these kinds of machine."""
     left = wanted.counts
     for machine, count in ended:
