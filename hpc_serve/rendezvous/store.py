@@ -2,12 +2,9 @@
 
 Each record has one writer, so readers need no lock. The content of a file is a hint: the client probes whether an
 engine answers, and only the scheduler knows whether a job exists. An entry that is not trusted becomes a problem with a
-reason. claims.py decides who may use a name.
-
-Two files lie beside a record. Every program that may write into the service's folder may ask a replica to drain:
-`hpc-serve stop`, or the batch script before the time limit. The head looks for that file, and decides what draining is,
-and how long it may take. It writes the report of the preflight before it starts the engine; `hpc_serve.job.preflight`
-decides which checks there are.
+reason. claims.py decides who may use a name. Two files lie beside a record. One asks its replica to drain, and every
+program that may write into the folder may write it; the head decides what draining is, and how long it may take. The
+other is the report of the preflight; `hpc_serve.job.preflight` decides which checks there are.
 """
 
 from __future__ import annotations

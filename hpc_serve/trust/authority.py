@@ -1,14 +1,11 @@
 """The certificates of a home: who signs each, what it holds, where it lies, and how other programs come to trust it.
 
-The home's private authority signs a certificate for the endpoint of each run; its file holds key and certificate, 0600.
-The Ray of each run has a separate authority in the run's private folder, which goes with the folder, so a certificate
-of another run is not accepted. Each launcher signs one for its node (`job/ray`). A gateway that serves people of other
-accounts has a certificate that is signed by its own key: the home's authority would vouch for more than that. It stays
-the same as long as it can, so that copies stay good.
-
-`making` needs the `cryptography` package and is imported where a certificate is made. A program that only trusts them
-needs the standard library alone. A variable like SSL_CERT_FILE replaces what a program trusts, so its file holds the
-system's authorities beside ours.
+The home's private authority signs a certificate for the endpoint of each run. The Ray of each run has a separate
+authority in the run's private folder, so a certificate of another run is not accepted. A gateway that serves people of
+other accounts has a certificate that is signed by its own key: the home's authority would vouch for more than that. It
+stays the same as long as it can, so that copies stay good. A variable like SSL_CERT_FILE replaces what a program
+trusts, so its file holds the system's authorities beside ours. `making` needs the `cryptography` package, and is
+imported where a certificate is made; a program that only trusts them needs the standard library alone.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """A connection between the launchers of two nodes, from the ticket on its first line to its end.
 
-A `Link` carries one JSON object on each line, and heartbeats both ways. A launcher that ends closes its connection; one
-that hangs stops sending heartbeats. `control` decides who connects, and what the messages of workers cause; `worker`
-decides what those of the head cause.
+A `Link` carries one JSON object on each line, and heartbeats both ways: a launcher that ends closes its connection, one
+that hangs stops sending heartbeats. `control` and `worker` decide what messages cause.
 
-Anybody can connect to a port. `Admission` takes each connection in a thread, reads what has come with it, and closes it
-at once if that is no ticket, made with the run's token. So a connection without the token takes no place, no time and
-no memory. The ticket's nonce is the question that the answering side proves itself by (`proof`), with its role and the
-token. A ticket counts once: who has read one on the network gains nothing by it.
+Anybody can connect to a port. `Admission` reads what has come with a connection, and closes it at once if that is no
+ticket, made with the run's token. So strangers take no place, no time and no memory. The ticket's nonce is the question
+that the answering side proves itself by. A ticket counts once: who has read one on the network gains nothing by it.
 """
 
 from __future__ import annotations

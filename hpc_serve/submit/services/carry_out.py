@@ -227,7 +227,7 @@ def step(
     if not told and replace(changed, looked_at=seen.looked_at) == seen and 0 <= now - seen.looked_at < _RENEW_S:
         return seen, Done()
 
-    def claim(found: Wanted | None) -> Wanted | None:
+    def change(found: Wanted | None) -> Wanted | None:
         if found is None or found.counter != seen.counter or (decider and found.decider != decider):
             return None
         for one in told:
@@ -235,7 +235,7 @@ def step(
                 _let_drain(store, what_is, one, drain_s, now)
         return changed
 
-    claimed = change_wanted(store, service, claim)
+    claimed = change_wanted(store, service, change)
     if claimed is None:
         return None, Done()
     ended = [job_id for one in told if one.action in ("drain", "end") for job_id in one.jobs]
