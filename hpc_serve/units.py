@@ -1,6 +1,7 @@
-"""Sizes as people write them: of memory in bytes, and of a layout of ranks.
+"""Sizes and times as people write and read them. Pure.
 
-Times in words: measured times, and times that are not known well; and times that a variable sets. Pure.
+Sizes are of memory in bytes, and of a layout of ranks. Times are measured, not known well, or set by a variable. A
+value that cannot be meant is an error that says what to write.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from hpc_serve.errors import InvalidRequestError
+
+# -- sizes
 
 MIB = 2**20
 GIB = 2**30
@@ -74,8 +77,9 @@ def readable_size(size: int) -> str:
     return f"{size / 1024:.0f} KiB"
 
 
-_Default = TypeVar("_Default")
+# -- times and numbers
 
+_Default = TypeVar("_Default")
 SOON_S = 8.0
 """Less than this is "a few seconds"."""
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))

@@ -1,6 +1,7 @@
-"""Commands with many options: a help in groups, and vLLM's options among ours.
+"""What commands share: how the values of options are written, a help in groups, and vLLM's options among ours.
 
-How the values of options are written: sizes, times, numbers of replicas.
+Values are sizes, tokens, times and numbers of replicas. A command with many options has them in groups in its help.
+Words that only `vllm serve` knows are passed on to it. `help` and the printing of JSON are here as well.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from hpc_serve.printable import json_text
 from hpc_serve.submit.request.bounds import parse_counts
 from hpc_serve.units import GIB, parse_size
 from hpc_serve.vllm.options import read_size
+
+# -- the values of options
 
 
 class Written(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
@@ -68,6 +71,8 @@ SECONDS = Written("time", _read_seconds)
 """Seconds, or a number with s, m or h: 90, 90s, 10m, 1.5h."""
 TIME_WITH_UNIT = Written("time", partial(_read_seconds, needs_unit=True))
 """The same, where the letter must be there."""
+
+# -- commands with many options
 
 VLLM_OPTIONS = {
     "--max-num-seqs N": "Sequences of one step.",

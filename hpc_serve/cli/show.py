@@ -1,6 +1,6 @@
-"""Shows services: text for people, JSON for scripts. stages.py shows services that start.
+"""Shows services and replicas, and an engine's work beside its plan's figures: text for people, JSON for scripts.
 
-Shows a replica, and its engine's work beside its plan's figures: lines for people, keys for scripts.
+The keys of the JSON are stable. cli/services/stages.py shows services that start.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
     from hpc_serve.rendezvous.wanted import Wanted
     from hpc_serve.submit.status.job_status import StatusReport
+
+
+# -- one replica and its engine's work
 
 
 def status_rows(status: ReplicaStatus, now: float) -> dict[str, str]:
@@ -79,7 +82,7 @@ def work_rows(status: ReplicaStatus, work: ReplicaWork) -> dict[str, str]:
     return rows
 
 
-def work_words(work: ReplicaWork) -> str:
+def _work_words(work: ReplicaWork) -> str:
     """The same in a few words, for a table; "" where the engine said nothing."""
     now = work.now
     counts = ((now.running, "running"), (now.waiting, "waiting"), (work.generation_tokens_per_s, "tokens/s"))
@@ -111,7 +114,7 @@ def _planned(status: ReplicaStatus, in_flight: int) -> str:
     )
 
 
-def work_json(status: ReplicaStatus, work: ReplicaWork) -> dict[str, Any]:
+def _work_json(status: ReplicaStatus, work: ReplicaWork) -> dict[str, Any]:
     """The same under stable keys; null is what is not known."""
     now, in_flight = work.now, work.in_flight
     return {
@@ -162,6 +165,8 @@ def when(seconds: float | None) -> str:
     """A time since the epoch by this host's clock; "" for none."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
 
+
+# -- services
 
 _COLOURS = {
     "ready": "green",
@@ -236,7 +241,7 @@ def status_json(status: ReplicaStatus, work: ReplicaWork | None = None) -> dict[
     known = known["job"] | _OF_NO_RECORD | (known["record"] or {}) | known | {"updated_at": status.updated_at}
     keys = {name: known[name] for name in _STATUS_KEYS}
     logs = [str(path) for path in files_of(status)]
-    engine = None if work is None else work_json(status, work)
+    engine = None if work is None else _work_json(status, work)
     return keys | {"name": status.name, "address": status.address, "logs": logs, "engine": engine}
 
 
@@ -322,7 +327,7 @@ def _state_detail(status: ReplicaStatus, work: ReplicaWork | None = None) -> str
     if status.state == "ready":
         age = f", {duration(time.time() - status.started_at)} old" if status.started_at else ""
         left = f", {status.time_left} left" if status.time_left else ""
-        does = f"\n{words}" if work is not None and (words := work_words(work)) else ""
+        does = f"\n{words}" if work is not None and (words := _work_words(work)) else ""
         return f"{status.job.model}{machine} at {status.address}{age}{left}{successor}{does}"
     return f"{machine[1:]}{': ' if machine else ''}{_first_words(status)}{successor}"
 

@@ -1,11 +1,9 @@
-"""A repository of the hub at one commit, through huggingface_hub: what it holds, its bytes, its place in the cache.
+"""Fetches the model files that an engine needs from the hub into the cache that jobs read.
 
-A refusal of the hub becomes an error with the next step. `model_files` decides which files are fetched, and how often
-that is tried.
-
-Finds which files of a model to fetch, and lets huggingface_hub bring them, until all are whole or no more come.
-
-If the hub may not be asked, or does not answer, `cached_alone` checks whether the cache alone is enough.
+huggingface_hub brings them, and is imported when something is fetched. `HubRepository` is a repository at one commit;
+a refusal of the hub becomes an error with the next step. `ModelFiles` decides which files are fetched, and tries until
+all are whole or no more come. If the hub may not be asked, or does not answer, `cached_alone` checks whether the cache
+alone is enough.
 """
 
 from __future__ import annotations
@@ -29,6 +27,8 @@ from hpc_serve.hub.hub_settings import HubSettings
 from hpc_serve.hub.local_weights import missing_weights, read_index, snapshot_folder
 from hpc_serve.hub.needed_files import SAFETENSORS_INDEX, RepositoryFile, has_weights, needed_files
 from hpc_serve.units import GIB, readable_size
+
+# -- a repository of the hub
 
 _READ_TIMEOUT_S = 30.0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -221,6 +221,8 @@ def _size_of(path: Path) -> int | None:
     except OSError:
         return None
 
+
+# -- the files of a model
 
 _AT_ONCE = 4
 """Files that are fetched at once. A run that ends early loses what it has of them."""

@@ -1,12 +1,9 @@
 """Finds a model's config: in the catalogue, in a folder or a file, in the local Hugging Face cache, or on the hub.
 
-plan/model/ decides what a config means. For local weights, this module reads only the headers of their files.
-
-The hub is asked last, and only for names of the form owner/name. A token goes into its header and nowhere else.
-
-Asks the Hugging Face hub for a small file of a repository, for a few seconds, and says what a refusal means.
-
-The callers decide when it is asked. A token goes into the request's header and nowhere else.
+plan/model/ decides what a config means. For local weights, this module reads only the headers of their files. LoRA
+adapters are found in the same places. The hub is asked last, for one small file, for a few seconds, and only for names
+of the form owner/name. A token goes into the request's header and nowhere else. A refusal becomes an error that says
+what to do.
 """
 
 from __future__ import annotations
@@ -37,8 +34,10 @@ if TYPE_CHECKING:
     import httpx
 
 
-TIMEOUT_S = 5.0
-MAX_CONFIG_BYTES = 10 * MIB
+# -- the hub's answers
+
+_TIMEOUT_S = 5.0
+_MAX_CONFIG_BYTES = 10 * MIB
 
 
 def check_access(repository: str, environ: Mapping[str, str]) -> None:
@@ -47,28 +46,28 @@ def check_access(repository: str, environ: Mapping[str, str]) -> None:
     Raises UnknownModelError where not, InvalidRequestError where the hub does not answer.
     """
     settings = read_hub_settings(environ)
-    response = get_file(settings, repository, "config.json")
+    response = _get_file(settings, repository, "config.json")
     if response is None:
         raise InvalidRequestError(
             f"{settings.endpoint} cannot be reached from here, so whether the job may fetch them is not known: leave "
             "--check-hub out."
         )
-    check_answer(response, repository, settings)
+    _check_answer(response, repository, settings)
 
 
-def get_file(settings: HubSettings, repository: str, file: str) -> httpx.Response | None:
+def _get_file(settings: HubSettings, repository: str, file: str) -> httpx.Response | None:
     """Return the hub's answer for a file of a repository; None if the hub does not answer."""
     import httpx
 
     headers = {"Authorization": f"Bearer {settings.token}"} if settings.token else {}
     try:
-        with httpx.Client(timeout=TIMEOUT_S, follow_redirects=True) as client:
+        with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=True) as client:
             return client.get(f"{settings.endpoint}/{repository}/resolve/main/{file}", headers=headers)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError):
         return None
 
 
-def check_answer(response: httpx.Response, repository: str, settings: HubSettings) -> None:
+def _check_answer(response: httpx.Response, repository: str, settings: HubSettings) -> None:
     """Raise UnknownModelError for an answer that is no file."""
     endpoint, token = settings.endpoint, settings.token
     if response.status_code in (401, 403):
@@ -79,11 +78,13 @@ def check_answer(response: httpx.Response, repository: str, settings: HubSetting
         )
     if response.status_code == 404:
         raise UnknownModelError(f"{endpoint} has no {repository}, or it has no config.json.")
-    if response.status_code != 200 or len(response.content) > MAX_CONFIG_BYTES:
+    if response.status_code != 200 or len(response.content) > _MAX_CONFIG_BYTES:
         raise UnknownModelError(
             f"{endpoint} answered HTTP {response.status_code} for {repository}: try again later, or name a folder."
         )
 
+
+# -- models
 
 _EMBEDDERS_FILE = "modules.json"
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
@@ -256,7 +257,7 @@ def _in_folder(folder: Path, name: str) -> Mapping[str, Any]:
     if not file.is_file():
         return {}
     with _named(file, kind=" as JSON"):
-        return _object(read_bounded(file, MAX_CONFIG_BYTES))
+        return _object(read_bounded(file, _MAX_CONFIG_BYTES))
 
 
 def _on_hub(settings: HubSettings, repository: str, name: str) -> Mapping[str, Any]:
@@ -264,14 +265,14 @@ def _on_hub(settings: HubSettings, repository: str, name: str) -> Mapping[str, A
     not_here = f"{repository} is not in the catalogue or the Hugging Face cache, and "
     if settings.is_offline:
         raise UnknownModelError(f"{not_here}HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE keeps from the hub.")
-    response = get_file(settings, repository, name)
+    response = _get_file(settings, repository, name)
     if response is None:
         raise UnknownModelError(
             f"{not_here}{settings.endpoint} cannot be reached: name a folder or a config.json instead."
         )
     if name == QUANTIZATION_FILE and response.status_code in (401, 403, 404):
         return {}
-    check_answer(response, repository, settings)
+    _check_answer(response, repository, settings)
     with _named(f"{repository}/{name} of {settings.endpoint}", kind=" as JSON"):
         return _object(response.content)
 
@@ -293,6 +294,8 @@ def _named(file: object, *, kind: str = "") -> Iterator[None]:
     except ValueError as error:
         raise InvalidRequestError(f"{file} cannot be read{kind}: {error}.") from error
 
+
+# -- LoRA adapters
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

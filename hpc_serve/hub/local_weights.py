@@ -1,11 +1,9 @@
-"""Which of a model's weights are on this machine: in a folder, or in the Hugging Face cache.
+"""Which of a model's weights are on this machine: in a folder, in the Hugging Face cache, or in HPC_SERVE_MODEL.
 
 It reads names of files, the index of a checkpoint, the headers of its files and its tokenizer, and asks no network.
-`submit`, before the queue, and the preflight in the job decide what to do about missing weights.
-
-Finds the folder that takes the place of a model's weights (HPC_SERVE_MODEL), for `submit` and for the job alike.
-
-It only reads. `hpc_serve.vllm` decides what the words of its file of arguments mean, and which may be used.
+HPC_SERVE_MODEL names a folder that takes the place of a model's weights, for `submit` and for the job alike;
+`hpc_serve.vllm` decides what its file of arguments may say. `submit`, before the queue, and the preflight in the job
+decide what to do about missing weights.
 """
 
 from __future__ import annotations
@@ -23,6 +21,8 @@ from hpc_serve.hub.hub_settings import read_hub_settings
 from hpc_serve.rendezvous.ownership import check_args_file
 from hpc_serve.vllm.arguments import ARGS_FILE, read_args_file
 from hpc_serve.vllm.command import StandIn
+
+# -- HPC_SERVE_MODEL
 
 
 def find_stand_in(environ: Mapping[str, str]) -> StandIn | None:
@@ -53,6 +53,8 @@ def _text(path: Path) -> str:
     except (OSError, ValueError) as error:
         raise InvalidRequestError(f"{path} cannot be read: {error}.") from error
 
+
+# -- weights
 
 PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")

@@ -1,19 +1,12 @@
-"""The bytes that the processes of a run have read on one node, in the kernel's three ways of counting.
+"""How far a start is, and how long it takes until the replica is ready.
 
-No count is complete: a mapped file is read without read(), and a file in the page cache without a disk. The kernel
-counts disks alone, no network filesystem and no FUSE. `start_stages` and `start_progress` decide what follows.
+`RunReading` counts what the processes of a run have read on one node, in the kernel's three ways. No count is complete:
+a mapped file is read without read(), and a file in the page cache without a disk. The kernel counts disks alone, no
+network filesystem and no FUSE.
 
-The loaded part of the weights, and the time for the rest at the rate of the last seconds. Pure.
-
-The engine counts files, and the kernel tells what its processes have read. `start_stages` decides what follows for the
-time left of the whole start.
-
-The stages of a start, with the time that each takes, and how long it takes until the replica is ready.
-
-Pure: `job/run/record_keeper.py` tells it each phrase of the launcher or the engine, and what is read. The last start of
-the same tells how long a stage takes; the weights, once some are loaded, tell it themselves (`load_progress`).
-
-How large the files of a model's weights are that lie in a folder. vLLM says the same size once it opens them.
+`StartStages` is pure. `run/record_keeper.py` tells it each phrase of the launcher or the engine, and what is read. The
+last start of the same service tells how long a stage takes. Once some weights are loaded, the rate of the last seconds
+tells the rest: the engine counts files, and the kernel the bytes read.
 """
 
 from __future__ import annotations
@@ -78,11 +71,11 @@ class RunReading:
 
 _RATE_OVER_S = 15.0
 _LEAST_PART = 0.02
-_LEAST_BYTES = 64 * MIB
+_LEAST_BYTES = 64 * MIB  # fewer tell nothing
 _MOST_SAMPLES = 1_000
 
 
-class LoadProgress:
+class _LoadProgress:
     """The loaded part of the weights, from 0 to 1.
 
     Finished files count by their `sizes` in bytes, in the engine's order of loading. If `sizes` is empty, all files
@@ -164,7 +157,7 @@ class LoadProgress:
             self._samples = [*kept, (now, part)]  # a new list: another thread may look at the old one
 
 
-class WeightsRead:
+class _WeightsRead:
     """The bytes of the weights that the processes of a run have read, in the kernel's three ways of counting."""
 
     def __init__(self) -> None:
@@ -205,8 +198,6 @@ _PHRASES: Mapping[str, Sequence[str]] = {
 }
 STAGE_OF_PHRASE = {phrase: stage for stage, phrases in _PHRASES.items() for phrase in phrases}
 """The stage that a phrase belongs to. Those that engines say at different places belong to none."""
-
-_LEAST_READ_BYTES = 64 * MIB
 # A stage that takes longer than last time is expected to take this part of its time so far once more.
 _OVERDUE = 0.25
 
@@ -224,8 +215,8 @@ class StartStages:
         self._stage, self._began_s = first, {first: clock()}
         self._took_s: dict[str, float] = {}
         self._has_compiled = False
-        self._load, self._copy = LoadProgress(clock()), LoadProgress(clock())
-        self._read = WeightsRead()
+        self._load, self._copy = _LoadProgress(clock()), _LoadProgress(clock())
+        self._read = _WeightsRead()
         self._copied = (0, 0)
         self.checkpoint_bytes: int | None = None
 
@@ -317,7 +308,7 @@ class StartStages:
     def _whole_bytes(self) -> int:
         """Return the bytes that all ranks read for the weights: last time's, else the size; 0: not known."""
         past = self._past.read_bytes if self._past else 0
-        return max(past if past >= _LEAST_READ_BYTES else 0, self.checkpoint_bytes or 0)
+        return max(past if past >= _LEAST_BYTES else 0, self.checkpoint_bytes or 0)
 
     def _bytes_per_s(self) -> float | None:
         """Return how fast the weights are loaded, or were; while the model is staged, how fast it is copied."""
@@ -326,7 +317,7 @@ class StartStages:
             return done / self._elapsed_s() if MIB <= done < total and self._elapsed_s() > 0 else None
         size = self.checkpoint_bytes or self._read.total
         if took_s := self._took_s.get("weights"):
-            return size / took_s if size >= _LEAST_READ_BYTES else None
+            return size / took_s if size >= _LEAST_BYTES else None
         rate = self._load.rate(self._clock()) if self._stage == "weights" else None
         return rate * self.checkpoint_bytes if rate and self.checkpoint_bytes else None
 

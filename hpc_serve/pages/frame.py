@@ -1,11 +1,8 @@
-"""The frame of every page: one file that needs no other, with a policy that forbids the browser to load any.
+"""The frame, the tables and the charts of every page: one file of HTML that needs no other.
 
-A page may have one script and one style, which the policy names by their hashes: nothing that others wrote can become
-part of the page, even if it were put in unescaped. Text is escaped by markupsafe where it is put in.
-
-Charts of a page, as SVG inside it: curves over time or over a load, and a bar of stages. Pure.
-
-Series have the colours of frame.py by number. All text is escaped where it is put in.
+A policy forbids the browser to load any other file. A page may have one script and one style, which the policy names by
+their hashes: nothing that others wrote can become part of the page, even if it were put in unescaped. Text is escaped
+by markupsafe where it is put in. Charts are SVG inside the page: curves over time or over a load, and a bar of stages.
 """
 
 from __future__ import annotations
@@ -106,11 +103,12 @@ def _json(data: object) -> Markup:
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 
 
+# -- charts
+
 _MOST_POINTS = 800
 _GAP_S = 35.0  # vLLM reports every ten seconds while it has work
 _WIDE, _SMALL = (860, 190), (430, 260)
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 20, 12, 42  # room for the labels of axes
-
 Point = tuple[float, float]
 
 
@@ -157,7 +155,7 @@ def over_time(title: str, found: Sequence[Curve], *, unit: str = "", percent: bo
 def over_load(title: str, below: str, found: Sequence[Curve]) -> Markup:
     """Curves over a logarithmic axis of loads, from 0 up; every point is marked."""
     scaled = [replace(curve, points=[(math.log(x), y) for x, y in curve.points]) for curve in found]
-    ticks = {math.log(x): axis_number(x, 6) for curve in found for x, _ in curve.points}
+    ticks = {math.log(x): _axis_number(x, 6) for curve in found for x, _ in curve.points}
     return _figure(title, found, _drawing(title, scaled, ticks, _SMALL, below=below, is_marked=True))
 
 
@@ -193,7 +191,7 @@ def _drawing(
         value = top * quarter / 4
         _, y = place((begin, value))
         parts.append(line.format(_LEFT, width - _RIGHT, y, y))
-        parts.append(_text(_LEFT - 6, y + 4, f"{100 * value:.0f} %" if percent else axis_number(value, 4), "end"))
+        parts.append(_text(_LEFT - 6, y + 4, f"{100 * value:.0f} %" if percent else _axis_number(value, 4), "end"))
     for at, words in ticks.items():
         x, y = place((at, 0))
         anchor = "start" if x < 0.2 * width else "end" if x > 0.9 * width else "middle"
@@ -216,10 +214,10 @@ def _svg(title: str, size: tuple[int, int], parts: Iterable[Markup]) -> Markup:
     return frame.format(*size, about, title, Markup("").join(parts))
 
 
-def axis_number(value: float, digits: int) -> str:
+def _axis_number(value: float, digits: int) -> str:
     """A number with so many digits, without an exponent.
 
-    >>> axis_number(25000, 4), axis_number(2.5, 4), axis_number(0.0, 4)
+    >>> _axis_number(25000, 4), _axis_number(2.5, 4), _axis_number(0.0, 4)
     ('25,000', '2.5', '0')
     """
     return f"{value:,.{digits}g}" if value < 1000 else f"{value:,.0f}"

@@ -1,8 +1,8 @@
-"""Reads access control lists (ACLs): the users and groups that have rights which the mode of a path does not show.
+"""The rights that others have on a path: by access control lists (ACLs), and by a mode that opens a folder to a group.
 
-It reads POSIX ACLs, and the NFSv4 ACLs that Linux's NFS client shows. `ownership` decides whether a right matters.
-
-The modes of a folder that its owner has opened to a Unix group, and of the files in it that the group may read.
+The mode of a path does not show the users and groups of its ACL. POSIX ACLs are read, and the NFSv4 ACLs that Linux's
+NFS client shows. `ownership` decides whether a right matters. The owner of a folder may open it to a Unix group, which
+may then read some of the files in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Literal
 
 from hpc_serve.errors import StoreError
-from hpc_serve.rendezvous import acl
+
+# -- access control lists
 
 READ, WRITE, SEARCH = 4, 2, 1
 Kind = Literal["user", "group", "others"]
@@ -94,6 +95,8 @@ def _nfs(content: bytes) -> tuple[Grant, ...] | None:
     return tuple(found)
 
 
+# -- folders that are open to a group
+
 SHARED_FOLDER = 0o3750  # read by its group, which new files get (setgid); the sticky bit marks it as ours
 SHARED_FILE = 0o640
 
@@ -124,7 +127,7 @@ def give_to_group(path: Path, group: int, mode: int) -> None:
         os.close(descriptor)
     if (found.st_gid, stat.S_IMODE(found.st_mode)) != (group, mode):
         raise StoreError(f"{path} cannot be shared: its file system does not keep its group and mode.")
-    if others := [one for one in acl.grants(path) or () if one.rights & acl.READ]:
+    if others := [one for one in grants(path) or () if one.rights & READ]:
         raise StoreError(f"{path} cannot be shared: by its ACL {others[0].kind} {others[0].who} could read it, too.")
 
 

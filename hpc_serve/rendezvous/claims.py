@@ -1,11 +1,8 @@
-"""Claims of service names. Replicas of one model share a name; another model waits until all of them are over.
+"""Two files of a service that are changed under its lock: the claim of its name, and what people want of it.
 
-The claim is one file, and a lock guards it. Only the scheduler knows whether the job that holds a name still exists, so
-callers that can ask it pass `is_over`.
-
-The file of what is wanted of a service, in the service's folder. Each change is made under the service's lock.
-
-If several programs change it at once, each sees the change before its own.
+Replicas of one model share a name; another model waits until all of them are over. Only the scheduler knows whether the
+job that holds a name still exists, so callers that can ask it pass `is_over`. wanted.py has the values of what is
+wanted. If several programs change them at once, each sees the change before its own.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -90,7 +86,7 @@ def require_filelock() -> None:
         ) from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def locked(store: ServiceStore, service: str, *, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
     """Hold the lock of a service's claim. Raises StoreError if it is held for too long, or there is no such service."""
     store.require_service(service)  # filelock would make the folders of a home that was moved away
@@ -98,7 +94,7 @@ def locked(store: ServiceStore, service: str, *, timeout_s: float = _LOCK_TIMEOU
         yield
 
 
-@contextmanager
+@contextlib.contextmanager
 def lock_file(path: Path, *, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
     """Hold a lock that all nodes see, a file in a folder that exists. Raises StoreError if it is held for too long."""
     require_filelock()
@@ -162,12 +158,12 @@ def _read_claim(path: Path) -> _Claim | None:
         return None
 
 
-_FILE = "wanted.json"
+# -- what is wanted
 
 
 def wanted_file(store: ServiceStore, service: str) -> Path:
     """Return where it is written. Raises InvalidRequestError for names that cannot be files."""
-    return store.service_dir(service) / _FILE
+    return store.service_dir(service) / "wanted.json"
 
 
 def read_wanted(store: ServiceStore, service: str) -> Wanted | None:

@@ -1,13 +1,11 @@
-"""Private files on a shared filesystem. Folders are 0700 and files 0600 from their first byte; a file is written whole
-or not at all, and read only if it belongs to us. Other modules decide what the files mean.
+"""Private files on a shared filesystem: folders are 0700 and files 0600 from their first byte.
 
-Shared filesystems answer from caches: a file that was just listed may be gone (ENOENT), and a handle may belong to a
-file that was replaced (ESTALE). Therefore files are opened without asking first, and opened again when the handle is
-stale.
+A file is written whole or not at all, and read only if it belongs to us. Shared filesystems answer from caches: a file
+that was just listed may be gone (ENOENT), and a handle may belong to a file that was replaced (ESTALE). Therefore files
+are opened without asking first, and opened again when the handle is stale.
 
-A key in a private file: how one is made, and what counts as one. Other modules decide who must show it.
-
-Folders that a person names: made if they are missing, and used only if nobody else can change what is in them.
+A private file may hold a key. A folder that a person names is made if it is missing, and used only if nobody else can
+change what is in it. Other modules decide what the files mean, and who must show a key.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     D = TypeVar("D", bound=DataclassInstance)
 
 T = TypeVar("T")
-
 FileVersion = tuple[int, int, int]
 """Time of the last change, inode and size: of two files of one name and one version, one is the other."""
 
@@ -298,6 +295,8 @@ def _explained(what: str, path: Path) -> Iterator[None]:
         raise StoreError(f"cannot {what} {path}: {error.strerror}.{advice}") from error
 
 
+# -- keys
+
 _KEY = re.compile(r"[\x21-\x7e]{16,}")
 
 
@@ -319,6 +318,9 @@ def read_key(path: Path, *, cure: str, owner: int | None = None) -> str:
     if not _KEY.fullmatch(key):
         raise RecordError(f"{path} holds no usable key (16 or more printable characters, no blanks): {cure}.")
     return key
+
+
+# -- folders that a person names
 
 
 def make_own_folder(path: Path, *, called: str, why: str) -> None:

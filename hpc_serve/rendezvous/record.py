@@ -1,13 +1,9 @@
-"""The record of a replica, written by its head, and the note that `submit` writes about a job: the values.
+"""The record of a replica, written by its head, and the note that `submit` writes about a job: the values. Pure.
 
 A record is a hint that expires when it is not renewed. This module decides its fields. It does not find out whether an
-engine answers at the address: readers do.
-
-LoRA adapters of a service. `wanted.json` says which there are to be, each record which its engine has.
-
-Chains of jobs that were submitted ahead: which come before a job, and which after it. Pure.
-
-Slurm decides when each begins. job/run/record_keeper.py decides what a job does about the jobs before it.
+engine answers at the address: readers do. Each record says which LoRA adapters its engine has; `wanted.json` says which
+there are to be. Jobs of a chain are submitted ahead, and their notes tell which come before a job, and which after it.
+Slurm decides when each begins, and job/run/record_keeper.py what a job does about the jobs before it.
 """
 
 from __future__ import annotations
@@ -22,6 +18,8 @@ from hpc_serve.redact import redact, redact_lines
 from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Bounds, SignedInt, Timestamp
 from hpc_serve.rendezvous.names import record_file_name, replica_name, validate_job_id
 from hpc_serve.units import layout_text
+
+# -- LoRA adapters
 
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 """Routes of an engine. Its gate takes them from its launcher alone."""
@@ -52,14 +50,15 @@ def check_adapter_name(name: str) -> None:
         )
 
 
+# -- records
+
 VERSION = 1
 DEFAULT_MACHINE = "default"
 """The kind of machine that the site file's own settings describe."""
 
 # unresponsive: the engine runs, and its launcher has found that it answers nothing.
 RecordState = Literal["starting", "ready", "unresponsive", "draining", "stopped", "failed"]
-FinalState = Literal["failed", "stopped"]
-FINAL_STATES: frozenset[FinalState] = frozenset(get_args(FinalState))
+_FinalState = Literal["failed", "stopped"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,15 +111,13 @@ class EndpointRecord:
     `predicted` hold figures by name, in bytes, seconds and tokens; `start_s` is the time from `started_at` until it was
     ready for the first time. `reason` says why a replica is unresponsive, drains or has ended, or why its engine is
     started again, which has happened `engine_restarts` times. `last_log_lines` are the last lines of the part that
-    failed. `certificate` (PEM) is what the engine
-    shows to whoever connects.
-    `cache` says whether the engine found code that an earlier start had compiled, and where. `loading` says by which
-    strategy its weights are read, and why.
+    failed. `certificate` (PEM) is what the engine shows to whoever connects. `cache` says whether the engine found code
+    that an earlier start had compiled, and where. `loading` says by which strategy its weights are read, and why.
     `replica` counts the `replicas_per_job` replicas of its job from 0. `drain_cause` says why it drains, or drained
-    (rendezvous/store.py).
-    `signs` says that the engine's gate sends signs within its answers to clients that ask for them. `adapters` are
-    those of what is wanted that its engine has loaded, or has failed to load. `weight_version` is what a program that
-    changes the weights calls them; "" if the engine does not say it, as outside of vLLM's development mode.
+    (rendezvous/store.py). `signs` says that the engine's gate sends signs within its answers to clients that ask for
+    them. `adapters` are those of what is wanted that its engine has loaded, or has failed to load. `weight_version` is
+    what a program that changes the weights calls them; "" if the engine does not say it, as outside of vLLM's
+    development mode.
     """
 
     service: str
@@ -203,7 +200,7 @@ class EndpointRecord:
     @property
     def is_final(self) -> bool:
         """Return whether the replica has ended, so that the record will not change any more."""
-        return self.state in FINAL_STATES
+        return self.state in get_args(_FinalState)
 
     def without_secrets(self) -> EndpointRecord:
         """Return the same without the secrets that its words may hold: they are those of engines and logs."""
@@ -217,7 +214,7 @@ class EndpointRecord:
 class JobEnd:
     """How a job ended that never published a record. `at` is seconds since the epoch by the clock of who ended it."""
 
-    state: FinalState
+    state: _FinalState
     reason: str
     at: Timestamp
     exit_code: SignedInt | None = None
@@ -270,6 +267,9 @@ class SubmittedJob:
         return tuple(
             replica_name(self.job_id, replica, self.replicas_per_job) for replica in range(self.replicas_per_job)
         )
+
+
+# -- chains of jobs
 
 
 def predecessors_of(job_id: str, submitted: Sequence[SubmittedJob]) -> list[SubmittedJob]:

@@ -1,20 +1,10 @@
-"""The shared folder of services: its files, their writers, and when they are removed.
+"""The shared folder of services: its files, who writes them, how they are read and ordered, and when they are removed.
 
 Each record has one writer, so readers need no lock. The content of a file is a hint: the client probes whether an
-engine answers, and only the scheduler knows whether a job exists. claims.py decides who may use a name.
-
-How a replica is asked to drain: a file beside its record, which its head looks for.
-
-Every program that may write into the service's folder may ask: `hpc-serve stop`, or the batch script before the time
-limit. The head decides what draining is, and how long it may take in fact.
-
-The report of a replica's preflight: a file beside its record, which its head writes before it starts the engine.
-
-`hpc_serve.job.preflight` decides which checks there are, and what they look at.
-
-The entries of a service: its records and its submitted jobs, read from their files and put in order.
-
-An entry that is not trusted becomes a problem with a reason. store.py says where the files are.
+engine answers, and only the scheduler knows whether a job exists. An entry that is not trusted becomes a problem with a
+reason. claims.py decides who may use a name. Two files lie beside a record. One asks its replica to drain, and every
+program that may write into the folder may write it; the head decides what draining is, and how long it may take. The
+other is the report of the preflight; `hpc_serve.job.preflight` decides which checks there are.
 """
 
 from __future__ import annotations
@@ -51,6 +41,8 @@ from hpc_serve.rendezvous.names import (
 )
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 
+# -- entries
+
 # An entry about a job, written by its head node or by `submit`.
 JobEntry = EndpointRecord | SubmittedJob
 _Entry = TypeVar("_Entry", EndpointRecord, SubmittedJob)
@@ -75,7 +67,7 @@ class ServiceRecords:
 
     def without_record(self) -> tuple[SubmittedJob, ...]:
         """Submitted jobs that have not published a record yet."""
-        started = jobs_begun(record.job_id for record in self.records)
+        started = _jobs_begun(record.job_id for record in self.records)
         return tuple(job for job in self.submitted if job.job_id not in started)
 
     def awaiting_record(self) -> tuple[SubmittedJob, ...]:
@@ -83,7 +75,7 @@ class ServiceRecords:
         return tuple(job for job in self.without_record() if job.end is None)
 
 
-def jobs_begun(job_ids: Iterable[str]) -> set[str]:
+def _jobs_begun(job_ids: Iterable[str]) -> set[str]:
     """Return `job_ids`, the ids of jobs with a record, and for the task of an array also the array's id."""
     return {begun for job_id in job_ids for begun in (job_id, array_of(job_id))}
 
@@ -100,7 +92,7 @@ def read_submitted(
     ]
 
 
-def began_or_ended_at(record: EndpointRecord) -> tuple[float, str]:
+def _began_or_ended_at(record: EndpointRecord) -> tuple[float, str]:
     """When a replica began or, if it is over, when it ended; and its name, for replicas of the same moment."""
     return record.updated_at if record.is_final else record.started_at, record.name
 
@@ -176,17 +168,19 @@ class EntryFiles:
         files, names = self.files(wanted)
         problems: list[str] = []
         records = self.read(files, problems, wanted)
-        begun = jobs_begun(name.rpartition("-r")[0] for name in names) if self._passes_over_ended else frozenset()
+        begun = _jobs_begun(name.rpartition("-r")[0] for name in names) if self._passes_over_ended else frozenset()
         ours = self._owner is None
         submitted = read_submitted(self._folder, self._service, problems, without=begun) if ours else []
         return ServiceRecords(
             service=self._service,
-            records=tuple(sorted(records, key=began_or_ended_at)),
+            records=tuple(sorted(records, key=_began_or_ended_at)),
             submitted=tuple(sorted(submitted, key=lambda job: (job.submitted_at, job.job_id))),
             problems=tuple(problems),
             unreadable=frozenset(names - self._ended.keys() - {record.name for record in records}),
         )
 
+
+# -- the store
 
 WEEK_S = 7 * 24 * 3600.0
 _BESIDE_RECORDS = (".drain", ".preflight", ".forgotten")
@@ -359,6 +353,8 @@ def own_store() -> ServiceStore:
     return ServiceStore(default_home(os.environ))
 
 
+# -- requests to drain
+
 # slurm: before the time limit or a preemption. handover: another replica has taken over. stop: a person ends it.
 # surplus: it is not needed. unknown: the file is there and cannot be read, for example as the disk was full.
 DrainCause = Literal["slurm", "handover", "stop", "surplus", "unknown"]
@@ -404,6 +400,8 @@ def read_drain_request(path: Path) -> DrainRequest | None:
         return DrainRequest(by=f"an unreadable request ({error})", cause="unknown", deadline_s=_UNKNOWN_S)
     return replace(request, deadline_s=max(0.0, request.deadline_s))
 
+
+# -- the report of a preflight
 
 Level = Literal["ok", "not checked", "warning", "failed"]
 LEVELS: tuple[Level, ...] = get_args(Level)

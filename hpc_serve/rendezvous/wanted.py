@@ -1,4 +1,4 @@
-"""What people want of a service, and what its jobs decided of late: the value that wanted_file.py reads and writes.
+"""What people want of a service, and what its jobs decided of late: the value that claims.py reads and writes.
 
 `submit`, `scale`, `wake` and `stop` write what is wanted; the deciding job writes what it decided. What follows from it
 is left to submit/services/reconcile.py. Pure.

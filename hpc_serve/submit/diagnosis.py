@@ -1,11 +1,8 @@
-"""Finds the replica whose logs a person means, and reads them, with Slurm's words, for the first cause of its failure.
+"""Finds the replica whose logs a person means, reads them for the first cause of its failure, and writes bug reports.
 
-`hpc_serve.diagnose` decides what the lines mean, and log_files.py which files there are.
-
-One file for a bug report: the diagnosis, the status, the script and the logs of a replica, without secrets.
-
-Only what is listed here goes in, and all of it passes `hpc_serve.redact`: records, keys and certificates stay where
-they are.
+`hpc_serve.diagnose` decides what the lines mean, and logs.py which files there are. Slurm's words count as well. A bug
+report is one file with the diagnosis, the status, the script and the logs of a replica. Only what is listed here goes
+in, and all of it passes `hpc_serve.redact`: records, keys and certificates stay where they are.
 """
 
 from __future__ import annotations
@@ -158,9 +155,10 @@ def end_of(store: ServiceStore, status: ReplicaStatus) -> Callable[[], bool]:
     return is_over
 
 
+# -- the bug report
+
 # Bytes of each log, from its beginning and from its end.
 _REPORT_HEAD_BYTES, _REPORT_TAIL_BYTES = 2**20, 4 * 2**20
-
 _LEFT_OUT = "… a part of this log was left out …\n"
 
 

@@ -1,11 +1,8 @@
-"""The log files of one job: which files there are, their last lines, and their new lines as they come.
+"""The log files of one job: which files there are, their lines, and the engine's reports in them over time.
 
 The batch script writes one file, and the launcher of each node another. A file may appear late, and a shared filesystem
-may show it later still. diagnosis.py decides which job's logs a person means.
-
-The engine's own reports over time, read from the log of a run's head. vLLM writes them while it has work.
-
-Times are by the clock of the node that wrote the log.
+may show it later still. The engine writes reports into the log of the run's head while it has work. Their times are by
+the clock of that node. diagnosis.py decides which job's logs a person means.
 """
 
 from __future__ import annotations
@@ -192,13 +189,13 @@ def _whole_lines(path: Path) -> int:
         return 0
 
 
+# -- the engine's reports
+
 # Bytes that are read at both ends of a long log.
 _HEAD_BYTES, _HISTORY_BYTES = 4 << 20, 16 << 20
-
 _LONGEST_LINE = 4096
 _SECONDS_A_MONTH, _SECONDS_A_DAY = 31 * 86_400, 86_400
 _BEGINS = "hpc-serve: launcher of "
-
 Reports = tuple[tuple[float, EngineReport], ...]
 """Each with its time in seconds since the epoch, in the order of time."""
 

@@ -1,24 +1,11 @@
-"""The certificates of a home: its private authority, and one certificate for the endpoint of each run.
+"""The certificates of a home: who signs each, what it holds, where it lies, and how other programs come to trust it.
 
-The authority's file holds its key and its certificate, 0600. Making certificates needs the `cryptography` package, and
-only a job's head imports it. A program that trusts them needs the standard library alone (`pinned`, `bundle`).
-
-The certificates in PEM text. What they are worth is not decided here.
-
-The certificates by which the processes of one run's Ray know each other.
-
-Each run has a separate authority in its private folder, and it goes with the folder. A certificate of another run is
-therefore not accepted. Each launcher signs one certificate for its node. `job/run/ray_cluster` uses them.
-
-A certificate that is signed by its own key: who trusts it trusts one endpoint, and nobody else.
-
-A gateway shows it to people of other accounts. The authority of the home would vouch for more than that. Key and
-certificate lie in one private file and stay the same as long as they can, so that copies of the certificate stay good.
-
-Lets other programs trust a home's endpoints: files of certificates, and the variables that name them.
-
-A variable like SSL_CERT_FILE replaces what a program trusts, so its file holds the system's authorities beside ours.
-Standard library alone.
+The home's private authority signs a certificate for the endpoint of each run. The Ray of each run has a separate
+authority in the run's private folder, so a certificate of another run is not accepted. A gateway that serves people of
+other accounts has a certificate that is signed by its own key: the home's authority would vouch for more than that. It
+stays the same as long as it can, so that copies stay good. A variable like SSL_CERT_FILE replaces what a program
+trusts, so its file holds the system's authorities beside ours. `making` needs the `cryptography` package, and is
+imported where a certificate is made; a program that only trusts them needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -49,76 +36,7 @@ def certificates_of(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-_AUTHORITY = "ray_authority.pem"
-_NAME = "hpc-serve run"
-_LOOPBACK = "127.0.0.1"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeerFiles:
-    """The 0600 files that a process of the run reads: the trusted authority, its certificate, and the key."""
-
-    authority: Path
-    certificate: Path
-    key: Path
-
-    @classmethod
-    def in_folder(cls, folder: Path) -> PeerFiles:
-        """Return the paths at which `make_peer_files` writes them."""
-        return cls(authority=folder / "authority.pem", certificate=folder / "node.pem", key=folder / "node.key")
-
-
-def make_peer_files(run_dir: Path, folder: Path, *, addresses: Iterable[str]) -> PeerFiles:
-    """Make a key and a certificate for this node at `addresses` (and the loopback address), in its private `folder`.
-
-    The run's authority is made in `run_dir` if it is missing; two nodes at once end with one. Raises StoreError,
-    RecordError, or InvalidRequestError without `cryptography`.
-    """
-    from hpc_serve.trust import making
-
-    authority_file = run_dir / _AUTHORITY
-    if not authority_file.exists():  # it may sign for anybody, since only this run trusts it
-        create_private(authority_file, making.new_authority(f"{_NAME} authority", lifetime=making.RUN_LIFETIME))
-    authority = read_private(authority_file, secret=True)
-    names = making.names((), (*addresses, _LOOPBACK))
-    try:
-        key, certificate = making.issue(authority, _NAME, names, is_for_clients=True)
-    except ValueError as error:
-        raise RecordError(f"{authority_file} does not hold the authority of this run: start the job again.") from error
-    make_private_folder(folder)
-    files = PeerFiles.in_folder(folder)
-    write_private(files.authority, "".join(certificates_of(authority)))
-    write_private(files.certificate, certificate)
-    write_private(files.key, key)
-    return files
-
-
-_RENEWED_BEFORE_END = timedelta(days=90)
-
-
-def ensure_self_signed(path: Path, *, names: Collection[str], addresses: Collection[str]) -> str:
-    """Return the certificate (PEM) of the key in `path`, for these host names and IP addresses.
-
-    The file holds both, 0600. It is made anew if it is missing, unusable or not secret, lacks a name, or ends within 90
-    days. Raises StoreError, or InvalidRequestError without `cryptography`.
-    """
-    from hpc_serve.trust import making
-
-    wanted = making.names(names, addresses)
-    try:
-        held = read_private(path, secret=True)
-        (found,) = certificates_of(held)
-        held_names, ends_at = making.names_and_end(found)
-        if ends_at - making.now() > _RENEWED_BEFORE_END and set(wanted) <= set(held_names):
-            return found
-    except (FileNotFoundError, ValueError):
-        pass
-    # Two certificates of one name confuse a search by name.
-    text = making.self_signed(f"hpc-serve gateway {secrets.token_hex(4)}", wanted)
-    write_private(path, text)
-    (made,) = certificates_of(text)
-    return made
-
+# -- the authority of a home, and the certificates of its runs
 
 _AUTHORITY_LIFETIME = timedelta(days=20 * 365)
 _ALWAYS = ("127.0.0.1", "::1")
@@ -206,11 +124,87 @@ def _unusable(path: Path, why: str) -> RecordError:
     )
 
 
+# -- the processes of one run's Ray
+
+_AUTHORITY = "ray_authority.pem"
+_NAME = "hpc-serve run"
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerFiles:
+    """The 0600 files that a process of the run reads: the trusted authority, its certificate, and the key."""
+
+    authority: Path
+    certificate: Path
+    key: Path
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> PeerFiles:
+        """Return the paths at which `make_peer_files` writes them."""
+        return cls(authority=folder / "authority.pem", certificate=folder / "node.pem", key=folder / "node.key")
+
+
+def make_peer_files(run_dir: Path, folder: Path, *, addresses: Iterable[str]) -> PeerFiles:
+    """Make a key and a certificate for this node at `addresses` (and the loopback address), in its private `folder`.
+
+    The run's authority is made in `run_dir` if it is missing; two nodes at once end with one. Raises StoreError,
+    RecordError, or InvalidRequestError without `cryptography`.
+    """
+    from hpc_serve.trust import making
+
+    path = run_dir / _AUTHORITY
+    if not path.exists():  # it may sign for anybody, since only this run trusts it
+        create_private(path, making.new_authority(f"{_NAME} authority", lifetime=making.RUN_LIFETIME))
+    authority = read_private(path, secret=True)
+    names = making.names((), (*addresses, _LOOPBACK))
+    try:
+        key, certificate = making.issue(authority, _NAME, names, is_for_clients=True)
+    except ValueError as error:
+        raise RecordError(f"{path} does not hold the authority of this run: start the job again.") from error
+    make_private_folder(folder)
+    files = PeerFiles.in_folder(folder)
+    write_private(files.authority, "".join(certificates_of(authority)))
+    write_private(files.certificate, certificate)
+    write_private(files.key, key)
+    return files
+
+
+# -- the certificate of a gateway
+
+_RENEWED_BEFORE_END = timedelta(days=90)
+
+
+def ensure_self_signed(path: Path, *, names: Collection[str], addresses: Collection[str]) -> str:
+    """Return the certificate (PEM) of the key in `path`, for these host names and IP addresses.
+
+    The file holds both, 0600. It is made anew if it is missing, unusable or not secret, lacks a name, or ends within 90
+    days. Raises StoreError, or InvalidRequestError without `cryptography`.
+    """
+    from hpc_serve.trust import making
+
+    wanted = making.names(names, addresses)
+    try:
+        held = read_private(path, secret=True)
+        (found,) = certificates_of(held)
+        held_names, ends_at = making.names_and_end(found)
+        if ends_at - making.now() > _RENEWED_BEFORE_END and set(wanted) <= set(held_names):
+            return found
+    except (FileNotFoundError, ValueError):
+        pass
+    # Two certificates of one name confuse a search by name.
+    text = making.self_signed(f"hpc-serve gateway {secrets.token_hex(4)}", wanted)
+    write_private(path, text)
+    (made,) = certificates_of(text)
+    return made
+
+
+# -- other programs
+
 REPLACING_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 """Read by OpenSSL (and Go and Python), by Python's requests, and by curl: each in place of the system's authorities."""
 ADDING_VARIABLE = "NODE_EXTRA_CA_CERTS"
 """Read by Node.js beside its own authorities."""
-
 _SYSTEM_BUNDLES = (
     "/etc/ssl/certs/ca-certificates.crt",  # Debian, Ubuntu, Arch
     "/etc/pki/tls/certs/ca-bundle.crt",  # Red Hat and its kin

@@ -1,7 +1,7 @@
 """The steps of making a certificate with the `cryptography` package. Others import this module when they make one.
 
-`authority` (endpoints) and `peers` (Ray) decide what a certificate says, who signs it, and where it lies. The import
-raises InvalidRequestError where there is no `cryptography`.
+`authority` decides what a certificate says, who signs it, and where it lies. The import raises InvalidRequestError
+where there is no `cryptography`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`report`: one page of HTML about a service or a job, to look at and to pass on.
 
-The report of replicas as one page of HTML: no script, no picture and no style from elsewhere. Pure.
-
-Text of records and logs is made printable and escaped wherever it is put in.
+The page has no script, and no picture and no style from elsewhere. Text of records and logs is made printable and
+escaped wherever it is put in. `pages/frame.py` makes the page and its charts.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     from hpc_serve.vllm.log import EngineReport
 
 
+# -- the page
+
 _STYLE = """
 body{max-width:900px} th{white-space:nowrap} td{overflow-wrap:anywhere} .scroll td{overflow-wrap:normal}
 svg{width:100%;display:block}
@@ -50,7 +51,7 @@ _WITHOUT_HISTORY = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaReport:
+class _ReplicaReport:
     """All that the page says of one replica."""
 
     status: ReplicaStatus
@@ -60,7 +61,7 @@ class ReplicaReport:
     engine_args: Sequence[str] = ()
 
 
-def report_page(title: str, replicas: Sequence[ReplicaReport], *, at: float) -> str:
+def _report_page(title: str, replicas: Sequence[_ReplicaReport], *, at: float) -> str:
     """The page. `at`: seconds since the epoch, when its figures were read."""
     about = Markup('<h1>{}</h1><p class="when">hpc-serve {}, {}</p>').format(
         _text(title), hpc_serve.__version__, when(at)
@@ -68,7 +69,7 @@ def report_page(title: str, replicas: Sequence[ReplicaReport], *, at: float) -> 
     return document(_text(title), Markup("\n").join((about, *(_replica(one, at) for one in replicas))), style=_STYLE)
 
 
-def _replica(found: ReplicaReport, at: float) -> Markup:
+def _replica(found: _ReplicaReport, at: float) -> Markup:
     status = found.status
     parts = [
         Markup('<h2>{} job {} <span class="{}">{}</span></h2>').format(
@@ -95,7 +96,7 @@ def _failure(diagnosis: Diagnosis) -> Markup:
     return Markup('<div class="bad"><pre>{}</pre></div>').format(_text(diagnosis.report))
 
 
-def _plan(found: ReplicaReport) -> Markup:
+def _plan(found: _ReplicaReport) -> Markup:
     status = found.status
     job = status.job
     nodes = "a node" if job.num_nodes == 1 else f"{job.num_nodes} nodes"
@@ -145,7 +146,7 @@ def _figures(status: ReplicaStatus) -> Markup:
     return table(("figure", "predicted", "measured", "measured is"), cells)
 
 
-def _over_time(found: ReplicaReport) -> Markup:
+def _over_time(found: _ReplicaReport) -> Markup:
     reports, predicted = found.reports, found.status.predicted
     if not reports:
         return _note(_WITHOUT_HISTORY)
@@ -191,6 +192,8 @@ def _text(text: str) -> str:
     return redact(printable(text))
 
 
+# -- the command
+
 _MOST_REPLICAS = 16
 
 
@@ -210,7 +213,7 @@ def report_command(target: str, output: str | None) -> None:
     from hpc_serve.rendezvous.files import write_private
 
     store = own_store()
-    page = report_page(f"hpc-serve: {target}", _reports(store, target), at=time.time())
+    page = _report_page(f"hpc-serve: {target}", _reports(store, target), at=time.time())
     if output == "-":
         click.echo(page, nl=False)
         return
@@ -221,7 +224,7 @@ def report_command(target: str, output: str | None) -> None:
     click.echo(f"{path}: open it in a browser.")
 
 
-def _reports(store: ServiceStore, target: str) -> list[ReplicaReport]:
+def _reports(store: ServiceStore, target: str) -> list[_ReplicaReport]:
     from hpc_serve.client.engine_work import look_for
     from hpc_serve.submit.diagnosis import diagnose_replica
     from hpc_serve.submit.status.status_reader import find
@@ -232,7 +235,7 @@ def _reports(store: ServiceStore, target: str) -> list[ReplicaReport]:
     jobs = {job.job_id: job for service in {one.service for one in shown} for job in store.read_submitted(service)}
     works = look_for(shown, store.read_api_key)
     return [
-        ReplicaReport(
+        _ReplicaReport(
             status=status,
             work=work,
             reports=_engine_reports(status),

@@ -1,6 +1,7 @@
-"""`models`: the catalogue, as a list.
+"""`models` and `gpus`: the models and the accelerators that a command can name, as lists.
 
-`gpus`: the accelerators that `--gpu` and the site file's `gpu` can name, as a list. The site's own is marked.
+`models` lists the site's own models and those of the catalogue. `gpus` lists what `--gpu` and the site file's `gpu` can
+name; the site's own accelerator is marked.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import click
 
 from hpc_serve.cli.commands import print_json
 from hpc_serve.errors import HpcServeError
-from hpc_serve.plan.hardware import DEFAULT_GPU
+from hpc_serve.plan.hardware import DEFAULT_GPU, accelerator_of
 from hpc_serve.units import GIB
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ def gpus_command(word: str | None, as_json: bool) -> None:
     A * marks the accelerator that the site file names.
     """
     from hpc_serve.plan import catalog
-    from hpc_serve.plan.hardware import DEFAULT_GPU, accelerator_of
     from hpc_serve.submit.site.site_files import read_site
 
     own = read_site(os.environ).gpu
@@ -100,7 +100,7 @@ def _print_accelerators(entries: Sequence[Mapping[str, Any]]) -> None:
     console.print(table)
 
 
-Entry = dict[str, Any]
+_Entry = dict[str, Any]
 _KEYS = ("name", "aliases", "published_parameters", "min_vllm", "note")
 
 
@@ -143,7 +143,7 @@ def models_command(word: str | None, fits: bool, as_json: bool) -> None:
         raise click.ClickException(f"No model of the catalogue has {word!r} in its name; `hpc-serve models` lists all.")
 
 
-def _print_models(own: Sequence[Entry], known: Sequence[Entry], *, has_layouts: bool) -> None:
+def _print_models(own: Sequence[_Entry], known: Sequence[_Entry], *, has_layouts: bool) -> None:
     """Print the site's own models, then the catalogue's; those with a short name first."""
     from rich.text import Text
 
@@ -165,7 +165,7 @@ def _print_models(own: Sequence[Entry], known: Sequence[Entry], *, has_layouts: 
     console.print(table)
 
 
-def _note_layout(site: SiteProfile, entry: Entry) -> bool:
+def _note_layout(site: SiteProfile, entry: _Entry) -> bool:
     """Put the layout of a model on one node of the site's GPUs beside it; False if the model does not fit."""
     from hpc_serve.plan.make import PlanRequest
     from hpc_serve.submit.plans.planning import plan_for

@@ -1,8 +1,7 @@
 """What `plan` shows: the budget of one GPU as a bar, the layouts considered, the flags; or several accelerators.
 
-Shows `plan --compare`: the memory of each accelerator in one table, the speed in another.
-
-Plans and speeds were made before; this module only sets them side by side.
+`plan --compare` shows the memory of each accelerator in one table, and the speed in another. Plans and speeds were made
+before; here they are only shown.
 """
 
 from __future__ import annotations
@@ -45,6 +44,9 @@ from hpc_serve.units import GIB
 
 if TYPE_CHECKING:
     from hpc_serve.plan.speed.estimate import SpeedEstimate
+
+
+# -- several accelerators
 
 
 def print_comparison(results: list[PlanResult]) -> None:
@@ -159,6 +161,8 @@ def _table(*headings: str) -> Table:
     table.padding = 0
     return table
 
+
+# -- one plan
 
 _BAR_WIDTH = 60
 _VERDICTS = {"chosen": "bold green", "fits": "green", "too small": "yellow", "refused": "red"}

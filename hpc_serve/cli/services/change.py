@@ -1,6 +1,6 @@
-"""`scale`, `wake`, `stop` and `forget`: the commands that change services.
+"""`scale`, `wake`, `stop`, `forget` and `adapter`: the commands that change services, or their LoRA adapters.
 
-`adapter`: the LoRA adapters of a service.
+`submit/services/` decides what follows; here it is told to a person, or printed as JSON.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _list(store: ServiceStore, service: str, *, as_json: bool) -> None:
 _DRAIN = click.option(
     "--drain", type=SECONDS, default=120.0, help="How long the requests under way may take [default: 120]."
 )
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
+_AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
 
 
 @click.command("stop")
@@ -110,7 +110,7 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print what was d
 @click.option("--now", is_flag=True, help="Do not wait for the requests under way.")
 @_DRAIN
 @click.option("--timeout", type=SECONDS, default=120.0, help="How long to wait for the end after that [default: 120].")
-@AS_JSON
+@_AS_JSON
 def stop_command(
     targets: Sequence[str], replicas: Sequence[str], now: bool, drain: float, timeout: float, as_json: bool
 ) -> None:
@@ -184,7 +184,7 @@ def _is_over(status: ReplicaStatus) -> str:
 @click.argument("service", shell_complete=service_names)
 @click.argument("replicas", type=REPLICAS, metavar="N|MIN:MAX|NAME:N,…")
 @_DRAIN
-@AS_JSON
+@_AS_JSON
 def scale_command(service: str, replicas: tuple[int, int | None] | dict[str, int], drain: float, as_json: bool) -> None:
     """Bring a service to N replicas, or let its jobs decide between MIN and MAX.
 
@@ -228,7 +228,7 @@ def scale_command(service: str, replicas: tuple[int, int | None] | dict[str, int
 
 @click.command("wake")
 @click.argument("service", shell_complete=service_names)
-@AS_JSON
+@_AS_JSON
 def wake_command(service: str, as_json: bool) -> None:
     """Bring back a service that is asleep (--idle-stop), or over: with the least number of replicas it may have.
 

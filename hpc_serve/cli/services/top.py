@@ -1,8 +1,7 @@
 """`top`: all replicas with what their engines do, drawn again every two seconds.
 
-A separate screen for a view that is drawn again and again, with keys read one by one.
-
-The screen before, its cursor and the terminal's settings come back however the view ends, but by SIGKILL.
+The view has a separate screen of the terminal, and reads keys one by one. The screen before, its cursor and the
+terminal's settings come back however the view ends, but by SIGKILL.
 """
 
 from __future__ import annotations
@@ -37,10 +36,12 @@ if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
 
 
+# -- the screen
+
 _VSUSP_OFF = b"\0"
 
 
-def has_screen() -> bool:
+def _has_screen() -> bool:
     """Whether stdout and stdin are a terminal on which a cursor can be moved."""
     return sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
@@ -65,7 +66,7 @@ class Screen:
 
 
 @contextlib.contextmanager
-def own_screen() -> Iterator[Screen]:
+def _own_screen() -> Iterator[Screen]:
     """Enter a separate screen. Ctrl-C, SIGTERM and SIGHUP are a KeyboardInterrupt."""
     keys = sys.stdin.fileno()
     settings = termios.tcgetattr(keys)
@@ -85,6 +86,8 @@ def own_screen() -> Iterator[Screen]:
         for one, handler in before.items():
             signal.signal(one, handler)
 
+
+# -- the view
 
 _EVERY_S = 2.0
 _SLURM_S = 15.0  # a controller serves a whole site: it is asked less often than engines are
@@ -142,7 +145,7 @@ def top_command(services: Sequence[str], once: bool, as_json: bool) -> None:
     from hpc_serve.client.engine_work import LOOK_S
 
     looks = Looks(own_store(), services)
-    if once or as_json or not has_screen():
+    if once or as_json or not _has_screen():
         frame = looks.look()
         if any(work.in_flight for work in frame.works):
             time.sleep(LOOK_S)
@@ -172,7 +175,7 @@ def _follow(looks: Looks) -> None:
             latest[:] = [looks.look()]
             time.sleep(_EVERY_S)
 
-    with own_screen() as screen:
+    with _own_screen() as screen:
         threading.Thread(target=go_on_looking, daemon=True, name="hpc-serve-top").start()
         while screen.key(within_s=_DRAW_S) not in ("q", "Q", "\x03"):
             size = shutil.get_terminal_size()

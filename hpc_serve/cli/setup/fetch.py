@@ -1,8 +1,7 @@
 """`fetch`: brings a model from the hub into the cache that jobs read. Progress is on stderr, the folder on stdout.
 
-The progress of `fetch` on stderr: on a terminal one line that changes, elsewhere lines that stay.
-
-rich measures the speed over the last ten seconds.
+On a terminal progress is one line that changes, elsewhere lines that stay. rich measures the speed over the last ten
+seconds. `hub/fetch.py` decides which files are fetched.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ class FetchProgress(ChangingLine):
         """Show that `done` bytes are here. Without a terminal, print a line at each tenth and once a minute."""
         self.progress.update(self.task, completed=done)
         task = self.progress.tasks[self.task]
-        self.change(words(task))
+        self.change(_words(task))
         tenth, now_s = int(task.percentage // 10), self._clock()
         if not self.is_shown and (tenth > self._tenth or now_s - self._line_at_s >= _LINE_EVERY_S):
             self._tenth, self._line_at_s = max(tenth, self._tenth), now_s
-            click.echo(words(task), err=True)
+            click.echo(_words(task), err=True)
 
 
-def words(task: Task) -> str:
+def _words(task: Task) -> str:
     """Return how far a fetch is: `3.0 GiB of 15.0 GiB (20 %), 200 MiB/s, about 60 s left`."""
     done, total = int(task.completed), int(task.total or 0)
     text = f"{readable_size(done)} of {readable_size(total)} ({100 * done // total if total else 100} %)"
@@ -135,7 +134,6 @@ def _repository(model: str, site_file: str | None) -> tuple[str, HubSettings]:
 def _run(found: ModelFiles) -> None:
     """Fetch, and show the progress."""
     from hpc_serve.cli.main import INTERRUPTED
-    from hpc_serve.units import readable_size
 
     began_s = time.monotonic()
     try:

@@ -1,10 +1,8 @@
-"""The request that the options of a command make, together with the site file and the environment.
+"""The options that `plan`, `render` and `submit` share, and the request that they make with site file and environment.
 
-Values that are not given come from the site file, then from the planner's or Slurm's own defaults.
-
-The options that `plan`, `render` and `submit` share, as click's, and their groups in a help.
-
-Most are declared as fields of `ServeRequest` and `SlurmOptions` (submit/request/).
+Most options are declared as fields of `ServeRequest` and `SlurmOptions` (submit/request/); here they become click's,
+in the groups of a help. Values that are not given come from the site file, then from the planner's or Slurm's own
+defaults.
 """
 
 from __future__ import annotations
@@ -30,6 +28,8 @@ if TYPE_CHECKING:
     from hpc_serve.submit.site.site import SiteProfile
     from hpc_serve.submit.site.site_files import SiteModel
 
+
+# -- the options
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -85,11 +85,11 @@ _PLAN_OPTIONS = (
     ),
     *(_declared(one, _HINTS[one.name]) for one in OPTIONS if one.metadata["of_plan"]),
 )
-SLURM_FIELDS = tuple(option for option in fields(SlurmOptions) if "help" in option.metadata)
-SLURM_OPTIONS = tuple(option.name for option in SLURM_FIELDS)
+_SLURM_FIELDS = tuple(option for option in fields(SlurmOptions) if "help" in option.metadata)
+SLURM_OPTIONS = tuple(option.name for option in _SLURM_FIELDS)
 _SLURM_HINTS = get_type_hints(SlurmOptions)
 _SLURM_OPTIONS = (
-    *(_declared(one, _SLURM_HINTS[one.name]) for one in SLURM_FIELDS),
+    *(_declared(one, _SLURM_HINTS[one.name]) for one in _SLURM_FIELDS),
     click.option("--sbatch", "extra", multiple=True, metavar="--X=Y", help="A further sbatch option; may be repeated."),
 )
 _JOB_OPTIONS = (
@@ -162,11 +162,13 @@ def _with_options(function: Function, options: Sequence[Callable[[Function], Fun
     return function
 
 
+# -- the request
+
 _ALSO_OF_VLLM = ("tensor_parallel_size", "pipeline_parallel_size", "max_model_len")
 """Our options that vLLM has by the same names."""
 
 
-def model_of(options: Mapping[str, Any]) -> str:
+def _model_of(options: Mapping[str, Any]) -> str:
     """The model named, as MODEL or with --model. Raises UsageError where there is none, or there are two."""
     named = [name for name in (options["model_argument"], options["model"]) if name is not None]
     if len(named) == 1 and named[0].strip():
@@ -191,14 +193,14 @@ def engine_words(options: Mapping[str, Any], site: SiteProfile) -> tuple[tuple[s
     from hpc_serve.vllm.arguments import without
 
     words = click.get_current_context().meta.get("engine_args", ())
-    own = site_model(model_of(options), site)
+    own = site_model(_model_of(options), site)
     if own:
         given = {f"--{name.replace('_', '-')}" for name in _ALSO_OF_VLLM if options[name] is not None}
         words = replace(own, vllm_args=without(own.vllm_args, given)).engine_args(words)
     return with_plain_sizes(words), own
 
 
-def machines_of(options: Mapping[str, Any], site: SiteProfile) -> dict[str, Any]:
+def _machines_of(options: Mapping[str, Any], site: SiteProfile) -> dict[str, Any]:
     """Return the machines asked for, by PlanRequest's names. If --gpu is given, the site file's words on GPUs do not
     count.
     """
@@ -261,10 +263,10 @@ def make_request(options: Mapping[str, Any]) -> ServeRequest:
         counts = (counts[machine], None)
     site = read_site(environ, options["site"]).of_machine(machine)
     log_dir = options["log_dir"] or environ.get("HPC_SERVE_LOG_DIR") or site.log_dir
-    named, (engine_args, own) = model_of(options), engine_words(options, site)
+    named, (engine_args, own) = _model_of(options), engine_words(options, site)
     replicas, max_replicas = counts or (None, None)
     env = expanded({**site.env, **(own.env if own else {})}, environ) | parse_env(options["env"])
-    asked = {one.name: options[one.name] for one in OPTIONS} | machines_of(options, site)
+    asked = {one.name: options[one.name] for one in OPTIONS} | _machines_of(options, site)
     asked |= {
         "service": options["service"]
         if options["service"] is not None
@@ -294,7 +296,7 @@ def make_request(options: Mapping[str, Any]) -> ServeRequest:
 
 def request_of_plan(options: Mapping[str, Any]) -> ServeRequest:
     """The request that `submit` makes of the options of `plan`. Raises HpcServeError."""
-    unset = {one.name: unset_value(one) for one in (*OPTIONS, *SLURM_FIELDS)}
+    unset = {one.name: unset_value(one) for one in (*OPTIONS, *_SLURM_FIELDS)}
     further = {"site": None, "log_dir": None, "stage": None, "env": (), "extra": ()}
     # The plan has checked the engine's options, for its version of vLLM.
     return make_request({**unset, **further, **options, "replicas": None, "allow_unknown_vllm_options": True})

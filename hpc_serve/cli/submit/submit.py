@@ -1,6 +1,6 @@
-"""`render` and `submit`: the script, and the job made of it.
+"""`render` and `submit`: the script, and the job made of it, shown as text for people and as JSON for scripts.
 
-What is shown of a submission: text for people, JSON for scripts.
+request.py makes the request of the options; `hpc_serve.submit` plans it and hands it over.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _LOGS_SHOWN = 4
 
 
-def submission_json(submission: Submission) -> dict[str, Any]:
+def _submission_json(submission: Submission) -> dict[str, Any]:
     """A submission under stable keys, with the other replicas of its service, and in what its engine differs."""
     job, plan = submission.job, submission.plan
     sizes = ("num_nodes", "gpus_per_node", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -209,7 +209,7 @@ def submit_command(
     submissions = services.submit_each(requests, ask_hub=check_hub, share=share, adapters=adapters)
     is_one = len(submissions) == 1
     if as_json:
-        told = [submission_json(one) for one in submissions]
+        told = [_submission_json(one) for one in submissions]
         print_json(told[0] if is_one else {"service": requests[0].service, "submissions": told})
     else:
         for one in submissions:

@@ -1,8 +1,7 @@
-"""`gateway`: one address for services, for curl, web pages and other languages.
+"""`gateway` and `key`: one address for services, for any program that speaks HTTP, and the keys of persons there.
 
-`gateway --on-demand FILE`: reads the list of models that are started when they are asked for.
-
-`key`: the keys of persons who ask a gateway.
+`gateway --on-demand FILE` reads here the list of models that are started when they are asked for. `hpc_serve.gateway`
+decides how requests are answered.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,13 +31,14 @@ from hpc_serve.rendezvous.names import validate_service_name
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Sequence
 
     from hpc_serve.gateway.listening import ListenAddress
     from hpc_serve.gateway.personal_keys import Person, Use
     from hpc_serve.gateway.settings import OnDemand
     from hpc_serve.gateway.sharing import Shared
 
+
+# -- the keys of persons
 
 _LIMIT = click.IntRange(1, 2**63 - 1)  # what a file of ours holds
 
@@ -105,6 +105,8 @@ def _show(people: Sequence[Person], use: Mapping[str, Use], *, as_json: bool) ->
     click.echo("A DAY is in tokens. REQUESTS, the tokens of PROMPT and ANSWERS, and the GPU-hours are those of today.")
 
 
+# -- the models on demand
+
 _EXAMPLE = "models: {chat: 70b --time 04:00:00}"
 
 
@@ -165,6 +167,8 @@ def _gpus_of(service: str, words: tuple[str, ...]) -> int:
         gpus += devices_per_node(plan) * plan.layout.num_nodes * replicas
     return gpus
 
+
+# -- the gateway
 
 _WITH_KEY = """printf 'header = "Authorization: Bearer %s"' {key} | curl --config - {options}"""
 

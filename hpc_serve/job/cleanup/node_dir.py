@@ -1,20 +1,12 @@
-"""A launcher's private folder on its node, and the lock that shows whether the launcher lives.
+"""The folders of a run, and its files in /dev/shm: who owns them, and how they are removed.
 
-A launcher holds a lock on the folder's `owner` file as long as it lives. It locks the file before it gives it the name
-`owner`. An `owner` file without a lock therefore belongs to a launcher that has ended. The process that locks it then
-may remove the folder. `sweep` decides when to look for such folders.
-
-The run's private folder in the shared home. It holds what all nodes read: Ray's token, and the port where the head's
-launcher listens.
-
-The head removes it at the end of the run. If the head was killed, its sweep process removes it (`sweep`), or a later
-run does. A later run decides by the records, because the code inside a job calls no Slurm command.
-
-The shared memory of a run: which files in /dev/shm its processes use, and how they are removed after it.
-
-vLLM, PyTorch and NCCL make files of random names there and remove them at their end. A process that is killed leaves
-its files, and their names do not show whose they were. The files that the run's processes have mapped are therefore
-listed while the run lives. `sweep` decides when to list and when to remove them.
+A launcher's private folder on its node has an `owner` file, which the launcher locks before it gives the file that
+name, and for as long as it lives. An `owner` file without a lock belongs to a launcher that has ended; the process that
+locks it may remove the folder. The run's private folder in the shared home holds Ray's token and the head's port. The
+head removes it at the end, else the sweep process does, or a later run. A later run decides by the records, because the
+code inside a job calls no Slurm command. vLLM, PyTorch and NCCL make files of random names in /dev/shm, and a process
+that is killed leaves them. So the files that the run's processes have mapped are listed while the run lives. `sweep`
+decides when to list, to look and to remove.
 """
 
 from __future__ import annotations
@@ -46,10 +38,11 @@ from hpc_serve.rendezvous.names import run_name
 from hpc_serve.rendezvous.ownership import fault, require
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, WEEK_S, ServiceStore
 
+# -- the run's files in /dev/shm
+
 # vLLM makes psm_ (Python's own prefix), vllm_ (offloaded cache, processed images, ranks on a CPU) and sem.mp- (spawned
 # processes). Ray's object store needs no entry: Ray unlinks its file when it has opened it.
 _SEGMENT_NAME = re.compile(r"(?:psm_|vllm_|sem\.mp-|torch_|nccl-)[^/\\\s]+")
-
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -122,8 +115,9 @@ def _is_ours(segment: Segment, folder: Path) -> bool:
     return is_same and _SEGMENT_NAME.fullmatch(segment.name) is not None
 
 
-_CONTROL_PORT = "control_port"
+# -- the run's folder in the shared home
 
+_CONTROL_PORT = "control_port"
 _RUN_DIR_NAME = re.compile(r"(?P<run>.+-r\d+(?:-\d+)?)-[0-9a-f]{8}")
 
 
@@ -165,7 +159,7 @@ def read_control_port(run_dir: Path) -> int | None:
 
 def remove_run_dir(path: Path) -> None:
     """Remove a folder that `make_run_dir` has made. A path that it cannot have made stays."""
-    if path.parent.name == "jobs" and _RUN_DIR_NAME.fullmatch(path.name) and is_private_folder(path):
+    if path.parent.name == "jobs" and _RUN_DIR_NAME.fullmatch(path.name) and _is_private_folder(path):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -188,17 +182,19 @@ def remove_old_run_dirs(store: ServiceStore) -> None:
                 remove_run_dir(path)
 
 
-def is_private_folder(path: Path) -> bool:
+def _is_private_folder(path: Path) -> bool:
     """Return whether `path` is a folder that only this user can enter, and not a link to one."""
     return path.is_dir() and not path.is_symlink() and fault(path, "private") is None
 
+
+# -- the launcher's folder on its node
 
 _NAME = re.compile(r"hs-[0-9a-f]{8}")
 _OWNER = "owner"
 _SWEEP = "hpc_serve.job.cleanup.sweep"
 _STOP_TIMEOUT_S = 5.0
 _SEGMENTS = "shared-memory"
-SeenBy = Literal["watcher", "launcher"]
+_SeenBy = Literal["watcher", "launcher"]
 """Who has listed segments: each writes a file of its own."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
@@ -304,7 +300,7 @@ def list_private(root: Path) -> list[Path]:
     if fault(root, "scratch") is not None:
         return []
     paths = [path for path in root.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted(path for path in paths if is_private_folder(path))
+    return sorted(path for path in paths if _is_private_folder(path))
 
 
 @contextlib.contextmanager
@@ -339,7 +335,7 @@ def read_owner(path: Path) -> DirOwner | None:
     return None
 
 
-def write_segments(path: Path, segments: set[Segment], *, seen_by: SeenBy) -> None:
+def write_segments(path: Path, segments: set[Segment], *, seen_by: _SeenBy) -> None:
     """Write down the run's segments in /dev/shm, in place of the earlier list of the program `seen_by`."""
     listed = json.dumps(sorted([segment.name, segment.inode] for segment in segments))
     with contextlib.suppress(OSError):
@@ -369,7 +365,7 @@ def remove(path: Path, owner: DirOwner) -> None:
 def read_segments(path: Path) -> set[Segment]:
     """Return the segments in /dev/shm that were written down as the run's."""
     found = set()
-    for seen_by in get_args(SeenBy):
+    for seen_by in get_args(_SeenBy):
         with contextlib.suppress(OSError, ValueError, TypeError):
             listed = json.loads((path / f"{_SEGMENTS}-{seen_by}").read_text())
             found |= {Segment(str(name), int(inode)) for name, inode in listed}

@@ -1,6 +1,6 @@
 """How a replica drains: new requests are refused, those under way are finished, and both are bounded.
 
-The head decides when, and takes the run down afterwards. What Slurm leaves after a signal is decided in `outcome`.
+The head decides when, and takes the run down afterwards. What Slurm leaves after a signal is decided in `parts`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The engine of a run, on its head: started, followed until it is ready, watched, and started again in place.
 
-`engine_watch` asks whether it still works, `restarts` decides how often it is started. An end after which it is not
+`engine_watch` asks whether it still works, `Restarts` decides how often it is started. An end after which it is not
 started again ends the run.
 """
 

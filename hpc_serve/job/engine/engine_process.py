@@ -1,19 +1,12 @@
-"""The engine's process: its command, and the imports that are done before it may start.
+"""The engine's process on the head: its socket, its address and certificate, its command, and imports before its start.
 
-Over Ray the engine starts once all nodes have joined. Until then a child process imports vLLM's command line
-(`engine_start`), which takes five seconds of a core. At the start the child is told the command, and becomes the
-engine. It acts on no word of the command before. The command itself is started in three cases: `vllm` is not the script
-of this Python; the device is a TPU, because an import may take its chips; the engine is started a second time or later.
+Socket and certificate are made first, so that the record names them from the beginning. vLLM binds its port with
+SO_REUSEADDR and listens once it has loaded; until then any user of the node can bind that port too, and listen first.
+So vLLM binds a port that nobody is told of, and its server asks for the launcher's socket when it is up.
 
-The socket that the engine serves on. The head's launcher makes it, and it listens from then on.
-
-vLLM binds its port with SO_REUSEADDR and listens once it has loaded. Until then any user of the node can bind the same
-port and listen first. vLLM therefore binds a port that nobody is told of, and its server serves on the launcher's
-socket instead. The server asks for the socket when it is up, through a Unix socket in the node's private folder.
-
-The address of a run's engine, and the run's certificate, by which the engine proves its identity.
-
-The socket and the certificate are made before the engine starts, so that the record names them from the beginning.
+Over Ray the engine starts once all nodes have joined. Until then a child imports vLLM's command line (`engine_start`),
+five seconds of a core, and is told the command later. The command itself is started if `vllm` is not the script of this
+Python, if the device is a TPU (an import may take its chips), and whenever the engine is started again.
 """
 
 from __future__ import annotations
@@ -44,6 +37,10 @@ from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.trust.authority import RunCertificate, make_run_certificate
 from hpc_serve.trust.connection import Identity
 from hpc_serve.vllm.command import server_args
+
+_log = logging.getLogger(__name__)
+_NAME = "engine"
+_GRACE_S = 1.0
 
 
 class EngineSocket:
@@ -110,11 +107,11 @@ def make_endpoint(node: Node, store: ServiceStore) -> tuple[EngineEndpoint, Reco
     folder = Path(node.environ["HPC_SERVE_JOB_DIR"]) if node.allocation.is_head else node.node_dir
     addresses = dict.fromkeys((*record.hosts, node.address))
     certificate = make_run_certificate(store.home, folder, run=node.allocation.run_name, addresses=addresses)
-    socket = EngineSocket(node)
-    record = replace(record, port=socket.port, certificate=certificate.certificate, signs=True)
+    opened = EngineSocket(node)
+    record = replace(record, port=opened.port, certificate=certificate.certificate, signs=True)
     identity = Identity.of(record, store.read_api_key(record.service))
     address = EngineAddress(host=node.address, port=record.port, identity=identity, token=secrets.token_hex(16))
-    return EngineEndpoint(socket=socket, address=address, certificate=certificate), RecordKeeper(store, record)
+    return EngineEndpoint(socket=opened, address=address, certificate=certificate), RecordKeeper(store, record)
 
 
 def move_endpoint(node: Node, endpoint: EngineEndpoint) -> EngineEndpoint:
@@ -122,13 +119,8 @@ def move_endpoint(node: Node, endpoint: EngineEndpoint) -> EngineEndpoint:
 
     The old port went with the old engine. A port that the command names stays. Raises PortsInUseError.
     """
-    socket = EngineSocket(node)
-    return replace(endpoint, socket=socket, address=replace(endpoint.address, port=socket.port))
-
-
-_log = logging.getLogger(__name__)
-_NAME = "engine"
-_GRACE_S = 1.0
+    opened = EngineSocket(node)
+    return replace(endpoint, socket=opened, address=replace(endpoint.address, port=opened.port))
 
 
 class EngineProcess:

@@ -3,7 +3,7 @@ engine from then on.
 
     python -m hpc_serve.job.engine.engine_start SCRIPT serve MODEL …
 
-SCRIPT is the command `vllm` of this Python's environment (`own_script`). The line is JSON: the variables that the
+SCRIPT is the command `vllm` of this Python's environment (`is_own_script`). The line is JSON: the variables that the
 environment still lacks. If no line comes, the launcher has ended, and the child ends too. No part of the command runs
 before the line. The imported modules read no word of the command but "--help".
 """

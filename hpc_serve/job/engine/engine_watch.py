@@ -1,11 +1,9 @@
-"""Looks after an engine that was ready: asks whether it still works, and writes in the record when it does not.
+"""Looks after an engine: asks whether it still works, and keeps its LoRA adapters as the service wants them.
 
 The gate in the engine's process knows whether the engine makes steps (`gate/engine_facts.py`), and /health says so.
 An engine that has nothing to do is asked for one token, the canary: only a request shows whether an idle engine works.
-
-Keeps the LoRA adapters of an engine as they are wanted of its service: before it is ready, and from then on.
-
-The record says which it has. `submit/services/adapters.py` writes down which are wanted, and reads the records.
+The record says when the engine does not work, and which adapters it has. `submit/services/adapters.py` writes down
+which are wanted. `engine` decides what follows when the engine is given up.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""How the launchers of a job find each other: the head listens on its control port, and the others connect.
+"""How the launchers of a job find each other, and the workers as the head sees them.
 
-The first line on a connection is a ticket (`admission`), without which the head does not look at it. The head answers
-with a proof that it holds the run's token, and with a nonce. The node answers with its own proof, and says who it is.
-The head answers with what both use. The token is not sent. What is left is a `Link`.
-
-The workers as the head sees them: a control connection to the launcher of each other node.
-
-The end of one connection, or a failure that it reports, ends the run.
+The head listens on its control port, and the others connect. The first line on a connection is a ticket (`Admission`),
+without which the head does not look at it. The head answers with a proof that it holds the run's token, and with a
+nonce. The node answers with its own proof, and says who it is. The head answers with what both use. The token is not
+sent. What is left is a `Link`. The end of one link, or a failure that a worker reports, ends the run.
 """
 
 from __future__ import annotations

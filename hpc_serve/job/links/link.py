@@ -1,14 +1,11 @@
-"""An open connection between the launchers of two nodes: one JSON object on each line, and heartbeats both ways.
+"""A connection between the launchers of two nodes, from the ticket on its first line to its end.
 
-A launcher that ends closes its connection; one that hangs stops sending heartbeats. How a connection is made is
-decided by `control`; what the messages cause by `worker_links` (head) and `worker` (other nodes).
+A `Link` carries one JSON object on each line, and heartbeats both ways: a launcher that ends closes its connection, one
+that hangs stops sending heartbeats. `control` and `worker` decide what messages cause.
 
-Admits connections to a port: the first line of a connection must be a ticket, made with the run's token.
-
-Anybody can connect. A thread takes each connection, reads what has come with it, and closes it at once if that is no
-ticket. So a connection without the token takes no place, no time and no memory, however many there are. The ticket's
-nonce is the question that the answering side proves itself by: with its role and the token (`proof`). A ticket counts
-once, so who has read one on the network gains nothing by it. `control` also asks who has connected for a proof.
+Anybody can connect to a port. `Admission` reads what has come with a connection, and closes it at once if that is no
+ticket, made with the run's token. So strangers take no place, no time and no memory. The ticket's nonce is the question
+that the answering side proves itself by. A ticket counts once: who has read one on the network gains nothing by it.
 """
 
 from __future__ import annotations
@@ -47,8 +44,8 @@ class Link:
     """One end of an open connection.
 
     `rank`, `name` and `address` describe the node at the other end; `cache` is its folder of caches, if it has one that
-    outlives the run. `read` is what that node's processes had
-    read by its latest heartbeat. The node counts as lost after `silence_s` seconds without a message.
+    outlives the run. `read` is what that node's processes had read by its latest heartbeat. The node counts as lost
+    after `silence_s` seconds without a message.
     """
 
     _reader: asyncio.StreamReader
@@ -168,6 +165,8 @@ async def write_message(writer: asyncio.StreamWriter, message: Message) -> None:
     writer.write(json.dumps(message).encode() + b"\n")
     await writer.drain()
 
+
+# -- admission to a port
 
 _TICKET = re.compile(rb"hpc-serve ([0-9a-f]{32}) ([0-9a-f]{64})\n")
 _TICKET_BYTES = len("hpc-serve ") + 32 + 1 + 64 + 1

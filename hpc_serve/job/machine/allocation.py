@@ -1,16 +1,11 @@
 """The scheduler's allocation on this node: its rank, the number of nodes, and the CPUs, GPUs and memory it may use.
 
-It is read once from the environment. If a job has several replicas, each has an equal part (`share`). Only this module
-knows Slurm's variables inside a job. A local run has one node and takes its limits from the machine.
+It is read once from the environment; only this module knows Slurm's variables inside a job. A local run has one node
+and takes its limits from the machine. Every step of a job sees all that the job has of the node. The launcher of one
+of several replicas narrows that to an equal part (`Share`), for itself and for all that it starts. Devices keep the
+names that the scheduler gave them: indices, UUIDs, MIG instances.
 
-One replica's share of a node that several replicas of a job divide evenly: its devices and its CPU cores.
-
-Every step of a job sees all that the job has of the node. The launcher narrows it to its share, for itself and for all
-that it starts. Devices keep the names that the scheduler gave them: indices, UUIDs, MIG instances.
-
-How the programs inside a job log: each line has time, node and level. The engine's and Ray's lines stay as they are.
-
-Every module logs to a logger of its own name, and decides what it logs and at which level.
+The log of the programs inside a job names the node, so it is set up here. Each module decides what it logs.
 """
 
 from __future__ import annotations
@@ -167,28 +162,23 @@ def _slurm(environ: Mapping[str, str]) -> Allocation:
             "This program runs inside a job: submit a script (hpc-serve submit, or sbatch), "
             "or set HPC_SERVE_CLUSTER=local and HPC_SERVE_JOB_ID."
         )
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     return Allocation(
         cluster="slurm",
-        job_id=slurm_job_id(environ),
+        job_id=f"{array}_{task}" if array and task else environ["SLURM_JOB_ID"],
         restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
         node_rank=int(environ.get("SLURM_NODEID") or 0),
         num_nodes=int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1),
-        node_name=node_name(environ),
+        node_name=_node_name(environ),
         num_cpus=int(environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0))),
         num_gpus=_slurm_gpus(environ),
         memory_bytes=_slurm_memory_bytes(environ),
     )
 
 
-def node_name(environ: Mapping[str, str]) -> str:
+def _node_name(environ: Mapping[str, str]) -> str:
     """Slurm's name of this node, else its host name."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
-def slurm_job_id(environ: Mapping[str, str]) -> str:
-    """`123`, or `123_4` for a task of an array."""
-    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array and task else environ["SLURM_JOB_ID"]
 
 
 def _local(environ: Mapping[str, str]) -> Allocation:
@@ -216,6 +206,9 @@ def _slurm_memory_bytes(environ: Mapping[str, str]) -> int | None:
     return None
 
 
+# -- the log of this process
+
+
 def set_up_logging(stream: TextIO) -> None:
     """Write what hpc-serve logs in this process to `stream`, from level INFO on."""
     handler = logging.StreamHandler(stream)
@@ -223,7 +216,7 @@ def set_up_logging(stream: TextIO) -> None:
         logging.Formatter(
             "%(asctime)s %(node)s %(levelname)s hpc-serve: %(message)s",
             datefmt="%Y-%m-%d %H:%M:%S",
-            defaults={"node": node_name(os.environ)},
+            defaults={"node": _node_name(os.environ)},
         )
     )
     logger = logging.getLogger("hpc_serve")

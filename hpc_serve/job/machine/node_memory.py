@@ -1,9 +1,8 @@
-"""The memory of this node, and what the cgroups of this process leave of it. Read from /proc and /sys/fs/cgroup.
+"""The memory of this node, what this process's cgroups leave of it, and what the kernel has killed for want of it.
 
-The kernel's counts of processes that it killed for want of memory: in this job's cgroup, and on the whole node.
-
-A launcher is in its job's cgroup, so the count exists as long as the launcher. Slurm's own word (OUT_OF_MEMORY) comes
-only after the job, and not from every site. `parts` decides which end of the run these counts explain.
+Read from /proc and /sys/fs/cgroup. The kernel counts its kills in this job's cgroup, and on the whole node. A launcher
+is in its job's cgroup, so the count exists as long as the launcher. Slurm's own word (OUT_OF_MEMORY) comes only after
+the job, and not from every site. `parts` decides which end of the run the counts explain.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from hpc_serve.units import readable_size
 
+_log = logging.getLogger(__name__)
 SHARED_MEMORY = "/dev/shm"
 _KIB = 1024
 # The limit, what is used of it, and the most that was; of versions 2 and 1.
@@ -88,7 +88,8 @@ def _number(file: Path) -> int | None:
     return None
 
 
-_log = logging.getLogger(__name__)
+# -- processes that the kernel has killed
+
 _EVERY_S = 1.0
 # Seconds; the run survived a kill that came longer before its end.
 _BELONGS_TO_END_S = 60.0

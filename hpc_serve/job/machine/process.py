@@ -1,9 +1,7 @@
 """A child process of a launcher: it has a session of its own, its lines are read, and it ends with its descendants.
 
 Some descendants leave the session, as Ray's workers do. The run's mark in their environment finds them. So no process
-of the run stays on the node.
-
-Whether a command is the script that an installer made for a package of this Python, and can be run in process.
+of the run stays on the node. `is_own_script` tells whether a command can run as a module of this Python instead.
 """
 
 from __future__ import annotations
@@ -26,18 +24,6 @@ if TYPE_CHECKING:
     from hpc_serve.diagnose.evidence import LogEvidence
 
 
-def is_own_script(command: str | None, module: str) -> bool:
-    """Return whether a command is the script of this Python's environment that runs `module`."""
-    if command is None:
-        return False
-    try:
-        first, *others = Path(command).read_text().splitlines()
-    except (OSError, ValueError):
-        return False
-    is_this = first.startswith("#!") and os.path.dirname(first[2:].strip()) == os.path.dirname(sys.executable)
-    return is_this and any(module in line for line in others)
-
-
 _log = logging.getLogger(__name__)
 _NUM_LAST_LINES = 30
 _MAX_LINE_LENGTH = 4_000
@@ -45,8 +31,9 @@ _EXIT_INTERVAL_S = 0.1
 _LAST_LINES_S = 2.0
 _PIPE_CLOSES_S = 0.5
 RUN_MARK = "HPC_SERVE_RUN_MARK"
+"""The variable with the run's mark, in the environment of all its processes."""
 ENGINE_MARK = "HPC_SERVE_ENGINE_MARK"
-"""The same for the processes of a run that are its engine's; Ray's are not."""
+"""The same for the engine's processes alone; Ray's do not have it."""
 
 
 class Child:
@@ -235,3 +222,15 @@ def marked_pids(mark: str, *, variable: str = RUN_MARK) -> Iterator[int]:
                 yield int(entry.name)
         except OSError:
             continue
+
+
+def is_own_script(command: str | None, module: str) -> bool:
+    """Return whether a command is the script of this Python's environment that runs `module`."""
+    if command is None:
+        return False
+    try:
+        first, *others = Path(command).read_text().splitlines()
+    except (OSError, ValueError):
+        return False
+    is_this = first.startswith("#!") and os.path.dirname(first[2:].strip()) == os.path.dirname(sys.executable)
+    return is_this and any(module in line for line in others)

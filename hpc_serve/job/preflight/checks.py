@@ -1,10 +1,9 @@
-"""Whether a node has the GPUs that the engine needs: as many, working, free, and of a kind that its torch knows.
+"""The checks of one node: its GPUs, the model's weights, and what processes need.
 
-Whether a node sees the model's weights, whole, or may fetch them.
-
-Whether a node has what processes need: memory, shared memory, folders to write to, limits, commands, short paths.
-
-Each check gets the facts of its group, all facts of the node, and the needs of the run.
+GPUs must be as many as the engine needs, working, free, and of a kind that its torch knows. Weights must be whole, or
+the node may fetch them. Processes need memory, shared memory, folders to write to, limits, commands, short paths. Each
+check is a pure function: it gets the facts of its group, all facts of the node, and the needs of the run. `judge` has
+the list of all checks, and those that compare nodes.
 """
 
 from __future__ import annotations
@@ -32,6 +31,8 @@ from hpc_serve.rendezvous.store import Level
 from hpc_serve.units import GIB, MIB
 from hpc_serve.vllm.command import options_of_others
 from hpc_serve.vllm.options import is_known, nearest_version
+
+# -- GPUs
 
 # CUresult names after which no process of this job can use the device.
 _FINAL_ERRORS = (
@@ -158,6 +159,8 @@ def _version(text: str) -> tuple[int, int]:
         return (0, 0)
 
 
+# -- weights
+
 # Load formats that read the files of a folder as this check does; other formats find weights elsewhere.
 _FROM_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral")
 # The hub's own names of refusals. Others, such as a proxy, refuse too. A repository without a config.json may be whole
@@ -204,6 +207,8 @@ def _to_fetch(seen: WeightsFacts) -> Seen:
     return found("hub does not answer" if seen.hub_status == 0 else "weights to fetch", text=text, source=seen.source)
 
 
+# -- what processes need
+
 # A rank of vLLM takes 1 to 3 GiB of the node's memory beside its weights; one compiles with more.
 _BYTES_PER_RANK = 2 * GIB
 _ENOUGH_SHM_BYTES = GIB
@@ -221,9 +226,9 @@ _SHARED_BYTES_PER_RANK, _OBJECT_STORE_BYTES, _CACHES_BYTES = GIB // 4, GIB, 2 * 
 LOGS = "logs"
 """The purpose of the one folder without which an engine serves."""
 STAGED = "the copy of the model"
-"""That of the folder of --stage."""
+"""The purpose of the folder of --stage."""
 CACHES = "caches"
-"""That of the folder of what the engine compiles."""
+"""The purpose of the folder where the engine keeps compiled code."""
 
 
 def memory(seen: MemoryFacts, facts: NodeFacts, needs: Needs) -> Seen:

@@ -1,11 +1,9 @@
-"""The values of the preflight: what a run needs of its nodes, and what was seen on each before its engine is started.
+"""The values of the preflight: the needs of a run, the facts of each node before the engine starts, and the findings.
 
 Facts travel to the head as JSON. A group of facts is None if it could not be gathered; `NodeFacts.problems` says why.
-`checks` decides what facts mean. Pure.
-
-The result of a check on one node: its level, the finding with the number that decided it, and what to do. Pure.
-
-The findings that need somebody to act are data: their levels, sentences and cures are in `findings.ini`.
+`checks` and `judge` decide what facts mean. They return a finding (`Seen`): its level, a sentence with the number that
+decided it, and what to do. The findings that need somebody to act are data: their levels, sentences and cures are in
+`findings.ini`. Pure.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ def worst(seen: Iterable[Seen]) -> Seen:
     return max(seen, key=lambda one: LEVELS.index(one.level))
 
 
-_DEFAULT_UTILIZATION = 0.92  # of the pinned version
+# -- needs and facts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +90,7 @@ class Needs:
     backend: str
     memory_bytes: int | None = None
     dtype: str = "auto"
-    gpu_memory_utilization: float = _DEFAULT_UTILIZATION
+    gpu_memory_utilization: float = 0.92  # the default of the pinned version
     sets_cache_bytes: bool = False
     offload_bytes: int = 0
     load_format: str = "auto"
@@ -151,8 +149,8 @@ class CudaFacts:
 class GpusFacts:
     """The GPUs of a node that this job sees. `tool` is the program that listed them, nvidia-smi, "" without it.
 
-    `error` is what the tool said in place of a list. `gpus` are those of this job, None
-    where that cannot be told (MIG). `cuda` is None where no process tried CUDA.
+    `error` is what the tool said in place of a list. `gpus` are those of this job, None where that cannot
+    be told (MIG). `cuda` is None where no process tried CUDA.
     """
 
     tool: str

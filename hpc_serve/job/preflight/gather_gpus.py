@@ -1,8 +1,8 @@
-"""The versions in the environment of the launcher, without importing anything of it, and the commands on its PATH.
+"""Gathers two groups of a node's facts: its GPUs, and the versions and commands of its environment.
 
-The GPUs of a node: as the driver's tool lists them, and as a process of this job sees them (`cuda_probe`).
-
-A GPU that another program has just left may show its memory in use for a moment. The GPU is then looked at again.
+Versions are read without importing a package. The driver's tool lists the GPUs, and a process of this job tries them
+(`cuda_probe`). A GPU that another program has just left may show its memory in use for a moment. The GPU is then looked
+at again. `node_side` runs each group in a thread of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from hpc_serve.errors import RecordError
 from hpc_serve.job.preflight.facts import CudaFacts, GpuFacts, GpusFacts, Needs, SoftwareFacts
 from hpc_serve.rendezvous.fields import from_json_text
 from hpc_serve.units import MIB
+
+# -- versions and commands
 
 # vLLM's wheels have names by their platform.
 _PACKAGES = {
@@ -68,7 +70,9 @@ def torch_cuda() -> str:
         return ""
 
 
-Row = dict[str, str]
+# -- GPUs
+
+_Row = dict[str, str]
 """A GPU as the tool lists it: texts by the names of nvidia-smi's fields."""
 _FIELDS = ("index", "uuid", "name", "memory.total", "driver_version", "ecc.errors.uncorrected.volatile.total")
 _TOOL = "nvidia-smi"
@@ -104,13 +108,13 @@ def _listed(visible: str | None, environ: Mapping[str, str]) -> GpusFacts:
     return GpusFacts(tool=_TOOL, driver=listed[0]["driver_version"] if listed else "", visible=visible, gpus=gpus)
 
 
-def parse_listing(text: str) -> list[Row]:
+def parse_listing(text: str) -> list[_Row]:
     """Return the rows of nvidia-smi, one for each GPU."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
     return [dict(zip(_FIELDS, row)) for row in rows if len(row) == len(_FIELDS)]
 
 
-def choose_visible(listed: Sequence[Row], visible: str | None) -> list[Row] | None:
+def choose_visible(listed: Sequence[_Row], visible: str | None) -> list[_Row] | None:
     """Return the GPUs that are visible, by number or UUID; None if they are parts of GPUs."""
     if visible is None:
         return list(listed)
@@ -122,7 +126,7 @@ def choose_visible(listed: Sequence[Row], visible: str | None) -> list[Row] | No
     return found
 
 
-def read_gpu(row: Row) -> GpuFacts:
+def read_gpu(row: _Row) -> GpuFacts:
     """Return the facts of a listed GPU. nvidia-smi prints "[N/A]" for a number that a GPU does not have."""
     return GpuFacts(
         name=row["name"],

@@ -1,8 +1,8 @@
-"""A node's memory, its folders' room, and the limits of this process. Read from /proc, cgroups and the filesystem.
+"""Gathers the groups of a node's facts about its memory, folders and limits, its network, and the model's weights.
 
-The interface of a node towards the others, its InfiniBand ports, and what the node's own name resolves to.
-
-The weights of the run's model as this node sees them, and whether the hub would give what is missing.
+Memory, room and limits are read from /proc, cgroups and the filesystem. The network's facts are the interface towards
+the other nodes, the InfiniBand ports, and what the node's own name resolves to. Weights that are missing here are asked
+for at the hub. `node_side` runs each group in a thread of its own.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from hpc_serve.job.machine.node_memory import (
 )
 from hpc_serve.job.preflight.facts import FolderFacts, LimitFacts, MemoryFacts, NetworkFacts, WeightsFacts
 from hpc_serve.job.weights.weights_place import is_in_memory
+
+# -- memory, folders and limits
 
 _LIMITS = {
     "memlock": resource.RLIMIT_MEMLOCK,
@@ -99,12 +101,13 @@ def count_tasks(user_id: int, proc: Path = Path("/proc")) -> int:
     return count
 
 
-_SYS = Path("/sys/class")
+# -- network
+
 _MOST_ADDRESSES = 8
 _CHOOSES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def gather_network(address: str, environ: Mapping[str, str], *, sys_class: Path = _SYS) -> NetworkFacts:
+def gather_network(address: str, environ: Mapping[str, str], *, sys_class: Path = Path("/sys/class")) -> NetworkFacts:
     interface = interface_of(address) or ""
     folder = sys_class / "net" / interface
     began_at = time.monotonic()
@@ -139,6 +142,8 @@ def _number(path: Path) -> int | None:
         return None
     return value if value > 0 else None
 
+
+# -- weights
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_S = 3.0

@@ -1,8 +1,8 @@
 """The head's judgement: every check over every node's facts, and one verdict for each. Pure.
 
-Whether the nodes of a run fit together: they reach each other, have addresses of their own, and are alike.
-
-Each check looks at one node: it gets the facts of its group, all facts of the node, and what all nodes have.
+`checks` has the checks of one node. The checks here find out whether the nodes of a run fit together: they reach each
+other, have addresses of their own, and are alike. Such a check gets the facts of its group on one node, all facts of
+the node, and what all nodes have.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _gpu_kinds(gpus: GpusFacts | None, needs: Needs) -> set[str]:
     return {f"{one.name} {one.total_bytes / GIB:.0f} GiB" for one in listed[: needs.gpus]}
 
 
-def reach(seen: None, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _reach(seen: None, facts: NodeFacts, nodes: Nodes) -> Seen:
     """A node connects to each other on a port that the kernel chose, at the address that the engine uses."""
     if facts.unreached is None:
         return not_checked("it was not tried")
@@ -71,7 +71,7 @@ def reach(seen: None, facts: NodeFacts, nodes: Nodes) -> Seen:
     return found("unreached", level=level, name=name, address=facts.address, more=more, error=error)
 
 
-def addresses(address: str, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _addresses(address: str, facts: NodeFacts, nodes: Nodes) -> Seen:
     """No other node has the address of a node, and the node's name resolves to its address first."""
     has_others = nodes.needs.num_nodes > 1
     if has_others and nodes.holders[address] > 1:
@@ -91,7 +91,7 @@ def addresses(address: str, facts: NodeFacts, nodes: Nodes) -> Seen:
     return ok(where)
 
 
-def interfaces(network: NetworkFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _interfaces(network: NetworkFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
     """The interfaces that somebody chose for Gloo and NCCL exist."""
     if not network.chosen or not network.interfaces:
         return ok("none is chosen")
@@ -115,7 +115,7 @@ def _nccl_finds_one(words: str, there: Sequence[str]) -> bool:
     )
 
 
-def links(network: NetworkFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _links(network: NetworkFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
     """All nodes have equal interface speed and MTU, and InfiniBand up on all or on none."""
     interface, mbits = network.interface, network.speed_mbits or 0
     if network.mtu != nodes.mtu:
@@ -128,7 +128,7 @@ def links(network: NetworkFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
     return ok(f"{interface or 'interface unknown'}: {speed}, {nodes.ib_ports} InfiniBand ports active")
 
 
-def clocks(seen: None, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _clocks(seen: None, facts: NodeFacts, nodes: Nodes) -> Seen:
     """The clock of a node agrees with the head's."""
     apart_s = abs(facts.clock_ahead_s)
     side = "ahead of" if facts.clock_ahead_s > 0 else "behind"
@@ -138,7 +138,7 @@ def clocks(seen: None, facts: NodeFacts, nodes: Nodes) -> Seen:
     return found("clock", text=text) if apart_s > _SKEW_S else ok(f"{apart_s:.1f} s apart")
 
 
-def gpus_alike(gpus: GpusFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _gpus_alike(gpus: GpusFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
     """All GPUs are of one kind and have equal memory."""
     kinds = _gpu_kinds(gpus, nodes.needs)
     if not kinds:
@@ -148,7 +148,7 @@ def gpus_alike(gpus: GpusFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
     return found("other GPUs", kinds=", ".join(sorted(kinds)), usual=nodes.gpu_kind)
 
 
-def versions(software: SoftwareFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _versions(software: SoftwareFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
     """The same packages on all nodes; Ray joins no nodes that differ in its own version or Python's."""
     head, own = nodes.versions, software.versions
     differ = [package for package in {**head, **own} if head.get(package) != own.get(package)]
@@ -169,17 +169,19 @@ def _ray_refuses(package: str, of_head: str | None, own: str | None) -> bool:
     return package == "ray"
 
 
+# -- all checks
+
 _LONGEST = 400
 _NOT_GATHERED = {"weights": "the weights are not looked for with these options", "gpus": "the GPUs were not listed"}
-Scope = Literal["node", "nodes", "several nodes"]
-CHECKS: tuple[tuple[str, str, Scope, Callable[..., Seen]], ...] = (
-    ("addresses", "address", "nodes", addresses),
-    ("interfaces", "network", "several nodes", interfaces),
-    ("reach", "", "several nodes", reach),
-    ("links", "network", "several nodes", links),
-    ("clocks", "", "several nodes", clocks),
-    ("gpus-alike", "gpus", "nodes", gpus_alike),
-    ("versions", "software", "several nodes", versions),
+_Scope = Literal["node", "nodes", "several nodes"]
+CHECKS: tuple[tuple[str, str, _Scope, Callable[..., Seen]], ...] = (
+    ("addresses", "address", "nodes", _addresses),
+    ("interfaces", "network", "several nodes", _interfaces),
+    ("reach", "", "several nodes", _reach),
+    ("links", "network", "several nodes", _links),
+    ("clocks", "", "several nodes", _clocks),
+    ("gpus-alike", "gpus", "nodes", _gpus_alike),
+    ("versions", "software", "several nodes", _versions),
     ("commands", "software", "node", checks.commands),
     ("gpus", "gpus", "node", checks.gpus_there),
     ("gpus-working", "gpus", "node", checks.gpus_working),
@@ -208,7 +210,7 @@ def judge(facts: Mapping[str, NodeFacts | None], needs: Needs) -> tuple[Verdict,
         verdict = Verdict(
             check=name,
             level=decisive.level,
-            nodes=tuple(checks for checks, one in seen.items() if one.level == decisive.level),
+            nodes=tuple(node for node, one in seen.items() if one.level == decisive.level),
             seen=decisive.text if len(decisive.text) <= _LONGEST else f"{decisive.text[:_LONGEST]} …",
             cure=decisive.cure,
             took_s=max((one.took_s.get(group, 0.0) for one in facts.values() if one is not None), default=0.0),
@@ -224,10 +226,10 @@ def look(facts: Mapping[str, NodeFacts | None], needs: Needs) -> Iterator[tuple[
         if scope == "several nodes" and len(facts) == 1:
             yield name, group, dict.fromkeys(facts, not_checked("there is one node"))
         else:
-            yield name, group, {checks: _of_node(one, group, scope, check, nodes) for checks, one in facts.items()}
+            yield name, group, {node: _of_node(one, group, scope, check, nodes) for node, one in facts.items()}
 
 
-def _of_node(facts: NodeFacts | None, group: str, scope: Scope, check: Callable[..., Seen], nodes: Nodes) -> Seen:
+def _of_node(facts: NodeFacts | None, group: str, scope: _Scope, check: Callable[..., Seen], nodes: Nodes) -> Seen:
     needs = nodes.needs
     if facts is None:
         return not_checked("the node sent no facts in time")

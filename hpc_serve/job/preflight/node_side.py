@@ -1,11 +1,9 @@
-"""The facts of one node, gathered in the background, each group in a thread of its own with a time limit.
+"""One node's part in the preflight: it gathers its facts, and tells which other nodes it cannot reach.
 
-A group that does not come in time, as from a filesystem that hangs, is left out; its thread ends with the launcher.
-
-Tests whether nodes reach each other. Each listens on a port of the kernel's choice, at its engine's address.
-
-Both nodes prove that they hold the run's token (`admission`). So a stranger's program that answers at an address does
-not pass for a node.
+The facts are gathered in the background, each group in a thread of its own with a time limit. A group that does not
+come in time, as from a filesystem that hangs, is left out; its thread ends with the launcher. To be reached, each node
+listens on a port of the kernel's choice at its engine's address. Both nodes prove that they hold the run's token
+(`Admission`), so a stranger's program at an address does not pass for a node. `head_side` asks, and `judge` decides.
 """
 
 from __future__ import annotations
@@ -32,6 +30,10 @@ from hpc_serve.job.run.node import Node
 from hpc_serve.rendezvous.fields import to_json_text
 from hpc_serve.units import GIB
 from hpc_serve.vllm.arguments import Argument, names_in, read_arguments, value_of
+
+_log = logging.getLogger(__name__)
+
+# -- nodes that reach each other
 
 _BACKLOG = 1_024
 _AT_ONCE = 64
@@ -99,14 +101,14 @@ def _role(name: str) -> str:
     return f"reached:{name}"
 
 
-_log = logging.getLogger(__name__)
-GPUS_S, GROUP_S = 120.0, 20.0
+# -- the answers to the head
+
+GPUS_S, _GROUP_S = 120.0, 20.0
 REACH_S = 20.0
 # Arguments that name another place or another revision of the weights or their config.
 _ELSEWHERE = frozenset(
     {"--download-dir", "--revision", "--model-loader-extra-config", "--hf-config-path", "--config-format"}
 )
-
 _OWN_TOKENIZER = frozenset({"--tokenizer", "--skip-tokenizer-init", "--tokenizer-mode", "--tokenizer-revision"})
 
 
@@ -188,7 +190,7 @@ async def _gather_facts(node: Node) -> NodeFacts:
 
 async def _answer(name: str, gather: Callable[[], Any]) -> tuple[Any, float, str]:
     """Gather in a thread: a value, the seconds that it took, and what went wrong."""
-    limit_s = GPUS_S if name == "gpus" else GROUP_S
+    limit_s = GPUS_S if name == "gpus" else _GROUP_S
     answer: Future[tuple[Any, float, str]] = Future()
 
     def run() -> None:

@@ -1,16 +1,11 @@
-"""Ray for one run: the command lines of its head and workers, and their environment.
+"""Ray for one run: the commands and the environment of its head and workers, and Ray's start on a node in two steps.
 
 Each Ray runs as a `--block` child of the launcher, in a private folder and with a token. Its ports, CPUs, GPUs and
-memory are all given explicitly. It is ended as a process: `ray stop` would end every Ray of the user on the options.
+memory are all given explicitly. It is ended as a process: `ray stop` would end every Ray of the user on the node.
 
-Ray on one node, in two steps: its program is imported at once, and is told the rest later.
-
-The imports run while launchers find each other and check their nodes, so they do not lengthen the start. The launcher's
-role decides what Ray is told. The child's own program is `ray_start`.
-
-Ray as the head's launcher sees it: its head here, from the first import on, and the nodes that it reports.
-
-When each step is due, and what its failure means, is decided in `head`.
+The child imports Ray at once (`ray_start`) and is told the rest later. The imports run while launchers find each other
+and check their nodes, so they do not lengthen the start. `HeadRay` also knows the nodes that the head reports. The
+launcher's role (`head`, `worker`) decides when each step is due, and what its failure means.
 """
 
 from __future__ import annotations
@@ -139,7 +134,7 @@ class HeldRay:
     async def hold(self, node: Node) -> None:
         """Start the child, which imports and waits, and make the certificate that Ray shows.
 
-        Raises what `trust.peers` does.
+        Raises what `make_peer_files` raises.
         """
         from hpc_serve.trust.authority import make_peer_files
 

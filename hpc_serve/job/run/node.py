@@ -1,8 +1,7 @@
-"""The options of one launcher, and the environment and arguments of its children that follow from them.
+"""One node of a run: the launcher's options, and the environment and arguments of its children that follow from them.
 
-The launcher's role (`head`, `worker`) decides what is started, and when.
-
-How often an engine that was ready is started again in place, and after how long. Pure.
+`Restarts` decides how often an engine that was ready is started again in place, and after how long. The launcher's role
+(`head`, `worker`) decides what is started, and when.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from hpc_serve.vllm.command import Device, ServeCommand, rank_args, ray_data_par
 if TYPE_CHECKING:
     from hpc_serve.job.weights.staging import Staging
 
-
-DEFAULT_RESTARTS = 3
 _WAITS_S = (1.0, 5.0, 25.0)
 # An engine that was ready for so long has recovered from what ended it before.
 _RECOVERED_AFTER_S = 600.0
@@ -86,7 +83,7 @@ class LaunchOptions:
     kill_wait_s: float = KILL_WAIT_S
     canary_s: float = 5.0
     hang_s: float = 60.0
-    engine_restarts: int = DEFAULT_RESTARTS
+    engine_restarts: int = 3
     preflight: PreflightMode = "on"
 
 

@@ -1,9 +1,8 @@
-"""The parts of a run that one launcher looks after: its children, and on the head the workers of the other nodes.
+"""The end of a run, the parts that one launcher looks after, and the order in which they are stopped.
 
-The end of any part ends the run (`RunEnd`). Which parts are started, and when, is decided by the launcher's role
-(`head`, `worker`). The order in which they are stopped is the same for both roles and is decided here.
-
-The end of a run. It is decided once: the first cause counts, and its consequences do not.
+Parts are the launcher's children, and on the head the workers of the other nodes. The end of any part ends the run. The
+end is decided once (`RunEnd`): the first cause counts, and its consequences do not. The launcher's role (`head`,
+`worker`) decides which parts are started, and when.
 """
 
 from __future__ import annotations
@@ -29,6 +28,8 @@ from hpc_serve.job.machine.process import Child, end_marked, start_child
 from hpc_serve.rendezvous.store import DrainCause
 
 _log = logging.getLogger(__name__)
+
+# -- the end of a run
 
 # Slurm signals every process of a step at once, so a child's end may be seen before our own signal.
 _SETTLE_S = 1.0
@@ -200,6 +201,8 @@ class RunEnd:
         if not self._decided.done():
             self._decided.set_result(outcome)
 
+
+# -- the parts
 
 _PORT_CLASH = re.compile(r"[Aa]ddress already in use|port .* is already (?:in use|used)|EADDRINUSE")
 _LEFTOVERS_GRACE_S = 1.0

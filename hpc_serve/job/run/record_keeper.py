@@ -1,10 +1,8 @@
 """The record of a replica, as its head writes it: published early, renewed on a lease, left with the reason of its end.
 
-`rendezvous.record` defines the fields, and `start_stages` the progress of a start.
-
-Takes over from the jobs before this one in a chain (`submit --chain`): once this replica is ready, those drain.
-
-Which jobs come before is written down at the submission. How a replica drains is decided in its own job.
+`rendezvous.record` defines the fields, and `progress` how far a start is. A ready replica of a chain (`submit --chain`)
+also takes over here: it asks the jobs before it to drain. Which jobs come before is written down at the submission. How
+a replica drains is decided in its own job.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from hpc_serve.rendezvous.store import (
 )
 
 _log = logging.getLogger(__name__)
-LEASE_S = 30.0
+_LEASE_S = 30.0
 _WRITE_INTERVAL_S = 1.0
 _START_INTERVAL_S = 5.0
 _LAST_RECORD_S = 20.0
@@ -52,7 +50,7 @@ def publish_failure(
 
     A run that its script starts again gets its record then: until a command is read, the service has no model.
     """
-    end = end_of(outcome_of(error), environ)
+    end = _end_of(outcome_of(error), environ)
     if allocation is None or end["state"] != "failed":
         return
     record = replace(_run_record(service, allocation, environ), **end)
@@ -61,7 +59,7 @@ def publish_failure(
         store.write(record, makes_folders=allocation.restart == 0)
 
 
-def end_of(outcome: Outcome, environ: Mapping[str, str]) -> dict[str, Any]:
+def _end_of(outcome: Outcome, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the record's fields after a failed run: it is over, or its script starts it again with other ports."""
     if outcome.exit_code == PortsInUseError.exit_code and environ.get("HPC_SERVE_ATTEMPTS_LEFT", "0") != "0":
         return {"state": "starting", "stage": "starting again with other ports", "reason": outcome.reason}
@@ -96,7 +94,7 @@ def first_record(node: Node) -> EndpointRecord:
         gpus_per_node=node.options.gpus_per_node,
         cache=node.cache.words,
         loading=node.loading,
-        lease_s=LEASE_S,
+        lease_s=_LEASE_S,
         **(counted if command.serves_on_each_node else {}),
     )
 
@@ -197,7 +195,7 @@ class RecordKeeper:
     async def renew(self) -> None:
         """Write the record after a change, and every third of the lease without one; while it starts more often."""
         while True:
-            interval_s = _START_INTERVAL_S if self.record.state == "starting" else LEASE_S / 3
+            interval_s = _START_INTERVAL_S if self.record.state == "starting" else _LEASE_S / 3
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), interval_s)
             self._changed.clear()
@@ -232,7 +230,7 @@ class RecordKeeper:
     def publish_end(self, outcome: Outcome, environ: Mapping[str, str]) -> None:
         """Say how the run ends, before its parts are taken down."""
         if outcome.is_failure:
-            self.update(progress=None, **end_of(outcome, environ))
+            self.update(progress=None, **_end_of(outcome, environ))
         else:
             self.update(state="draining", stage="stopping", progress=None, reason=outcome.reason)
 
@@ -268,6 +266,8 @@ class RecordKeeper:
                 _log.info("the record is written again")
             self._problem = problem
 
+
+# -- the jobs before this one
 
 _POLL_S = 1.0
 _LOOK_S = 30.0  # a job before this one may be run again by Slurm

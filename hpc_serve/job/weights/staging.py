@@ -2,11 +2,10 @@
 
 It decides what is copied, where to, and whether there is room. Runs on one node that load the same files share one
 copy: each holds a lock on it, the first of them copies, the last one removes it. The sweep process beside the launcher
-removes the leftovers of a killed run; else the sweep of the next run does. `stage_copy` decides how bytes are copied.
+removes the leftovers of a killed run; else the sweep of the next run does.
 
-Copies files of a model with several readers at once, in blocks: one stream seldom gets all that a filesystem gives.
-
-Each byte is read once. The written bytes are not read again here; the caller compares sizes and headers.
+Several readers copy at once, in blocks: one stream seldom gets all that a filesystem gives. Each byte is read once; the
+copy is then checked by sizes and headers.
 """
 
 from __future__ import annotations
@@ -47,6 +46,11 @@ from hpc_serve.units import GIB, MIB, readable_size
 from hpc_serve.vllm.arguments import names_in, read_arguments, value_of
 from hpc_serve.vllm.command import ServeCommand
 
+_log = logging.getLogger(__name__)
+_OnCopied = Callable[[int, int], None]
+
+# -- the copy of bytes
+
 _READERS = 8
 _BLOCK_BYTES = 256 * MIB
 _PIECE_BYTES = 8 * MIB
@@ -61,7 +65,7 @@ def copy_files(
     target: Path,
     files: Sequence[RepositoryFile],
     *,
-    on_copied: Callable[[int, int], None],
+    on_copied: _OnCopied,
     stop: threading.Event,
 ) -> None:
     """Copy files of `source` to `target`, with the content of links in place of links.
@@ -112,11 +116,11 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-_log = logging.getLogger(__name__)
+# -- the copy of a model
+
 _SPARE_BYTES = GIB
 _PART_OF_MEMORY = 0.5
 _POLL_S = 0.5
-OnCopied = Callable[[int, int], None]
 
 
 @dataclass(kw_only=True)
@@ -145,7 +149,7 @@ class Staging:
         names = () if "--served-model-name" in names_in(words) else ("--served-model-name", command.model)
         return replace(command, argv=(*command.argv[:place], str(self.target), *words, *names))
 
-    def open(self, on_copied: OnCopied) -> None:
+    def open(self, on_copied: _OnCopied) -> None:
         """Make the copy, or wait until another run has made it. `on_copied` is told the bytes that are there, of all.
 
         Raises DoesNotFitError where there is no room, InvalidRequestError where the folder cannot be used or a copy is
@@ -169,7 +173,7 @@ class Staging:
             self._lock = None
             remove_unless_locked(self.target)
 
-    def _copy_under(self, lock: int, on_copied: OnCopied) -> None:
+    def _copy_under(self, lock: int, on_copied: _OnCopied) -> None:
         """Copy with an exclusive lock; then turn it into a shared lock."""
         try:
             if not self.is_whole or others_file(self.target) is not None:
@@ -221,7 +225,7 @@ class Staging:
             )
 
 
-async def stage(staging: Staging, on_copied: OnCopied) -> None:
+async def stage(staging: Staging, on_copied: _OnCopied) -> None:
     """Open the copy in a thread, which stops if this is cancelled. Raises what `open` raises."""
     _log.info("staging %s to %s: %s", staging.source, staging.target, readable_size(staging.total_bytes))
     began_s = time.monotonic()
@@ -249,7 +253,7 @@ def plan_staging(command: ServeCommand, base: Path, environ: Mapping[str, str]) 
     folder = (
         Path(model) if model.startswith("/") else snapshot_folder(read_hub_settings(environ).cache, model, revision)
     )
-    files = needed_of(folder) if folder is not None else ()
+    files = _needed_of(folder) if folder is not None else ()
     if folder is None or not files:
         raise InvalidRequestError(
             f"--stage copies what the node sees, and {model} is not there: `hpc-serve fetch {model}` first, or leave "
@@ -264,7 +268,7 @@ def plan_staging(command: ServeCommand, base: Path, environ: Mapping[str, str]) 
     return Staging(source=folder, target=root / key, files=files)
 
 
-def needed_of(folder: Path) -> tuple[RepositoryFile, ...]:
+def _needed_of(folder: Path) -> tuple[RepositoryFile, ...]:
     """Return the files of a folder that an engine reads. Raises InvalidRequestError."""
     try:
         files = [

@@ -1,11 +1,9 @@
 """Makes settings of a site file out of what is known of a cluster, each with its reason or its question. Pure.
 
 A setting is decided only if Slurm, or the machine, says it. Whatever a person must know is left as a question.
-
-Which accelerator of the catalogue a GPU is that Slurm knows by a name of the site's own. Pure.
-
-Slurm's names come from a site (`h100`) or from the driver (`nvidia_a100-sxm4-80gb`); a feature of the node may say the
-memory (`a100_80g`). A part of a GPU (MIG) is none of them.
+`gpus_named` finds the accelerator of the catalogue for Slurm's name of a GPU. Such a name comes from a site (`h100`) or
+from the driver (`nvidia_a100-sxm4-80gb`); a feature of the node may say the memory (`a100_80g`). A part of a GPU (MIG)
+is not in the catalogue.
 """
 
 from __future__ import annotations
@@ -23,6 +21,8 @@ from hpc_serve.submit.init.facts import ClusterFacts, NodeFacts, PartitionFacts
 from hpc_serve.submit.init.places import Setting, decided, places, question
 from hpc_serve.submit.request.options import SlurmOptions
 from hpc_serve.units import duration
+
+# -- Slurm's names of GPUs
 
 _PART_OF_GPU = re.compile(r"\d+g[._]\d+g")
 _VARIANT = re.compile(r"-(?:pcie|nvl|gcd|server|\d+gb).*")
@@ -66,6 +66,8 @@ def _is_named(text: str, chip: str) -> bool:
         return chip.replace("-", "") in squashed or (chip.startswith("rtx-") and chip[4:] in tokens)
     return any(token.startswith(chip) and _REST.fullmatch(token.removeprefix(chip)) for token in tokens)
 
+
+# -- settings
 
 _LEAST_TIME_S = 3600.0
 _USUAL_TIME_S = 12 * 3600.0
@@ -134,7 +136,7 @@ def _accounts(facts: ClusterFacts, partition: PartitionFacts | None) -> list[str
     return [account for account in found if account in allowed and account not in partition.deny_accounts]
 
 
-def usual_node(partition: PartitionFacts) -> NodeFacts | None:
+def _usual_node(partition: PartitionFacts) -> NodeFacts | None:
     """Return the kind of node that most of a partition's GPU nodes are of; of all its nodes, where it has no GPUs."""
     nodes = partition.gpu_nodes or partition.nodes
     kinds = Counter(replace(node, name="", partitions=(), state="") for node in nodes)
@@ -143,7 +145,7 @@ def usual_node(partition: PartitionFacts) -> NodeFacts | None:
 
 def describe(partition: PartitionFacts) -> str:
     """Return a partition's nodes in a few words: `3 nodes of 8 h100, 64 CPUs, 512 GiB, at most 7 d`."""
-    kind = usual_node(partition)
+    kind = _usual_node(partition)
     number = len(partition.gpu_nodes or partition.nodes) or partition.num_nodes
     words = [f"{number} node{'s' if number != 1 else ''}"]
     if kind and kind.gpus:
@@ -207,7 +209,7 @@ def _time(partition: PartitionFacts | None) -> Setting:
 
 
 def _gpus(facts: ClusterFacts, partition: PartitionFacts | None) -> Iterator[Setting]:
-    kind = usual_node(partition) if partition else None
+    kind = _usual_node(partition) if partition else None
     if partition is None or kind is None or not kind.gpus:
         why = "What do the nodes have? Slurm shows no GPUs; `hpc-serve gpus` lists the names, cpu among them."
         yield question("gpu", "h100-80gb", why)
@@ -244,7 +246,7 @@ def _shares(partition: PartitionFacts | None) -> Iterator[Setting]:
         why = "The partition gives whole nodes alone (OverSubscribe=EXCLUSIVE): take all cores and memory."
         yield decided("exclusive", True, why)
         return
-    kind = usual_node(partition) if partition else None
+    kind = _usual_node(partition) if partition else None
     yield question(
         "exclusive",
         True,

@@ -1,13 +1,9 @@
-"""The known facts of a cluster, as values. An unknown fact is None or empty. Pure.
+"""The known facts of a cluster as values, and the output of commands read as such. Pure.
 
-Reads what a login node's own commands print: df, ip, quota, `module -t avail`. Pure.
-
-A line that is not understood is left out.
-
-Reads what Slurm's commands print of a cluster: `scontrol show config|partition|node`, `sacctmgr show`. Pure.
-
-Slurm 22.05 to 25.05 print the same fields in other orders, with some added; fields are found by name. A line that is
-not understood is left out: what is missing becomes a question in the site file.
+It reads what a login node's own commands print (df, ip, quota, `module -t avail`), and Slurm's (`scontrol show
+config|partition|node`, `sacctmgr show`). Slurm 22.05 to 25.05 print the same fields in other orders, with some added;
+fields are found by name. A line that is not understood is left out, and an unknown fact is None or empty: it becomes a
+question in the site file. `look` runs the commands.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from hpc_serve.submit.slurm.slurm import duration_s, scontrol_values
 
-SHARED_FILE_SYSTEMS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "afs", "panfs", "orangefs", "fuse.sshfs")
+_SHARED_FILE_SYSTEMS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "afs", "panfs", "orangefs", "fuse.sshfs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +83,7 @@ class Mount:
     @property
     def is_shared(self) -> bool:
         """Return whether other machines see this kind of file system."""
-        return self.kind.lower().startswith(SHARED_FILE_SYSTEMS)
+        return self.kind.lower().startswith(_SHARED_FILE_SYSTEMS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +116,8 @@ class ClusterFacts:
     def slurm_version(self) -> str | None:
         return self.config.get("SLURM_VERSION")
 
+
+# -- what the machine's commands print
 
 _ADDRESS = re.compile(r"\d+:\s+(\S+?)(?:@\S+)?\s+inet6?\s+(\S+)(.*)")
 _OF_CONTAINERS = re.compile(r"lo|docker\d*|virbr\d*|veth\w*|cni\d*|br-\w+|podman\d*|lxc\w*|tun\d+|tailscale\d+")
@@ -166,6 +164,8 @@ def parse_modules(printed: str) -> tuple[str, ...]:
     names = (re.sub(r"\s*(?:<.*>|\(.*\))$", "", name) for name in names)
     return tuple(dict.fromkeys(name for name in names if re.fullmatch(r"[A-Za-z][\w.+/-]*[\w+]", name)))
 
+
+# -- what Slurm's commands print
 
 _GPUS = re.compile(r"(?:^|,)gpu:(?:([^:,()]+):)?(?:no_consume:)?(\d+)")
 _NOTHING = ("", "(null)", "N/A", "NONE", "None", "n/a")
@@ -218,7 +218,7 @@ def _partition(values: dict[str, str]) -> PartitionFacts:
         name=values["PartitionName"],
         is_default=values.get("Default") == "YES",
         is_up=values.get("State", "UP") == "UP",
-        time_limit_s=_limit_s(values.get("MaxTime", "")),
+        time_limit_s=duration_s(values.get("MaxTime", "")) or None,
         num_nodes=_number(values.get("TotalNodes", "")),
         gives_whole_nodes=values.get("OverSubscribe", values.get("Shared", "")) == "EXCLUSIVE",
         allow_accounts=_allowed(values.get("AllowAccounts", "ALL")),
@@ -269,7 +269,3 @@ def _allowed(value: str) -> tuple[str, ...] | None:
 def _number(value: str) -> int:
     found = re.match(r"\d+", value)
     return int(found[0]) if found else 0
-
-
-def _limit_s(value: str) -> float | None:
-    return duration_s(value) or None

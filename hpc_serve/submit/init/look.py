@@ -1,7 +1,6 @@
 """Asks a login node and Slurm for facts, by commands that run all at once. Each has a deadline, and may be missing.
 
-slurm_facts.py and machine_facts.py read the output of commands. Nothing is changed, and nothing on the network is asked
-but Slurm.
+facts.py reads the output of commands. Nothing is changed, and nothing on the network is asked but Slurm.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Settings of a site file that say where things are: Python, containers, modules, networks, folders, the hub. Pure.
+"""A setting as `hpc-serve init` writes it, the text of the site file, and the settings that say where things are. Pure.
 
-A setting as `hpc-serve init` writes it, and the text of the site file: each setting below its reason.
-
-Questions are comments that can be uncommented. Pure.
+The file has each setting below its reason. Questions are comments that can be uncommented. The settings here are of
+Python, containers, modules, networks, folders and the hub; `choose` makes those that follow from Slurm.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from hpc_serve.printable import json_text, printable
 from hpc_serve.submit.init.facts import ClusterFacts, Mount
 
 Value = str | int | bool | tuple[str, ...] | Mapping[str, str]
-
 _WIDTH = 100
 _PLAIN = re.compile(r"[A-Za-z/~][\w./@%+=-]*")
 # Words that some readers of YAML take for something else than a text.
@@ -80,6 +78,8 @@ def _comment(text: str) -> str:
     lines = [line for part in text.split("\n") for line in textwrap.wrap(printable(part), _WIDTH - 2) or [""]]
     return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
+
+# -- where things are
 
 _FAST = re.compile(r"ib\d.*|ib\w*|hsn\d+|opa\d+|bond\d+|roce\d*|mlx\w*")
 _MODULES = re.compile(

@@ -1,11 +1,9 @@
 """Finds the model and the machines that a request names, has the plan made for them, and says what the engine is told.
 
-Finding a model reads files and may ask the hub. The plan itself is made in plan/make.py, which is pure; `hpc-serve
-plan`, `render` and `submit` all ask for it here.
-
-The runs that `bench` measured on this site, in one small file of the home. Plans are corrected by them.
-
-The file is a help and no more. A damaged file counts as none, and of two runs that are kept at once one is lost.
+Finding a model reads files and may ask the hub. plan/make.py makes the plan itself, and is pure; `hpc-serve plan`,
+`render` and `submit` all ask for it here. Plans are corrected by the runs that `bench` measured on this site, which lie
+in one small file of the home. The file is a help and no more. A damaged file counts as none, and of two runs that are
+kept at once one is lost.
 """
 
 from __future__ import annotations
@@ -33,6 +31,8 @@ from hpc_serve.submit.request.options import spellings
 from hpc_serve.submit.request.request import OPTIONS, ServeRequest
 from hpc_serve.vllm.arguments import read_arguments, value_of, without
 
+# -- the measured runs
+
 FILE = "measured_runs.json"
 MOST_RUNS = 100
 
@@ -54,6 +54,8 @@ def keep_run(home: Path, run: MeasuredRun) -> None:
     make_private_folder(home, tighten=False)
     write_json(home / FILE, _Runs(runs=(*measured_runs(home), run)[-MOST_RUNS:]))
 
+
+# -- plans
 
 _OWN_OPTIONS = {name: one.name for one in OPTIONS if one.metadata["of_plan"] for name in spellings(one)}
 """Options of remedies that are of the request, by its names; the others are vLLM's."""

@@ -5,10 +5,8 @@ checked when the request and its plan are made. Missing weights of a hub's model
 them, else a sentence for the person who submits. The way in which jobs will read the weights is told as far as it is
 known here; the job decides it (`job/weights/weights_place.py`).
 
-The preflight as a separate job: its request, and the report that the job's launcher has left.
-
-The job has the script of a service, but ends before an engine starts. The job decides what is checked
-(`hpc_serve.job.preflight`).
+The preflight of nodes is a separate job: here are its request, and the report that its launcher has left. It has the
+script of a service, but ends before an engine starts. `hpc_serve.job.preflight` decides what it checks.
 """
 
 from __future__ import annotations
@@ -35,7 +33,8 @@ from hpc_serve.units import GIB
 from hpc_serve.vllm.arguments import read_arguments, value_of
 from hpc_serve.vllm.load_strategy import foreseen_strategy
 
-_TIME = "00:15:00"
+# -- the preflight of nodes
+
 _LONGEST_NAME = 63
 
 
@@ -55,7 +54,7 @@ def preflight_request(request: ServeRequest, *, time: str | None = None) -> Serv
         keep_up=False,
         chain=1,
         overlap_s=None,
-        slurm=replace(request.slurm, time=time or _TIME),
+        slurm=replace(request.slurm, time=time or "00:15:00"),
     )
 
 
@@ -67,6 +66,8 @@ def report_of(store: ServiceStore, status: ReplicaStatus) -> PreflightReport | N
         return None
     return read_preflight(preflight_file(store, status.service, name))
 
+
+# -- the files on the login node
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _FROM_FILES = (None, "auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral")

@@ -1,9 +1,9 @@
-"""How many replicas a service may have, in all and in each job, and when it may sleep; as asked for, checked. Pure.
+"""How many replicas and jobs a service may have, and when it may sleep; as asked for, checked. Pure.
 
-A chain: jobs that are submitted ahead. Each begins before the time limit of the job before it. Pure.
-
-It is for sites and containers that do not let jobs submit others. Slurm begins each job in time (`--dependency`), and a
-job that is ready asks those before it to drain (job/run/record_keeper.py).
+Replicas have bounds in all and in each job, or a number on each kind of machine. A chain is for sites and containers
+that do not let jobs submit others: its jobs are submitted ahead, and each begins before the time limit of the job
+before it. Slurm begins each job in time (`--dependency`), and a job that is ready asks those before it to drain
+(job/run/record_keeper.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.units import duration
 
-DEFAULT_OVERLAP_S = 1800.0
+# -- a chain of jobs
+
+_DEFAULT_OVERLAP_S = 1800.0
 _MOST = 100
 _MOST_REPLICAS = 10_000  # the jobs that Slurm keeps, unless a site sets MaxJobCount
 _MINUTE_S = 60.0
@@ -72,7 +74,7 @@ def begins_after_min(limit_s: float, overlap_s: float | None) -> int:
 
 
 def _overlap_s(limit_s: float, asked_s: float | None) -> float:
-    return min(DEFAULT_OVERLAP_S, limit_s / 2) if asked_s is None else asked_s
+    return min(_DEFAULT_OVERLAP_S, limit_s / 2) if asked_s is None else asked_s
 
 
 def chain_sentence(coming: Sequence[tuple[str, str]]) -> str:
@@ -81,6 +83,8 @@ def chain_sentence(coming: Sequence[tuple[str, str]]) -> str:
     then = f", then {', '.join(job_id for job_id, _ in rest)}" if rest else ""
     return f"{job_id} {state}{then}"
 
+
+# -- replicas
 
 _BOUNDS = re.compile(r"(\d{1,6})(?::(\d{1,6}))?")
 _MACHINE = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,62}")

@@ -1,17 +1,9 @@
-"""An option of a request, declared once: the request's field, the command's option, and its words in a script. Pure.
+"""The options of a request, each declared once: of sbatch, of Python's place, of the job's program, and `env`. Pure.
 
-Click's side is cli/submit/request.py.
-
-Environment variables that a site, a model or a service wants in its jobs (`env`): what they may be. Pure.
-
-They stand in the script as they are, so a secret is refused by its name or form. `$NAME` in a site file is expanded
-with the variables of the user who submits.
-
-sbatch's options, as a person may set them for a job or a site for all of them, checked. Pure.
-
-Whether the partition exists is decided by Slurm.
-
-The place of Python and the engine for a script, and the settings of the program in the job. Pure.
+`option` declares a field, its command-line option, and its words in a script. cli/submit/request.py has Click's side.
+Values are checked here as far as that is possible without a cluster; Slurm decides whether a partition exists. `env`
+are variables that a site, a model or a service wants in its jobs. They stand in the script as they are, so a secret is
+refused by its name or form. `$NAME` in a site file is expanded with the variables of the user who submits.
 """
 
 from __future__ import annotations
@@ -77,6 +69,8 @@ _TEXTS: Mapping[str, Any] = {
     "time": lambda seconds: f"{seconds:.15g}s",
     "tokens": lambda tokens: "auto" if tokens == LONGEST_THAT_FITS else str(tokens),
 }
+
+# -- the variables of a job
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _VARIABLE = re.compile(r"\$(?:(\$)|(\w+)|\{(\w+)\})")
@@ -144,8 +138,9 @@ def expanded(env: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, st
     return {name: _VARIABLE.sub(lambda found, name=name: value_of(name, found), text) for name, text in env.items()}  # type: ignore[misc]
 
 
-GpuDirective = Literal["gpus-per-node", "gres"]
+# -- sbatch
 
+GpuDirective = Literal["gpus-per-node", "gres"]
 _TIME = re.compile(r"\d{1,9}(:\d{1,2}){0,2}|\d{1,6}-\d{1,2}(:\d{1,2}){0,2}")
 _NOTICE = re.compile(r"B:USR1@(\d{1,5})")
 _LEAST_NOTICE_S = 30
@@ -290,6 +285,8 @@ def check_choice(name: str, value: str, choices: Any) -> None:
         *most, last = known
         raise InvalidRequestError(f"{name} is {value!r}: use {', '.join(most)} or {last}.")
 
+
+# -- Python and the program in the job
 
 EnvironmentKind = Literal["auto", "venv", "conda", "none", "apptainer", "pyxis", "podman-hpc", "charliecloud"]
 CONTAINERS: tuple[EnvironmentKind, ...] = ("apptainer", "pyxis", "podman-hpc", "charliecloud")

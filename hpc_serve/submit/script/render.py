@@ -1,16 +1,9 @@
-"""The text of a batch script: a request and its plan in, a script a person can read and edit out.
+"""The text of a batch script: a request and its plan in, a script a person can read and edit out. Pure.
 
-It computes no layout and starts no process: the plan and the launcher do that. template.py quotes values for the shell.
-Values of `#SBATCH` lines cannot be quoted; they were checked when the request was made.
-
-Jinja templates of shell scripts, ours and a site's. Every value that is printed is quoted for the shell. Pure.
-
-A site's template that everybody can change is refused. render.py and the other users of a template decide the content
-of a script.
-
-The script of a job that runs one program on one node: its `#SBATCH` lines, and its text. Pure.
-
-Which program: quantize.sh.j2, batch.sh.j2. The scripts of services are render.py's.
+It computes no layout and starts no process: the plan and the launcher do that. Templates are Jinja's, ours and a
+site's; a site's template that everybody can change is refused. Every value that is printed is quoted for the shell.
+Values of `#SBATCH` lines cannot be quoted; they were checked when the request was made. `render_program` makes the
+script of a job that runs one program on one node (quantize.sh.j2, batch.sh.j2), `render_script` that of a service.
 """
 
 from __future__ import annotations
@@ -43,11 +36,13 @@ if TYPE_CHECKING:
     from hpc_serve.plan import ServePlan
 
 
+# -- templates
+
 # With autoescape on, Jinja marks the output of blocks and macros as Markup. Here this mark means "checked" or "quoted".
-Checked = Markup
+_Checked = Markup
 
 
-def render_template(name: str, site_templates: str | None, context: Mapping[str, Any]) -> str:
+def _render_template(name: str, site_templates: str | None, context: Mapping[str, Any]) -> str:
     """Return the text of a template, of the site's folder if it has one of that name, else ours.
 
     Raises InvalidRequestError if it uses a value that is not there or is no template, or if everybody can change it.
@@ -58,9 +53,9 @@ def render_template(name: str, site_templates: str | None, context: Mapping[str,
         raise InvalidRequestError(f"template {name} cannot be rendered: {error}") from error
 
 
-def comment(text: str) -> Markup:
+def _comment(text: str) -> Markup:
     """`text` as it may stand behind a `#`: on one line, without control characters."""
-    return Checked("".join(character if character.isprintable() else "?" for character in text))
+    return _Checked("".join(character if character.isprintable() else "?" for character in text))
 
 
 class _SiteLoader(jinja2.FileSystemLoader):
@@ -104,6 +99,9 @@ def _quote(word: str) -> str:
     return "$'" + word.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
 
 
+# -- the script of one program
+
+
 def render_program(
     template: str,
     *,
@@ -117,15 +115,15 @@ def render_program(
 ) -> str:
     """Return the text of a script. Without `directives` it runs on this machine. Raises InvalidRequestError."""
     context = {
-        "title": comment(title),
-        "version": Checked(hpc_serve.__version__),
+        "title": _comment(title),
+        "version": _Checked(hpc_serve.__version__),
         "is_slurm": bool(directives),
-        "directives": list(map(Checked, directives)),
+        "directives": list(map(_Checked, directives)),
         "modules": modules,
-        "exports": {Checked(name): value for name, value in exports.items()},
-        "umask": Checked(f"{umask:03o}"),
+        "exports": {_Checked(name): value for name, value in exports.items()},
+        "umask": _Checked(f"{umask:03o}"),
     }
-    return render_template(template, templates_dir, {**context, **further})
+    return _render_template(template, templates_dir, {**context, **further})
 
 
 def program_directives(
@@ -146,6 +144,8 @@ def program_directives(
     ]
 
 
+# -- the script of a service
+
 _CPUS_PER_GPU = 4  # one engine worker, its threads for loading and tokenising
 _NOTICE_S = 120  # of a preemption, where the time limit gives none
 _MOST_RERUNS = 5  # with --requeue
@@ -158,7 +158,7 @@ def render_script(request: ServeRequest, plan: ServePlan) -> str:
     Raises InvalidRequestError if there are no scripts for the accelerator, or a site's template uses a value that is
     not there, and DoesNotFitError if the engine could not start so on the job's nodes.
     """
-    text = render_template(f"{request.cluster}.sh.j2", request.templates_dir, _context(request, plan))
+    text = _render_template(f"{request.cluster}.sh.j2", request.templates_dir, _context(request, plan))
     # The head checks its visible line in the same way.
     command, nodes = read_command(["vllm", "serve", plan.model, *plan.vllm_args]), plan.layout.num_nodes
     backend = choose_backend(request.backend, command, nodes)
@@ -175,13 +175,13 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         )
     memory = asked_parts(request, plan)
     return {
-        "title": comment(_title(request, plan)),
-        "not_run": comment(_not_run(device)),
-        "version": Checked(hpc_serve.__version__),
-        "memory_sum": comment(memory_sum(memory)),
+        "title": _comment(_title(request, plan)),
+        "not_run": _comment(_not_run(device)),
+        "version": _Checked(hpc_serve.__version__),
+        "memory_sum": _comment(memory_sum(memory)),
         "environment": request.environment,
         "modules": request.environment.modules,
-        "exports": {Checked(name): value for name, value in _exports(request).items()},
+        "exports": {_Checked(name): value for name, value in _exports(request).items()},
         "device": device,
         "service": request.service,
         **_replicas(request.replicas_per_job),
@@ -193,9 +193,9 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "preflight_only": request.preflight_only,
         "devices": ["--tpus-per-node" if device.kind == "tpu" else "--gpus-per-node", devices_per_node(plan)],
         "model": plan.model,
-        "served_model_names": served_model_names(request, plan),
-        "rendered_by": comment(shlex.join(render_argv(request))),
-        "directives": [Checked(line) for line in _directives(request, plan, sum(memory.values()))],
+        "served_model_names": tuple(dict.fromkeys((*plan.served_model_names, request.service))),
+        "rendered_by": _comment(shlex.join(render_argv(request))),
+        "directives": [_Checked(line) for line in _directives(request, plan, sum(memory.values()))],
         "engine_options": [option.words for option in read_arguments(plan.vllm_args)],
     }
 
@@ -205,11 +205,11 @@ def _replicas(per_job: int) -> dict[str, Any]:
     several = per_job > 1
     return {
         "replicas_per_job": per_job,
-        "indices": Checked(" ".join(map(str, range(per_job)))),
-        "which_replica": Checked(f' --replica "$replica/{per_job}"' if several else ""),
-        "of_replica": Checked(" of replica $replica" if several else ""),
-        "own_replica": Checked(' --replica "$replica"' if several else ""),
-        "run_log": Checked("$HPC_SERVE_JOB_ID-$replica" if several else "$HPC_SERVE_JOB_ID"),
+        "indices": _Checked(" ".join(map(str, range(per_job)))),
+        "which_replica": _Checked(f' --replica "$replica/{per_job}"' if several else ""),
+        "of_replica": _Checked(" of replica $replica" if several else ""),
+        "own_replica": _Checked(' --replica "$replica"' if several else ""),
+        "run_log": _Checked("$HPC_SERVE_JOB_ID-$replica" if several else "$HPC_SERVE_JOB_ID"),
     }
 
 
@@ -241,11 +241,6 @@ def _not_run(device: AcceleratorSpec) -> str:
     if device.is_script_tested:
         return ""
     return f"Rendered, not run here: the tests of hpc-serve have no {device.vendor} {device.unit}. Reports are welcome."
-
-
-def served_model_names(request: ServeRequest, plan: ServePlan) -> tuple[str, ...]:
-    """Return the names by which requests may call the model: its repository, its alias, the service's own name."""
-    return tuple(dict.fromkeys((*plan.served_model_names, request.service)))
 
 
 def _directives(request: ServeRequest, plan: ServePlan, memory_gib: int) -> list[str]:

@@ -1,19 +1,16 @@
 """Does what reconcile.py decides: claims it in the service's file, then asks jobs to drain, ends them, submits others.
 
-Whoever decides must have seen what the file says now: a decision from an older look changes nothing. A program that
-submits says so in the file first, so that no other submits the same meanwhile.
+A decision counts only for the file that it was made for: one from an older look changes nothing. A program that submits
+says so in the file first, so that no other submits the same meanwhile.
 
-Hands the script of a job to sbatch, or to this machine, and writes down which jobs came of it; or hands over one
-that was submitted before.
-
-A step that fails ends the jobs that were handed over before it: each step notes in `undo` how it is taken back. What
-is in the script is decided in `services`.
+A submission hands the script of a job to sbatch, or to this machine, and writes down which jobs came of it. Further
+jobs of a service have the script that was handed over before. Each step notes in `undo` how it is taken back; a step
+that fails ends the jobs that were handed over before it. `services` decides what is in the script.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
@@ -52,8 +49,12 @@ from hpc_serve.submit.slurm.scheduler import SchedulerView, process_start_time
 from hpc_serve.submit.slurm.slurm import UNKNOWN, after_start_option, array_options, batch_log_option
 from hpc_serve.submit.status.status_reader import old_jobs, scheduled_job
 
+_log = logging.getLogger("hpc_serve.reconciler")
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+# -- scripts that are handed over
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobScript:
     """What is handed over: the text of a script, and the job that it is, as far as it is known before it has an id.
 
@@ -69,9 +70,7 @@ class JobScript:
     def as_submitted(self, job_id: str, file: Path) -> SubmittedJob:
         """Return the job with its id and its files."""
         log_path = str(self.log_dir / f"{job_id}.log")
-        return dataclasses.replace(
-            self.job, job_id=job_id, submitted_at=time.time(), script=str(file), log_path=log_path, end=None
-        )
+        return replace(self.job, job_id=job_id, submitted_at=time.time(), script=str(file), log_path=log_path, end=None)
 
 
 def start_locally(store: ServiceStore, script: JobScript) -> tuple[SubmittedJob, ...]:
@@ -80,7 +79,7 @@ def start_locally(store: ServiceStore, script: JobScript) -> tuple[SubmittedJob,
 
     pid, file = executor.start_locally(script.text, script.folder, script.log_dir)
     job = script.as_submitted(f"local-{pid}", file)
-    job = dataclasses.replace(job, pid=pid, pid_start_time=process_start_time(pid), host=socket.gethostname())
+    job = replace(job, pid=pid, pid_start_time=process_start_time(pid), host=socket.gethostname())
     script.undo.callback(end_job, job.job_id, job)
     store.write_submitted(job)
     return (job,)
@@ -99,7 +98,7 @@ def submit_to_slurm(
 
     if anew:
         options = [*options, *array_options(count), batch_log_option(script.log_dir, is_array=True)]
-        script = dataclasses.replace(script, job=dataclasses.replace(script.job, time_limit_s=0.0))
+        script = replace(script, job=replace(script.job, time_limit_s=0.0))
     own_id, file = executor.submit_to_slurm(script.text, script.folder, options)
     is_array = anew or count > 1
     job_ids = [f"{own_id}_{task}" for task in range(count)] if is_array else [own_id]
@@ -125,7 +124,7 @@ def submit_chains(
     for _ in range(count):
         before = ""
         for _ in range(length):
-            one = dataclasses.replace(script, job=dataclasses.replace(script.job, predecessor=before))
+            one = replace(script, job=replace(script.job, predecessor=before))
             options = [after_start_option(before, after_min)] if before else []
             jobs += submit_to_slurm(store, one, count=1, options=options)
             before = jobs[-1].job_id
@@ -151,7 +150,7 @@ def add_jobs(
         )
     with claimed(store, service, last.model) as (folder, undo):
         text, log_dir = read_private(Path(last.script)), Path(str(last.log_path)).parent
-        job = dataclasses.replace(last, predecessor=predecessor)
+        job = replace(last, predecessor=predecessor)
         script = JobScript(text=text, job=job, folder=folder, log_dir=log_dir, undo=undo)
         return submit_to_slurm(store, script, count=count, anew=True)
 
@@ -183,7 +182,8 @@ def _is_over(entry: JobEntry, *, store: ServiceStore, slurm: SchedulerView) -> b
     return job is None or job.is_over
 
 
-_log = logging.getLogger("hpc_serve.reconciler")
+# -- decisions
+
 _DRAIN_S = 600.0
 _WAY_DOWN_S = 20.0  # from the last answer to the end of a job
 _STEP_S = 0.3
@@ -227,7 +227,7 @@ def step(
     if not told and replace(changed, looked_at=seen.looked_at) == seen and 0 <= now - seen.looked_at < _RENEW_S:
         return seen, Done()
 
-    def claim(found: Wanted | None) -> Wanted | None:
+    def change(found: Wanted | None) -> Wanted | None:
         if found is None or found.counter != seen.counter or (decider and found.decider != decider):
             return None
         for one in told:
@@ -235,7 +235,7 @@ def step(
                 _let_drain(store, what_is, one, drain_s, now)
         return changed
 
-    claimed = change_wanted(store, service, claim)
+    claimed = change_wanted(store, service, change)
     if claimed is None:
         return None, Done()
     ended = [job_id for one in told if one.action in ("drain", "end") for job_id in one.jobs]
@@ -248,7 +248,7 @@ def step(
             for job_id in one.jobs:
                 scheduler.cancel(job_id)
         elif one.action == "submit":
-            claimed, jobs = submit_for(store, service, claimed, one)
+            claimed, jobs = _submit_for(store, service, claimed, one)
             added += jobs
             looker.slurm.jobs(max_age_s=0.0)  # an older list lacks them
     return claimed, Done(decisions=told, added=tuple(added), ended=tuple(ended))
@@ -293,7 +293,7 @@ def wait_for_others(store: ServiceStore, service: str) -> Wanted | None:
         time.sleep(_STEP_S)
 
 
-def submit_for(
+def _submit_for(
     store: ServiceStore, service: str, claimed: Wanted, decision: Decision
 ) -> tuple[Wanted, tuple[SubmittedJob, ...]]:
     """Submit what was claimed, and write down which jobs it is. Raises HpcServeError, which is written down as well."""
@@ -303,7 +303,7 @@ def submit_for(
     added: list[SubmittedJob] = []
     where = decision.machine
     try:
-        with as_submitted(claimed):
+        with _as_submitted(claimed):
             for job_id in before:
                 added += add_jobs(store, service, 1, predecessor=job_id, machine=where)
             if count > len(before):
@@ -346,7 +346,7 @@ def _let_drain(store: ServiceStore, what_is: WhatIs, decision: Decision, drain_s
 
 
 @contextlib.contextmanager
-def as_submitted(wanted: Wanted) -> Iterator[None]:
+def _as_submitted(wanted: Wanted) -> Iterator[None]:
     """Be in the folder, and have the variables, with which the service was submitted: sbatch hands both on.
 
     A job's own program has both already.

@@ -1,15 +1,9 @@
-"""The jobs of a service as values, and which of them count for what is wanted.
+"""The jobs of a service as values, which of them count for what is wanted, and their load over time. Pure.
 
-Pure: what_is.py finds the jobs, reconcile.py decides what follows. A job counts as long as Slurm says that it waits or
-runs, or does not answer. It does not count once it drains, was told to end, or ends sooner than its successor would be
-ready.
-
-What looks at the engines of a service say over time: whether requests wait, and what the replicas had to carry.
-
-Unknown is not idle: where one replica could not be asked, the times begin anew. Pure: what_is.py asks and tells when;
-reconcile.py decides what follows.
-
-What is wanted of a service on several kinds of machine: what each kind has, and what a person makes of it. Pure.
+A job counts as long as Slurm says that it waits or runs, or does not answer. It does not count once it drains, was told
+to end, or ends sooner than its successor would be ready. `LoadHistory` says whether requests wait, and what the
+replicas had to carry. Unknown is not idle: where one replica could not be asked, the times begin anew. what_is.py finds
+the jobs and asks the engines; reconcile.py decides what follows.
 """
 
 from __future__ import annotations
@@ -28,9 +22,6 @@ from hpc_serve.units import read_seconds
 if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
 
-
-ADD_AFTER_S = 20.0
-LEAVE_AFTER_S = 600.0
 # The times of a service that is looked at less often than this begin anew.
 _LONGEST_GAP_S = 60.0
 
@@ -39,15 +30,15 @@ _LONGEST_GAP_S = 60.0
 class Windows:
     """For how long requests must wait before replicas are added, and the others carry the load before one leaves."""
 
-    add_after_s: float = ADD_AFTER_S
-    leave_after_s: float = LEAVE_AFTER_S
+    add_after_s: float = 20.0
+    leave_after_s: float = 600.0
 
 
 def windows_of(environ: Mapping[str, str]) -> Windows:
     """The windows that the environment asks for. Raises InvalidRequestError."""
     return Windows(
-        add_after_s=read_seconds(environ, "HPC_SERVE_ADD_AFTER_S", ADD_AFTER_S),
-        leave_after_s=read_seconds(environ, "HPC_SERVE_LEAVE_AFTER_S", LEAVE_AFTER_S),
+        add_after_s=read_seconds(environ, "HPC_SERVE_ADD_AFTER_S", Windows.add_after_s),
+        leave_after_s=read_seconds(environ, "HPC_SERVE_LEAVE_AFTER_S", Windows.leave_after_s),
     )
 
 
@@ -133,6 +124,8 @@ class LoadHistory:
         self._counts |= now
         return is_new
 
+
+# -- jobs
 
 # pending and starting: it serves nobody yet. unclear: it serves nobody now, and may again.
 JobStage = Literal["pending", "starting", "unclear", "ready", "draining", "over"]

@@ -1,11 +1,8 @@
-"""Stops jobs: asks replicas that serve to drain, tells jobs to end, waits until they have, and writes down the end of a
-job that published no record.
+"""Stops jobs, and forgets jobs that are over.
 
-How a replica drains is decided in its job.
-
-Forgets jobs that are over: which of those found may be, and what is removed. Their logs stay.
-
-What is written about a job is needed while it may come back, and while `wake` may submit it again.
+A stop asks replicas that serve to drain, tells jobs to end, waits until they have, and writes down the end of a job
+that published no record. The replica's job decides how it drains. `forget` removes the files about a job, but not its
+logs. The files are needed while the job may come back, and while `wake` may submit it again.
 """
 
 from __future__ import annotations
@@ -69,6 +66,8 @@ def _check_script_stays(
             f"hpc-serve scale {service} {status.machine}:0 first, or stop {service}."
         )
 
+
+# -- stop
 
 _RECORDS_S = 1.0
 _LOCAL_GRACE_S = 60.0

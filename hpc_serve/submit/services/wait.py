@@ -1,8 +1,8 @@
-"""Waits until a service is ready, for the person who submitted it, and tells how a job ended that failed.
+"""Waits until a service is ready, for the person who submitted it, and says how it is kept.
 
-A job that waits in the queue for a reason that only a person can change ends the wait as one that failed does.
-
-What is said of a service that is kept: how many replicas are wanted, and what was decided. Pure.
+A job that failed ends the wait, with the cause of its end. A job that waits in the queue for a reason that only a
+person can change ends the wait in the same way. The sentences about a service that is kept tell how many replicas are
+wanted, and what was decided lately.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpc_serve.submit.status.status_reader import is_of_job, is_same_replica, no
 from hpc_serve.units import duration
 
 
-def asleep_sentence(service: str, wanted: Wanted) -> str:
+def _asleep_sentence(service: str, wanted: Wanted) -> str:
     """Since when, and why, a service is asleep, and how it is woken."""
     last = wanted.decided[-1] if wanted.decided else None
     since = f" since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(last.at))}: {last.why}" if last else ""
@@ -61,7 +61,7 @@ def wanted_lines(service: str, wanted: Wanted, live: Sequence[ReplicaStatus], no
     """
     live = [status for status in live if status.service == service]
     if wanted.state == "asleep":
-        return [asleep_sentence(service, wanted)]
+        return [_asleep_sentence(service, wanted)]
     told = [f"  {duration(max(0.0, now - one.at))} ago {one.sentence}" for one in wanted.decided]
     if not wanted.is_kept and any(one.cause == "demand" for one in wanted.decided):
         return [f"{service}: a gateway starts and ends it", *told]
@@ -90,6 +90,8 @@ def wanted_lines(service: str, wanted: Wanted, live: Sequence[ReplicaStatus], no
             words.append(f"{where}{one.problem}; trying again at {again}")
     return ["; ".join(words), *told]
 
+
+# -- the wait
 
 _RECORDS_S = 1.0
 _SCHEDULER_S = 5.0  # a controller serves a whole site: it is asked less often than our own files are read
@@ -134,7 +136,7 @@ def wait(
                 f"End this one: hpc-serve stop {status.job_id}"
             )
         if status.is_over and service in report.wanted and report.wanted[service].state == "asleep":
-            raise ServiceAsleepError(asleep_sentence(service, report.wanted[service]))
+            raise ServiceAsleepError(_asleep_sentence(service, report.wanted[service]))
         if status.is_over:
             ended_at_s = ended_at_s or time.monotonic()
             is_settled = status.end_reported_by_job and _slurm_is_done_with(status)

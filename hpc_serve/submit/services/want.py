@@ -1,40 +1,27 @@
-"""What people want of a service, written down for whoever keeps it: by `submit`, `scale`, `wake` and `stop`.
+"""Writes down what people want of a service, for `submit`, `scale`, `wake` and `stop`.
 
-Each command then does what follows, as a job of the service would (carry_out.py).
-
-The environment variables that jobs hand on to the jobs that they submit.
-
-Each part reads its variables by itself. docs/reference/environment-variables.md describes all of them, and a test holds
+Each command then does what follows, as a job of the service would (carry_out.py). A service on several kinds of machine
+has a wanted number for each; the end of the file says what a person makes of them. `KEPT` are the variables that jobs
+hand on to the jobs that they submit. docs/reference/environment-variables.md describes all variables, and a test holds
 that page to the code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-from hpc_serve.errors import InvalidRequestError
-from hpc_serve.rendezvous.record import DEFAULT_MACHINE
-from hpc_serve.rendezvous.wanted import Wanted
-from hpc_serve.submit.request.bounds import shown_counts
-from hpc_serve.submit.request.request import ServeRequest
-
-if TYPE_CHECKING:
-    from hpc_serve.client.replicas.status import ReplicaStatus
-
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 from hpc_serve.client.replicas.status import ReplicaStatus
-from hpc_serve.errors import HpcServeError, StoreError
+from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError
 from hpc_serve.rendezvous.claims import change_wanted, read_wanted, wanted_file
 from hpc_serve.rendezvous.files import remove_file
-from hpc_serve.rendezvous.record import Adapter, SubmittedJob
+from hpc_serve.rendezvous.record import DEFAULT_MACHINE, Adapter, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.rendezvous.wanted import Decision
-from hpc_serve.submit.request.bounds import check_bounds, shown_bounds
+from hpc_serve.rendezvous.wanted import Decision, Wanted
+from hpc_serve.submit.request.bounds import check_bounds, shown_bounds, shown_counts
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.services.carry_out import settle, wait_for_others
 from hpc_serve.submit.services.jobs import Job, counted
 from hpc_serve.submit.services.stop import stop
@@ -48,7 +35,6 @@ KEPT = (
     *("HPC_SERVE_ADD_AFTER_S", "HPC_SERVE_LEAVE_AFTER_S", "HF_HOME"),
 )
 """A script that is submitted again finds these in its environment as it did the first time."""
-
 _MOST_TRIES = 10
 
 
@@ -67,7 +53,7 @@ def want_submission(
     """
 
     def change(found: Wanted | None, everywhere: Sequence[Job], now: float) -> Wanted:
-        others = on_others(found, everywhere, request)
+        others = _on_others(found, everywhere, request)
         here = [job for job in everywhere if not others or job.machine == request.machine]
         have = sum(job.replicas for job in here)
         if request.once and (everywhere if request.machine == DEFAULT_MACHINE else here) and found is not None:
@@ -177,13 +163,13 @@ def scale(
 
     def change(seen: Wanted | None, here: Sequence[Job], now: float) -> Wanted:
         awake = _awake(seen, per_job)
-        counts = counts_of(here) if seen is None else {}  # there is no file, or it is damaged
+        counts = _counts_of(here) if seen is None else {}  # there is no file, or it is damaged
         if not isinstance(replicas, int) or counts.keys() - {DEFAULT_MACHINE}:
             awake = awake.with_counts(counts) if counts else awake
         if seen is not None and seen.state != "awake":  # nothing is there: kinds that are not named stay away
             awake = replace(awake, machines={name: replace(one, count=0) for name, one in seen.machines.items()})
-        wanted = scaled(awake, replicas, service, known)
-        check_whole_jobs(here, wanted, service, per_job)
+        wanted = _scaled(awake, replicas, service, known)
+        _check_whole_jobs(here, wanted, service, per_job)
         return _by_person(wanted, f"scaled to {shown_counts(wanted.counts) or wanted.count}", now)
 
     changed, here = _change_seen(store, service, change)
@@ -296,7 +282,7 @@ def _want_stop_in(store: ServiceStore, service: str, named: Set[str]) -> None:
         if staying:
             ended = [(one.machine, one.job.replicas_per_job) for one in ending.values()]
             count = max(1, seen.count - sum(count for _, count in ended))
-            changed = without(replace(changed, count=count, least=min(seen.least, count)), ended)
+            changed = _without(replace(changed, count=count, least=min(seen.least, count)), ended)
         else:
             changed = replace(changed, count=0, state="stopped", decider="")
         return _by_person(changed, "stopped by a person", time.time())
@@ -315,12 +301,15 @@ def end_what_comes(store: ServiceStore, service: str) -> tuple[str, ...]:
     return settle(store, service, drain_s=0.0).ended
 
 
-def on_others(found: Wanted | None, here: Sequence[Job], request: ServeRequest) -> dict[str, int]:
+# -- kinds of machine
+
+
+def _on_others(found: Wanted | None, here: Sequence[Job], request: ServeRequest) -> dict[str, int]:
     """Return the replicas that a service has on other kinds of machine than the request's.
 
     Raises InvalidRequestError where they cannot be one service.
     """
-    counts = ((found.counts if found is not None else {}) or counts_of(here)) if here else {}
+    counts = ((found.counts if found is not None else {}) or _counts_of(here)) if here else {}
     others = {name: count for name, count in counts.items() if name != request.machine}
     is_elastic = request.max_replicas is not None or (found is not None and here and found.least < found.most)
     if is_elastic and (others or request.machine != DEFAULT_MACHINE):
@@ -337,13 +326,13 @@ def on_others(found: Wanted | None, here: Sequence[Job], request: ServeRequest) 
     return others
 
 
-def counts_of(here: Sequence[Job]) -> dict[str, int]:
+def _counts_of(here: Sequence[Job]) -> dict[str, int]:
     """Return the replicas of these jobs on each kind of machine."""
     names = dict.fromkeys(job.machine for job in here)
     return {name: sum(job.replicas for job in here if job.machine == name) for name in names}
 
 
-def scaled(wanted: Wanted, replicas: int | Mapping[str, int], service: str, known: Set[str]) -> Wanted:
+def _scaled(wanted: Wanted, replicas: int | Mapping[str, int], service: str, known: Set[str]) -> Wanted:
     """Return what is wanted with so many replicas. Raises InvalidRequestError for machines that are not `known`."""
     if isinstance(replicas, int):
         if not wanted.machines:
@@ -368,7 +357,7 @@ def scaled(wanted: Wanted, replicas: int | Mapping[str, int], service: str, know
     return wanted.with_counts(counts)
 
 
-def without(wanted: Wanted, ended: Iterable[tuple[str, int]]) -> Wanted:
+def _without(wanted: Wanted, ended: Iterable[tuple[str, int]]) -> Wanted:
     """Return what is wanted once a person has ended so many replicas on these kinds of machine."""
     left = wanted.counts
     for machine, count in ended:
@@ -376,7 +365,7 @@ def without(wanted: Wanted, ended: Iterable[tuple[str, int]]) -> Wanted:
     return wanted.with_counts(left) if wanted.machines and any(left.values()) else wanted
 
 
-def check_whole_jobs(here: Sequence[Job], wanted: Wanted, service: str, per_job: int) -> None:
+def _check_whole_jobs(here: Sequence[Job], wanted: Wanted, service: str, per_job: int) -> None:
     """Raises InvalidRequestError where whole jobs do not give as many replicas as are wanted."""
     for machine, count in wanted.counts.items() or [("", wanted.count)]:
         its = [job for job in here if machine in ("", job.machine)]

@@ -3,9 +3,8 @@
 It is a small YAML file of flat settings. They are defaults: options and HPC_SERVE_… variables win over them. An unknown
 setting is refused, so that a misspelt one is noticed.
 
-Reads YAML files of people and sites, bounded in size and in depth, as the fields of a dataclass.
-
-Values are taken as they are written: YAML would read the time 24:00:00 as the number 86400 and the account 0123 as 83.
+YAML files of people and sites are bounded in size and in depth, and are read as the fields of a dataclass. Values are
+taken as they are written: YAML would read the time 24:00:00 as the number 86400 and the account 0123 as 83.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from hpc_serve.units import parse_size
 if TYPE_CHECKING:
     import yaml
 
+# -- YAML files
 
 _MOST_BYTES = 128 * 1024
 _MOST_LEVELS = 20
@@ -147,6 +147,8 @@ def _value(node: yaml.Node, kind: Any, where: str) -> Any:
         return text.lower() in _YES
     return text
 
+
+# -- the site file
 
 PYTHONS: Mapping[str, EnvironmentKind] = {
     "venv": "venv",

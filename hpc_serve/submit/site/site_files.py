@@ -1,11 +1,9 @@
-"""Finds and merges the site files: the system's, then the user's. Each setting of the user's file wins.
+"""Finds and merges the site files, and reads the list of the site's own models.
 
-site.py decides what one file may say.
-
-The site's own models: names for folders and repositories, with the options that they want, beside the catalogue.
-
-They are a list in a YAML file that the site file names (`models`). The parts of a model are read from its folder or
-from the hub, as for every other model.
+The system's file is read first, then the user's. Each setting of the user's file wins. site.py decides what one file
+may say. The site's own models are names for folders and repositories, with the options that they want, beside the
+catalogue. They are a list in a YAML file that the site file names (`models`). The parts of a model are read from its
+folder or from the hub, as for every other model.
 """
 
 from __future__ import annotations
@@ -24,6 +22,8 @@ from hpc_serve.vllm.arguments import names_in, without
 
 if TYPE_CHECKING:
     import yaml
+
+# -- the site's models
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,8 @@ def _model(node: yaml.Node, path: Path) -> SiteModel:
         raise SiteFileError(f"{where}: {error}") from error
     return SiteModel(**values)
 
+
+# -- the site files
 
 SYSTEM_FILE = "/etc/hpc-serve/site.yaml"
 

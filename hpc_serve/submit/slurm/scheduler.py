@@ -1,11 +1,11 @@
-"""Asks Slurm: one function runs all of its commands, and says what Slurm answered, or that it did not answer.
+"""Asks Slurm about jobs, and this machine about its local jobs.
 
-A controller that does not answer makes a job's state UNKNOWN. It never means that the job has ended.
+One function runs all of Slurm's commands, and says what Slurm answered, or that it did not answer. A controller that
+does not answer makes a job's state UNKNOWN. It never means that the job has ended.
 
-A job on this machine: whether it runs, and how to stop it, from any process.
-
-`submit` writes down the pid and the start time of the job's process. A pid alone may belong to another process by now;
-pid and start time together identify the process.
+Any process can find out whether a job on this machine runs, and stop it. `submit` writes down the pid and the start
+time of the job's process. A pid alone may belong to another process by now; pid and start time together identify the
+process.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ from hpc_serve.submit.slurm.slurm import (
     scancel_argv,
     scontrol_show_job_argv,
 )
+
+# -- jobs on this machine
 
 _POLL_S = 0.1
 
@@ -93,6 +95,8 @@ def _is_alive(job: SubmittedJob) -> bool:
     return process_start_time(job.pid) == job.pid_start_time
 
 
+# -- Slurm
+
 _TIMEOUT_S = 60.0  # Slurm's own is MessageTimeout (10 s by default, up to 100), tried more than once
 _A_WEEK_S = 7 * 24 * 3600.0
 _MOST_IDS = 5_000  # Linux takes 128 KiB in one word of a command
@@ -100,7 +104,7 @@ _MOST_IDS = 5_000  # Linux takes 128 KiB in one word of a command
 _OUTPUT_SETTINGS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_")
 
 
-def run_slurm(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _run_slurm(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run one of Slurm's commands. Raises SchedulerUnavailableError if there is none, or nobody answers it."""
     try:
         environ = plain_environ(os.environ)
@@ -154,7 +158,7 @@ def partitions_if_known() -> list[Partition]:
 
 def cancel(job_id: str) -> None:
     """End a job; one that is over already is no error. Raises SchedulerError."""
-    done = run_slurm(scancel_argv(job_id))
+    done = _run_slurm(scancel_argv(job_id))
     if done.returncode and not says_no_such_job(done.stderr):
         raise SchedulerError(f"scancel {job_id} failed: {said(done.stderr)}.")
 
@@ -167,7 +171,7 @@ def job_state(job_id: str, *, submitted_at: float | None = None) -> JobState:
     """
     user = user_name()
     try:
-        shown = run_slurm(scontrol_show_job_argv(job_id))
+        shown = _run_slurm(scontrol_show_job_argv(job_id))
     except SchedulerUnavailableError as error:
         return JobState(job_id=job_id, state=UNKNOWN, detail=str(error))
     job = parse_scontrol_job(shown.stdout, job_id) if shown.returncode == 0 else None
@@ -295,7 +299,7 @@ def _from_accounting(job_ids: Sequence[str], user: str, submitted_at: float | No
 
 
 def _answer(argv: Sequence[str]) -> str:
-    done = run_slurm(argv)
+    done = _run_slurm(argv)
     if done.returncode:
         raise SchedulerUnavailableError(f"`{argv[0]}` failed with exit code {done.returncode}: {said(done.stderr)}.")
     return done.stdout

@@ -1,9 +1,7 @@
-"""Slurm's jobs and partitions as values, and its commands as argument lists. Pure: nothing is run here.
+"""Slurm's jobs and partitions as values, its commands as argument lists, and what the commands print. Pure.
 
-slurm_answers.py reads what the commands print. scheduler.py runs them and decides when. slurm_messages.py says what a
-state or a reason means to a person.
-
-Reads what Slurm's commands print, as values. Pure; slurm.py has the values and the commands.
+Nothing is run here: scheduler.py runs the commands and decides when. slurm_messages.py says what a state or a reason
+means to a person.
 """
 
 from __future__ import annotations
@@ -141,6 +139,8 @@ def sacct_argv(job_ids: Sequence[str], *, user: str, since: str) -> list[str]:
     bounds = [f"--jobs={','.join(job_ids)}", f"--user={user}", f"--starttime={since}"]
     return ["sacct", *bounds, "--allocations", "--noheader", "--parsable2", f"--format={_SACCT_FIELDS}"]
 
+
+# -- the answers
 
 _UNREACHABLE = re.compile(
     r"Unable to contact slurm controller|Connection refused|Connection timed out|Socket timed out|"

@@ -1,12 +1,8 @@
-"""Adds what the scheduler says of a job to the status of its replica. Pure.
+"""Adds what the scheduler says of a job to the status of its replica, and says in words how far a start is. Pure.
 
 The client's status.py has derived the state from the record and the probe already. Here it changes only where the
 scheduler knows more: a job that waits, has ended, is ending, or cannot be asked for. status_reader.py decides when to
-ask the scheduler.
-
-The words for people about a replica that starts: its stage, its loading speed, when it is ready. Pure.
-
-Its head decides how far the start is, and how long it takes (`job/progress.py`).
+ask the scheduler. The head of a run decides how far the start is, and how long it takes (`job/progress.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +17,8 @@ from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.submit.slurm.slurm import UNKNOWN, JobState
 from hpc_serve.submit.slurm.slurm_messages import ended_sentence, pending_cure, pending_sentence
 from hpc_serve.units import GIB, MIB, SOON_S, about, duration
+
+# -- the words about a start
 
 # Stages whose names are not words for people.
 _WORDS = {"capture": "KV cache and graphs", "server": "first answer"}
@@ -132,6 +130,8 @@ def _rate(bytes_per_s: float) -> str:
         return f"{bytes_per_s / GIB:.1f} GiB/s"
     return f"{bytes_per_s / MIB:.0f} MiB/s"
 
+
+# -- the scheduler's word
 
 # A job that runs for so long has published a record.
 RECORD_EXPECTED_WITHIN_S = 60.0
