@@ -27,7 +27,7 @@ from pathlib import Path
 
 from benchmarks.common import Benchmark, Figures, Measured, run_alone
 from hpc_serve.demo_model import make_demo_model
-from hpc_serve.trust.authority import make_run_certificate
+from hpc_serve.trust.certificates import make_run_certificate
 from hpc_serve.trust.connection import pinned_context
 from hpc_serve.vllm.arguments import ARGS_FILE
 from hpc_serve.vllm.command import GATE

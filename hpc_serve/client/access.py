@@ -26,7 +26,7 @@ from hpc_serve.client.replicas.status import ServiceStatus, listing
 from hpc_serve.errors import AmbiguousServiceError, InvalidRequestError, NotAllReplicasError, ServiceNotFoundError
 from hpc_serve.rendezvous.shares import named_service
 from hpc_serve.rendezvous.store import ServiceStore, default_home
-from hpc_serve.trust.authority import trust_variables
+from hpc_serve.trust.certificates import trust_variables
 from hpc_serve.trust.connection import VerifiedConnection
 
 if TYPE_CHECKING:

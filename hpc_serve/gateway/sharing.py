@@ -19,7 +19,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.machine.network import LOOPBACK, reachable_addresses
 from hpc_serve.rendezvous.files import make_folders, make_key, make_private_folder, read_key, remove_file, write_private
 from hpc_serve.rendezvous.ownership import group_name, require
-from hpc_serve.trust.authority import ADDING_VARIABLE, REPLACING_VARIABLES, ensure_self_signed, with_systems
+from hpc_serve.trust.certificates import ADDING_VARIABLE, REPLACING_VARIABLES, ensure_self_signed, with_systems
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_.-]{1,253}")
 _ENV = """\

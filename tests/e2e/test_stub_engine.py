@@ -14,7 +14,7 @@ import pytest
 
 from hpc_serve.client import connect
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.trust.authority import authority_certificate
+from hpc_serve.trust.certificates import authority_certificate
 from tests.support.real_replicas import NAME, START_S, Replicas
 from tests.support.stubs import StubService
 

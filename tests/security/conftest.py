@@ -12,7 +12,7 @@ BUSY = {"HPC_SERVE_CANARY_S": "30"}  # ranks that share two cores make a token i
 MAKE_OWN = """
 import sys
 from pathlib import Path
-from hpc_serve.trust.authority import make_peer_files
+from hpc_serve.trust.certificates import make_peer_files
 run = Path(sys.argv[1]) / "run"
 run.mkdir(mode=0o700, exist_ok=True)
 make_peer_files(run, Path(sys.argv[1]) / "own", addresses=[sys.argv[2]])

@@ -14,7 +14,7 @@ from typing import Any
 
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.trust.authority import RunCertificate, make_run_certificate
+from hpc_serve.trust.certificates import RunCertificate, make_run_certificate
 
 SCRIPT = Path(__file__).with_name("stub_engine.py")
 

@@ -83,7 +83,7 @@ def _write(store: ServiceStore, services: Sequence[str], output: Path | None, wr
 
 def _scrape_config(store: ServiceStore, services: Sequence[str], output: Path) -> str:
     from hpc_serve.client.engine_work import scrape_config
-    from hpc_serve.trust.authority import authority_alone
+    from hpc_serve.trust.certificates import authority_alone
 
     names = services or live_services(store)
     if not names:

@@ -34,7 +34,7 @@ from hpc_serve.job.run.parts import Parts, StopOrder, drain_s_after_signal
 from hpc_serve.job.run.record_keeper import RecordKeeper, first_record
 from hpc_serve.rendezvous.gate_headers import LAUNCHER_VARIABLE
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.trust.authority import RunCertificate, make_run_certificate
+from hpc_serve.trust.certificates import RunCertificate, make_run_certificate
 from hpc_serve.trust.connection import Identity
 from hpc_serve.vllm.command import server_args
 

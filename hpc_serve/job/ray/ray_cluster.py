@@ -89,7 +89,7 @@ def ray_environ(node: Node) -> dict[str, str]:
 
     It names the token's file, and what `HeldRay.hold` makes.
     """
-    from hpc_serve.trust.authority import PeerFiles
+    from hpc_serve.trust.certificates import PeerFiles
 
     peer = PeerFiles.in_folder(node.node_dir / "tls")
     return {
@@ -136,7 +136,7 @@ class HeldRay:
 
         Raises what `make_peer_files` raises.
         """
-        from hpc_serve.trust.authority import make_peer_files
+        from hpc_serve.trust.certificates import make_peer_files
 
         child = await self._parts.start_child(
             self._name,

@@ -17,7 +17,7 @@ import pytest
 
 from hpc_serve.gate import connection_limits as limits
 from hpc_serve.gate.gate import Gate
-from hpc_serve.trust.authority import make_run_certificate
+from hpc_serve.trust.certificates import make_run_certificate
 from tests.support import asgi_server
 from tests.unit.job.conftest import KEY
 

@@ -24,7 +24,7 @@ from hpc_serve.job.run import parts as outcome_module
 from hpc_serve.job.run.parts import Outcome, RunEnd, drain_s_after_signal
 from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.rendezvous.store import DrainRequest, ServiceStore, ask_to_drain, drain_file, read_drain_request
-from hpc_serve.trust.authority import make_run_certificate
+from hpc_serve.trust.certificates import make_run_certificate
 from hpc_serve.trust.connection import Identity, VerifiedConnection
 from tests.cluster import wait_for
 from tests.support.stubs import SCRIPT, make_record

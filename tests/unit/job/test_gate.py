@@ -26,7 +26,7 @@ from hpc_serve.rendezvous.gate_headers import (
     RequestCount,
     read_request_count,
 )
-from hpc_serve.trust.authority import make_run_certificate
+from hpc_serve.trust.certificates import make_run_certificate
 from hpc_serve.trust.connection import Identity
 from tests.support.asgi_server import served
 from tests.unit.job.conftest import KEY

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.job.engine.health import EngineAddress, NotReadyError, SmallRequest, check_ready, is_healthy
-from hpc_serve.trust.authority import make_run_certificate
+from hpc_serve.trust.certificates import make_run_certificate
 from hpc_serve.trust.connection import Identity, NotOurEngineError
 from tests.support.tls_servers import server_context
 

@@ -17,7 +17,7 @@ import pytest
 import hpc_serve.client
 from hpc_serve.job.engine.health import requests_under_way
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.trust.authority import make_run_certificate
+from hpc_serve.trust.certificates import make_run_certificate
 from tests.cluster import wait_for
 from tests.support.local_run import Run
 from tests.support.stubs import SCRIPT

@@ -15,7 +15,7 @@ from hpc_serve.job.ray.ray_cluster import head_argv, ray_environ, worker_argv
 from hpc_serve.job.ray.ray_nodes import missing_nodes, parse_line
 from hpc_serve.job.ray.ray_private import read_gcs_port
 from hpc_serve.job.run.node import LaunchOptions, Node
-from hpc_serve.trust.authority import PeerFiles
+from hpc_serve.trust.certificates import PeerFiles
 from hpc_serve.units import GIB
 from tests.support.nodes import ALLOCATION, make_node
 

@@ -18,7 +18,7 @@ from hpc_serve.gate.connection_limits import Asked, Signs
 from hpc_serve.gate.engine_facts import Process
 from hpc_serve.gate.gate import Gate
 from hpc_serve.rendezvous.gate_headers import COMMENT_CHUNK, PROCESSING
-from hpc_serve.trust.authority import make_run_certificate
+from hpc_serve.trust.certificates import make_run_certificate
 from tests.support import asgi_server
 from tests.unit.job.conftest import KEY, in_a_loop
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.trust.authority import RunCertificate, make_run_certificate
+from hpc_serve.trust.certificates import RunCertificate, make_run_certificate
 from tests.support.tls_servers import RecordingServer, server_context
 
 

@@ -17,8 +17,8 @@ import pytest
 from cryptography import x509
 
 from hpc_serve.errors import InvalidRequestError, RecordError
-from hpc_serve.trust import authority
-from hpc_serve.trust.authority import (
+from hpc_serve.trust import certificates
+from hpc_serve.trust.certificates import (
     authority_certificate,
     authority_file,
     ensure_authority,
@@ -92,7 +92,7 @@ def test_a_run_certificate_holds_for_clocks_that_differ_and_long_jobs(home: Path
 
 
 def test_a_run_certificate_ends_with_its_authority(home: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(authority, "_AUTHORITY_LIFETIME", timedelta(days=30))
+    monkeypatch.setattr(certificates, "_AUTHORITY_LIFETIME", timedelta(days=30))
     certificate = parsed(made_in(home, folder).certificate)
     assert certificate.not_valid_after_utc == parsed(authority_certificate(home)).not_valid_after_utc
 
@@ -109,7 +109,7 @@ def test_the_files_of_a_run_are_private_and_hold_what_is_told(home: Path, folder
 
 
 def test_an_expired_authority_is_refused(home: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(authority, "_AUTHORITY_LIFETIME", timedelta(hours=-1))
+    monkeypatch.setattr(certificates, "_AUTHORITY_LIFETIME", timedelta(hours=-1))
     ensure_authority(home)
     with pytest.raises(RecordError, match=r"expired on \d{4}-\d\d-\d\d\. Remove it"):
         made_in(home, folder)
@@ -188,7 +188,7 @@ def test_boringssl_takes_the_endpoint_and_no_web_site(
 ) -> None:
     ensure_authority(home)
     if not is_trusted:
-        monkeypatch.setattr(authority, "_LOCAL_NAME", name)  # of the certificate that is made now
+        monkeypatch.setattr(certificates, "_LOCAL_NAME", name)  # of the certificate that is made now
     with serving(made_in(home, folder)) as server:
         why = ask_by_boringssl(authority_certificate(home), server.port, name)
     assert ("ALPN" in why) == is_trusted, why  # asked for once the certificate is accepted

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.errors import StoreError
-from hpc_serve.trust import authority
-from hpc_serve.trust.authority import (
+from hpc_serve.trust import certificates
+from hpc_serve.trust.certificates import (
     REPLACING_VARIABLES,
     authority_certificate,
     certificates_of,
@@ -55,7 +55,7 @@ def test_every_variable_names_a_private_file_that_holds_our_authority(home: Path
 
 
 def test_the_systems_authorities_stay_trusted(home: Path, site_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(authority, "_SYSTEM_BUNDLES", ("/nowhere/a.pem", str(site_file)))
+    monkeypatch.setattr(certificates, "_SYSTEM_BUNDLES", ("/nowhere/a.pem", str(site_file)))
     path = trust_variables(home, {})["SSL_CERT_FILE"]
     assert holds(path) == (*holds(str(site_file)), authority_certificate(home))
 
@@ -76,13 +76,13 @@ def test_evaluated_again_it_keeps_what_it_was_made_from(home: Path, site_file: P
 
 
 def test_a_file_that_is_not_there_is_passed_over(home: Path, site_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(authority, "_SYSTEM_BUNDLES", (str(site_file),))
+    monkeypatch.setattr(certificates, "_SYSTEM_BUNDLES", (str(site_file),))
     path = trust_variables(home, {"SSL_CERT_FILE": "/nowhere/at/all.pem"})["SSL_CERT_FILE"]
     assert holds(str(site_file))[0] in holds(path)
 
 
 def test_a_machine_without_any_gets_ours(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(authority, "_system_bundles", lambda: iter(()))
+    monkeypatch.setattr(certificates, "_system_bundles", lambda: iter(()))
     assert holds(trust_variables(home, {})["SSL_CERT_FILE"]) == (authority_certificate(home),)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from hpc_serve.errors import RecordError
 from hpc_serve.trust import making
-from hpc_serve.trust.authority import RunCertificate
+from hpc_serve.trust.certificates import RunCertificate
 from hpc_serve.trust.connection import Identity, NotOurEngineError, VerifiedConnection, pinned_context
 from tests.support.relay import Relay
 from tests.support.tls_servers import RecordingServer, server_context

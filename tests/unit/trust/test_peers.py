@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.trust.authority import PeerFiles, make_peer_files, make_run_certificate
+from hpc_serve.trust.certificates import PeerFiles, make_peer_files, make_run_certificate
 
 grpc: Any = pytest.importorskip("grpc")
 

@@ -10,7 +10,7 @@ import pytest
 from cryptography import x509
 
 from hpc_serve.trust import making
-from hpc_serve.trust.authority import ensure_self_signed
+from hpc_serve.trust.certificates import ensure_self_signed
 
 NAMES, ADDRESSES = ("login1", "login1.cluster"), ("127.0.0.1", "10.0.0.1")
 

@@ -101,6 +101,7 @@ def _print_accelerators(entries: Sequence[Mapping[str, Any]]) -> None:
 
 
 _Entry = dict[str, Any]
+
 _KEYS = ("name", "aliases", "published_parameters", "min_vllm", "note")
 
 

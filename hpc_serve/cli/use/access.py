@@ -30,8 +30,11 @@ if TYPE_CHECKING:
 # -- access from a laptop
 
 _PROGRAMS = {path.stem: path for path in sorted((Path(__file__).parent / "programs").glob("*.txt"))}
+
 _AGENT_TOKENS = 64_000
+
 """Context that coding agents are said to need, in tokens: Ollama's documents on Claude Code and Codex (2026)."""
+
 _ANSWER_SHARE = 4  # an agent's answer is given at most this part of the context
 
 
