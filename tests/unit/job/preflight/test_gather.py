@@ -169,13 +169,13 @@ def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_above(tmp_path):
 def test_what_torch_was_built_for_is_read_from_its_file():
     cuda = "__version__ = '2.9.0'\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n"
     rocm = "cuda: Optional[str] = None\nhip: Optional[str] = '6.3.4'\n"
-    assert gather_gpus._BUILT_FOR.findall(cuda) == ["12.8"]
-    assert gather_gpus._BUILT_FOR.findall(rocm) == []
+    assert gather_node._BUILT_FOR.findall(cuda) == ["12.8"]
+    assert gather_node._BUILT_FOR.findall(rocm) == []
 
 
 def test_commands_that_are_missing_are_named(tmp_path):
     write_program(tmp_path / "ray", "#!/bin/sh\n")
-    facts = gather_gpus.gather_software({"PATH": str(tmp_path)}, ["vllm", "ray"], "/tmp/hs")
+    facts = gather_node.gather_software({"PATH": str(tmp_path)}, ["vllm", "ray"], "/tmp/hs")
     assert facts.missing_commands == ("vllm",)
     assert {"python", "hpc-serve"} <= set(facts.versions)
 
