@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpc_serve.job.preflight.facts import (
+    CheckResult,
     CudaDevice,
     FolderFacts,
     GpusFacts,
@@ -19,7 +20,6 @@ from hpc_serve.job.preflight.facts import (
     MemoryFacts,
     Needs,
     NodeFacts,
-    Seen,
     SoftwareFacts,
     WeightsFacts,
     found,
@@ -48,7 +48,7 @@ _BFLOAT16 = (8, 0)
 _FIRST_CUDA = {(8, 9): (11, 8), (9, 0): (11, 8), (10, 0): (12, 8), (12, 0): (12, 8)}
 
 
-def gpus_there(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> Seen:
+def gpus_there(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> CheckResult:
     """Check that the node has as many GPUs as the engine needs."""
     visible = "" if gpus.visible is None else f" (CUDA_VISIBLE_DEVICES={gpus.visible})"
     if gpus.cuda is not None and not gpus.cuda.error:
@@ -78,7 +78,7 @@ def _count_named(visible: str | None) -> int:
     return 0 if any(word.startswith("MIG-") for word in words) else len(words)
 
 
-def gpus_working(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> Seen:
+def gpus_working(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> CheckResult:
     """Check that a process of this job can write to the memory of each GPU and read it back."""
     if gpus.cuda is None:
         return not_checked(gpus.error or "no process tried CUDA here")
@@ -93,14 +93,14 @@ def gpus_working(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> Seen:
     return ok(f"{len(devices)} GPUs wrote and read back their memory")
 
 
-def _broken(text: str, error: str, facts: NodeFacts) -> Seen:
+def _broken(text: str, error: str, facts: NodeFacts) -> CheckResult:
     if error.startswith("no library"):
         return found("no libcuda", level=None if facts.torch_cuda else "warning", text=text)
     name = "no fabric" if error.startswith(_FABRIC) else "broken GPU"
     return found(name, level=None if error.startswith(_FINAL_ERRORS) else "warning", text=text)
 
 
-def gpus_free(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> Seen:
+def gpus_free(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> CheckResult:
     """Check that each GPU has as much free memory as the engine asks for at its start."""
     if not (devices := _devices(gpus, needs)):
         return not_checked("no process tried CUDA here")
@@ -117,7 +117,7 @@ def _devices(gpus: GpusFacts, needs: Needs) -> tuple[CudaDevice, ...]:
     return gpus.cuda.devices[: needs.gpus] if gpus.cuda is not None else ()
 
 
-def driver(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> Seen:
+def driver(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> CheckResult:
     """Check that the driver is new enough for torch's CUDA version."""
     if not (wheel := facts.torch_cuda) or gpus.cuda is None or not gpus.cuda.cuda_version:
         return not_checked("no driver of CUDA, or no torch built for CUDA")
@@ -129,7 +129,7 @@ def driver(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> Seen:
     return ok(text)
 
 
-def capability(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> Seen:
+def capability(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> CheckResult:
     """Check that the wheel and the engine's options know this kind of GPU."""
     known = [(device, _version(device.capability)) for device in _devices(gpus, needs) if device.capability]
     if not known or not (built_for := facts.torch_cuda):
@@ -168,43 +168,44 @@ _FROM_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", 
 _REFUSED = ("GatedRepo", "RepoNotFound")
 
 
-def weights(seen: WeightsFacts, facts: NodeFacts, needs: Needs) -> Seen:
+def weights(weights: WeightsFacts, facts: NodeFacts, needs: Needs) -> CheckResult:
     """Check that a node reads a tokenizer and all weights of the index, and that no file is cut short."""
-    result = _weights(seen, needs)
-    may_fetch = seen.is_of_hub and not seen.is_offline
-    if result.level == "ok" and seen.lacks_tokenizer and not needs.has_own_tokenizer and not may_fetch:
-        return found("no tokenizer", folder=seen.folder)
+    result = _weights(weights, needs)
+    may_fetch = weights.is_of_hub and not weights.is_offline
+    if result.level == "ok" and weights.lacks_tokenizer and not needs.has_own_tokenizer and not may_fetch:
+        return found("no tokenizer", folder=weights.folder)
     return result
 
 
-def _weights(seen: WeightsFacts, needs: Needs) -> Seen:
-    if seen.error:
-        return found("weights unreadable", source=seen.source, error=seen.error)
+def _weights(weights: WeightsFacts, needs: Needs) -> CheckResult:
+    if weights.error:
+        return found("weights unreadable", source=weights.source, error=weights.error)
     if needs.load_format == "dummy":
-        return ok(f"{seen.source} has a config; the weights are random (--load-format dummy)")
+        return ok(f"{weights.source} has a config; the weights are random (--load-format dummy)")
     if needs.load_format not in _FROM_FILES:
         return not_checked(f"--load-format {needs.load_format} reads them in its own way")
-    if seen.damaged:
-        more = len(seen.damaged) - 3
-        damaged = "; ".join(seen.damaged[:3]) + (f"; and {more} more" if more > 0 else "")
-        return found("weights damaged", folder=seen.folder, damaged=damaged)
-    if seen.is_of_hub and (seen.missing or not seen.folder):
-        return _to_fetch(seen)
-    if seen.missing:
-        return found("weights missing", folder=seen.folder, missing=seen.missing)
-    files = f"{seen.num_files} file{'s' if seen.num_files != 1 else ''}"
-    return ok(f"{files}, {seen.total_bytes / GIB:.1f} GiB in {seen.folder}")
+    if weights.damaged:
+        more = len(weights.damaged) - 3
+        damaged = "; ".join(weights.damaged[:3]) + (f"; and {more} more" if more > 0 else "")
+        return found("weights damaged", folder=weights.folder, damaged=damaged)
+    if weights.is_of_hub and (weights.missing or not weights.folder):
+        return _to_fetch(weights)
+    if weights.missing:
+        return found("weights missing", folder=weights.folder, missing=weights.missing)
+    files = f"{weights.num_files} file{'s' if weights.num_files != 1 else ''}"
+    return ok(f"{files}, {weights.total_bytes / GIB:.1f} GiB in {weights.folder}")
 
 
-def _to_fetch(seen: WeightsFacts) -> Seen:
-    text = f"{seen.source}: the cache holds {seen.missing or 'none of its weights'}"
-    if seen.is_offline:  # with a config, another revision or a local patch might do
-        name = "weights missing, offline" if seen.folder else "no weights, offline"
-        return found(name, text=text, source=seen.source)
-    if seen.hub_error in _REFUSED:
-        token = "your token may not read it" if seen.has_token else "there is no token"
-        return found("hub refuses", text=text, status=seen.hub_status, error=seen.hub_error, token=token)
-    return found("hub does not answer" if seen.hub_status == 0 else "weights to fetch", text=text, source=seen.source)
+def _to_fetch(weights: WeightsFacts) -> CheckResult:
+    text = f"{weights.source}: the cache holds {weights.missing or 'none of its weights'}"
+    if weights.is_offline:  # with a config, another revision or a local patch might do
+        name = "weights missing, offline" if weights.folder else "no weights, offline"
+        return found(name, text=text, source=weights.source)
+    if weights.hub_error in _REFUSED:
+        token = "your token may not read it" if weights.has_token else "there is no token"
+        return found("hub refuses", text=text, status=weights.hub_status, error=weights.hub_error, token=token)
+    name = "hub does not answer" if weights.hub_status == 0 else "weights to fetch"
+    return found(name, text=text, source=weights.source)
 
 
 # -- what processes need
@@ -231,10 +232,10 @@ CACHES = "caches"
 """The purpose of the folder where the engine keeps compiled code."""
 
 
-def memory(seen: MemoryFacts, facts: NodeFacts, needs: Needs) -> Seen:
+def memory(memory: MemoryFacts, facts: NodeFacts, needs: Needs) -> CheckResult:
     """Check that the memory that Slurm gave is there, and is enough for the engine's data."""
-    limit = min(seen.total_bytes, seen.limit_bytes or seen.total_bytes)
-    whose = "the job's cgroup allows" if limit < seen.total_bytes else "the node has"
+    limit = min(memory.total_bytes, memory.limit_bytes or memory.total_bytes)
+    whose = "the job's cgroup allows" if limit < memory.total_bytes else "the node has"
     offload = needs.offload_bytes * needs.ranks_per_node
     in_memory = {one.purpose: one.path for one in facts.folders or () if one.is_in_memory}
     staged = needs.staged_bytes if STAGED in in_memory else 0
@@ -251,14 +252,14 @@ def memory(seen: MemoryFacts, facts: NodeFacts, needs: Needs) -> Seen:
         others = "".join(f", {path}" for path in in_memory.values() if not path.startswith("/dev/shm"))
         numbers: dict[str, Any] = {"ranks": needs.ranks_per_node, "wanted": wanted, "kept": kept, "folders": others}
         return found("memory for ranks", whose=whose, limit=limit, **numbers)
-    used = f", {(seen.used_of_limit_bytes or 0) / GIB:.1f} of them used" if limit < seen.total_bytes else ""
+    used = f", {(memory.used_of_limit_bytes or 0) / GIB:.1f} of them used" if limit < memory.total_bytes else ""
     return ok(f"{whose} {limit / GIB:.1f} GiB{used}")
 
 
-def shared_memory(seen: MemoryFacts, facts: NodeFacts, needs: Needs) -> Seen:
+def shared_memory(memory: MemoryFacts, facts: NodeFacts, needs: Needs) -> CheckResult:
     """/dev/shm is there, can be written to, and has room."""
-    free, total = seen.shm_free_bytes, seen.shm_bytes
-    if not seen.shm_is_writable:
+    free, total = memory.shm_free_bytes, memory.shm_bytes
+    if not memory.shm_is_writable:
         return found("no shm")
     if total and free < _NO_SHM_BYTES:
         return found("shm full", free=free, total=total)
@@ -267,11 +268,11 @@ def shared_memory(seen: MemoryFacts, facts: NodeFacts, needs: Needs) -> Seen:
     return ok(f"/dev/shm has {free / GIB:.1f} of {total / GIB:.1f} GiB free")
 
 
-def staged(seen: Sequence[FolderFacts], facts: NodeFacts, needs: Needs) -> Seen:
+def staged(folders: Sequence[FolderFacts], facts: NodeFacts, needs: Needs) -> CheckResult:
     """There is room for the copy of the model that each node makes, and 1 GiB more."""
     if not needs.staged_bytes:
         return ok("the model is loaded from where it is, without --stage")
-    folder = next((one for one in seen if one.purpose == STAGED), None)
+    folder = next((one for one in folders if one.purpose == STAGED), None)
     size = needs.staged_bytes / GIB
     if folder is None:
         return ok(f"{size:.1f} GiB, which another run on this node has copied")
@@ -281,12 +282,12 @@ def staged(seen: Sequence[FolderFacts], facts: NodeFacts, needs: Needs) -> Seen:
     return ok(text)
 
 
-def folders(seen: Sequence[FolderFacts], facts: NodeFacts, needs: Needs) -> Seen:
+def folders(folders: Sequence[FolderFacts], facts: NodeFacts, needs: Needs) -> CheckResult:
     """Check that the folders for caches, temporary files and logs are writable and have room."""
-    return worst(map(_folder, seen)) if seen else not_checked("the folders were not looked at")
+    return worst(map(_folder, folders)) if folders else not_checked("the folders were not looked at")
 
 
-def _folder(folder: FolderFacts) -> Seen:
+def _folder(folder: FolderFacts) -> CheckResult:
     level: Level = "warning" if folder.purpose == LOGS else "failed"  # an engine without logs serves
     named: dict[str, Any] = {"path": folder.path, "purpose": folder.purpose}
     if not folder.is_writable:
@@ -299,12 +300,12 @@ def _folder(folder: FolderFacts) -> Seen:
     return ok(f"{folder.path} has {folder.free_bytes / GIB:.1f} GiB free")
 
 
-def limits(seen: Mapping[str, LimitFacts], facts: NodeFacts, needs: Needs) -> Seen:
+def limits(limits: Mapping[str, LimitFacts], facts: NodeFacts, needs: Needs) -> CheckResult:
     """Limits on locked memory, open files, processes and the size of one, and on tasks of the job's cgroup."""
-    return worst(_limit(name, limit, facts, needs) for name, limit in seen.items())
+    return worst(_limit(name, limit, facts, needs) for name, limit in limits.items())
 
 
-def _limit(name: str, limit: LimitFacts, facts: NodeFacts, needs: Needs) -> Seen:
+def _limit(name: str, limit: LimitFacts, facts: NodeFacts, needs: Needs) -> CheckResult:
     left = limit.soft - limit.used if limit.used is not None and limit.soft >= 0 else None
     has_too_few = left is not None and left < (_TOO_FEW_FOR_RAY if needs.backend == "ray" else _TOO_FEW_TASKS)
     if name == "tasks":
@@ -330,21 +331,21 @@ def _words(value: int) -> str:
     return "unlimited" if value == _UNLIMITED else f"{value:,}"
 
 
-def commands(seen: SoftwareFacts, facts: NodeFacts, needs: Needs) -> Seen:
+def commands(software: SoftwareFacts, facts: NodeFacts, needs: Needs) -> CheckResult:
     """Check that the engine's command, and Ray's, are in the node's environment, and that this vLLM has the options."""
-    if seen.missing_commands:
-        return found("no command", names=" and ".join(seen.missing_commands))
-    installed = seen.versions.get("vllm", "")
+    if software.missing_commands:
+        return found("no command", names=" and ".join(software.missing_commands))
+    installed = software.versions.get("vllm", "")
     if installed and not is_known(installed):
         return found("unknown version", installed=installed, nearest=nearest_version(installed))
     if installed and (lacking := dict(options_of_others(needs.engine_words, installed))):
         owners = ", ".join(sorted(set(lacking.values())))
         return found("no option", installed=installed, options=", ".join(lacking), owners=owners)
-    return ok(", ".join(f"{name} {version}" for name, version in seen.versions.items()))
+    return ok(", ".join(f"{name} {version}" for name, version in software.versions.items()))
 
 
-def paths(seen: SoftwareFacts, facts: NodeFacts, needs: Needs) -> Seen:
+def paths(software: SoftwareFacts, facts: NodeFacts, needs: Needs) -> CheckResult:
     """UNIX sockets below the folder for temporary files have paths that the kernel takes."""
-    length = len(seen.socket_folder) + _SOCKET_NAME
-    text = f"sockets in {seen.socket_folder} have {length} characters, {_SOCKET_PATH} are allowed"
+    length = len(software.socket_folder) + _SOCKET_NAME
+    text = f"sockets in {software.socket_folder} have {length} characters, {_SOCKET_PATH} are allowed"
     return found("long path", text=text) if length > _SOCKET_PATH else ok(text)

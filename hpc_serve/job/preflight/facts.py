@@ -1,9 +1,9 @@
 """The values of the preflight: the needs of a run, the facts of each node before the engine starts, and the findings.
 
 Facts travel to the head as JSON. A group of facts is None if it could not be gathered; `NodeFacts.problems` says why.
-`checks` and `judge` decide what facts mean. They return a finding (`Seen`): its level, a sentence with the number that
-decided it, and what to do. The findings that need somebody to act are data: their levels, sentences and cures are in
-`findings.ini`. Pure.
+`checks` and `judge` decide what facts mean. They return a `CheckResult`: a level, a sentence with the number that
+decided it, and what to do. Results that need somebody to act are findings: their levels, sentences and cures are data,
+in `findings.ini`. Pure.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _UNITS = {"gib": (GIB, 1), "gib0": (GIB, 0), "mib": (MIB, 1), "mib0": (MIB, 0)} 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """The finding of a check. `text` is a sentence without its full stop, `cure` one or more with."""
+class CheckResult:
+    """The result of a check on one node. `text` is a sentence without its full stop, `cure` one or more with."""
 
     level: Level
     text: str
@@ -50,24 +50,24 @@ def findings() -> configparser.RawConfigParser:
     return file
 
 
-def found(finding: str, /, *, level: Level | None = None, **values: Any) -> Seen:
+def found(finding: str, /, *, level: Level | None = None, **values: Any) -> CheckResult:
     """Return this finding with these values in its sentences, at its own level or at `level`."""
     data = findings()[finding]
     text, cure = (_Sentence().vformat(" ".join(data[key].split()), (), values) for key in ("seen", "cure"))
-    return Seen(level=level or cast(Level, data["level"]), text=text, cure=cure)
+    return CheckResult(level=level or cast(Level, data["level"]), text=text, cure=cure)
 
 
-def ok(text: str) -> Seen:
-    return Seen(level="ok", text=text)
+def ok(text: str) -> CheckResult:
+    return CheckResult(level="ok", text=text)
 
 
-def not_checked(text: str) -> Seen:
-    return Seen(level="not checked", text=text)
+def not_checked(text: str) -> CheckResult:
+    return CheckResult(level="not checked", text=text)
 
 
-def worst(seen: Iterable[Seen]) -> Seen:
+def worst(results: Iterable[CheckResult]) -> CheckResult:
     """Return the first entry with the worst level."""
-    return max(seen, key=lambda one: LEVELS.index(one.level))
+    return max(results, key=lambda one: LEVELS.index(one.level))
 
 
 # -- needs and facts

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from hpc_serve.job.preflight import checks
 from hpc_serve.job.preflight.facts import (
+    CheckResult,
     GpusFacts,
     Needs,
     NetworkFacts,
     NodeFacts,
-    Seen,
     SoftwareFacts,
     found,
     not_checked,
@@ -59,7 +59,7 @@ def _gpu_kinds(gpus: GpusFacts | None, needs: Needs) -> set[str]:
     return {f"{one.name} {one.total_bytes / GIB:.0f} GiB" for one in listed[: needs.gpus]}
 
 
-def _reach(seen: None, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _reach(_: None, facts: NodeFacts, nodes: Nodes) -> CheckResult:
     """A node connects to each other on a port that the kernel chose, at the address that the engine uses."""
     if facts.unreached is None:
         return not_checked("it was not tried")
@@ -71,7 +71,7 @@ def _reach(seen: None, facts: NodeFacts, nodes: Nodes) -> Seen:
     return found("unreached", level=level, name=name, address=facts.address, more=more, error=error)
 
 
-def _addresses(address: str, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _addresses(address: str, facts: NodeFacts, nodes: Nodes) -> CheckResult:
     """No other node has the address of a node, and the node's name resolves to its address first."""
     has_others = nodes.needs.num_nodes > 1
     if has_others and nodes.holders[address] > 1:
@@ -91,7 +91,7 @@ def _addresses(address: str, facts: NodeFacts, nodes: Nodes) -> Seen:
     return ok(where)
 
 
-def _interfaces(network: NetworkFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _interfaces(network: NetworkFacts, facts: NodeFacts, nodes: Nodes) -> CheckResult:
     """The interfaces that somebody chose for Gloo and NCCL exist."""
     if not network.chosen or not network.interfaces:
         return ok("none is chosen")
@@ -115,7 +115,7 @@ def _nccl_finds_one(words: str, there: Sequence[str]) -> bool:
     )
 
 
-def _links(network: NetworkFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _links(network: NetworkFacts, facts: NodeFacts, nodes: Nodes) -> CheckResult:
     """All nodes have equal interface speed and MTU, and InfiniBand up on all or on none."""
     interface, mbits = network.interface, network.speed_mbits or 0
     if network.mtu != nodes.mtu:
@@ -128,7 +128,7 @@ def _links(network: NetworkFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
     return ok(f"{interface or 'interface unknown'}: {speed}, {nodes.ib_ports} InfiniBand ports active")
 
 
-def _clocks(seen: None, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _clocks(_: None, facts: NodeFacts, nodes: Nodes) -> CheckResult:
     """The clock of a node agrees with the head's."""
     apart_s = abs(facts.clock_ahead_s)
     side = "ahead of" if facts.clock_ahead_s > 0 else "behind"
@@ -138,7 +138,7 @@ def _clocks(seen: None, facts: NodeFacts, nodes: Nodes) -> Seen:
     return found("clock", text=text) if apart_s > _SKEW_S else ok(f"{apart_s:.1f} s apart")
 
 
-def _gpus_alike(gpus: GpusFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _gpus_alike(gpus: GpusFacts, facts: NodeFacts, nodes: Nodes) -> CheckResult:
     """All GPUs are of one kind and have equal memory."""
     kinds = _gpu_kinds(gpus, nodes.needs)
     if not kinds:
@@ -148,7 +148,7 @@ def _gpus_alike(gpus: GpusFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
     return found("other GPUs", kinds=", ".join(sorted(kinds)), usual=nodes.gpu_kind)
 
 
-def _versions(software: SoftwareFacts, facts: NodeFacts, nodes: Nodes) -> Seen:
+def _versions(software: SoftwareFacts, facts: NodeFacts, nodes: Nodes) -> CheckResult:
     """The same packages on all nodes; Ray joins no nodes that differ in its own version or Python's."""
     head, own = nodes.versions, software.versions
     differ = [package for package in {**head, **own} if head.get(package) != own.get(package)]
@@ -174,7 +174,7 @@ def _ray_refuses(package: str, of_head: str | None, own: str | None) -> bool:
 _LONGEST = 400
 _NOT_GATHERED = {"weights": "the weights are not looked for with these options", "gpus": "the GPUs were not listed"}
 _Scope = Literal["node", "nodes", "several nodes"]
-CHECKS: tuple[tuple[str, str, _Scope, Callable[..., Seen]], ...] = (
+CHECKS: tuple[tuple[str, str, _Scope, Callable[..., CheckResult]], ...] = (
     ("addresses", "address", "nodes", _addresses),
     ("interfaces", "network", "several nodes", _interfaces),
     ("reach", "", "several nodes", _reach),
@@ -205,12 +205,12 @@ After them it gets all facts of the node and, for "node", the needs; else what a
 def judge(facts: Mapping[str, NodeFacts | None], needs: Needs) -> tuple[Verdict, ...]:
     """Return one verdict for each check. `facts` are of all nodes, the head's first; None: none came in time."""
     verdicts = []
-    for name, group, seen in look(facts, needs):
-        decisive = worst(seen.values())
+    for name, group, results in look(facts, needs):
+        decisive = worst(results.values())
         verdict = Verdict(
             check=name,
             level=decisive.level,
-            nodes=tuple(node for node, one in seen.items() if one.level == decisive.level),
+            nodes=tuple(node for node, one in results.items() if one.level == decisive.level),
             seen=decisive.text if len(decisive.text) <= _LONGEST else f"{decisive.text[:_LONGEST]} …",
             cure=decisive.cure,
             took_s=max((one.took_s.get(group, 0.0) for one in facts.values() if one is not None), default=0.0),
@@ -219,7 +219,7 @@ def judge(facts: Mapping[str, NodeFacts | None], needs: Needs) -> tuple[Verdict,
     return tuple(verdicts)
 
 
-def look(facts: Mapping[str, NodeFacts | None], needs: Needs) -> Iterator[tuple[str, str, dict[str, Seen]]]:
+def look(facts: Mapping[str, NodeFacts | None], needs: Needs) -> Iterator[tuple[str, str, dict[str, CheckResult]]]:
     """Yield each check: its name, its group of facts, and what it finds on each node."""
     nodes = Nodes([one for one in facts.values() if one is not None], needs)
     for name, group, scope, check in CHECKS:
@@ -229,7 +229,9 @@ def look(facts: Mapping[str, NodeFacts | None], needs: Needs) -> Iterator[tuple[
             yield name, group, {node: _of_node(one, group, scope, check, nodes) for node, one in facts.items()}
 
 
-def _of_node(facts: NodeFacts | None, group: str, scope: _Scope, check: Callable[..., Seen], nodes: Nodes) -> Seen:
+def _of_node(
+    facts: NodeFacts | None, group: str, scope: _Scope, check: Callable[..., CheckResult], nodes: Nodes
+) -> CheckResult:
     needs = nodes.needs
     if facts is None:
         return not_checked("the node sent no facts in time")
@@ -237,6 +239,6 @@ def _of_node(facts: NodeFacts | None, group: str, scope: _Scope, check: Callable
         return check(None, facts, nodes)
     if group == "gpus" and not needs.gpus:
         return not_checked("the engine needs no GPUs")
-    if (seen := getattr(facts, group)) is None:
+    if (of_group := getattr(facts, group)) is None:
         return not_checked(facts.problems.get(group) or _NOT_GATHERED.get(group, f"no facts of {group}"))
-    return check(seen, facts, needs if scope == "node" else nodes)
+    return check(of_group, facts, needs if scope == "node" else nodes)
