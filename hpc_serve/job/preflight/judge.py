@@ -196,16 +196,17 @@ CHECKS: tuple[tuple[str, str, _Scope, Callable[..., CheckResult]], ...] = (
     ("limits", "limits", "node", checks.limits),
     ("paths", "software", "node", checks.paths),
 )
-"""Name, group of facts ("": none), scope and function of each. A function gets the facts of its group on one node.
+"""Name, group of facts ("": none), scope and function of each.
 
-After them it gets all facts of the node and, for "node", the needs; else what all nodes have.
+A function gets the facts of its group on one node, all facts of the node, and by its scope a third argument: the needs
+("node"), or what all nodes have ("nodes", "several nodes"). A run of one node skips the scope "several nodes".
 """
 
 
 def judge(facts: Mapping[str, NodeFacts | None], needs: Needs) -> tuple[Verdict, ...]:
     """Return one verdict for each check. `facts` are of all nodes, the head's first; None: none came in time."""
     verdicts = []
-    for name, group, results in look(facts, needs):
+    for name, group, results in run_checks(facts, needs):
         decisive = worst(results.values())
         verdict = Verdict(
             check=name,
@@ -219,7 +220,9 @@ def judge(facts: Mapping[str, NodeFacts | None], needs: Needs) -> tuple[Verdict,
     return tuple(verdicts)
 
 
-def look(facts: Mapping[str, NodeFacts | None], needs: Needs) -> Iterator[tuple[str, str, dict[str, CheckResult]]]:
+def run_checks(
+    facts: Mapping[str, NodeFacts | None], needs: Needs
+) -> Iterator[tuple[str, str, dict[str, CheckResult]]]:
     """Yield each check: its name, its group of facts, and what it finds on each node."""
     nodes = Nodes([one for one in facts.values() if one is not None], needs)
     for name, group, scope, check in CHECKS:

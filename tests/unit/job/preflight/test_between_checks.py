@@ -9,7 +9,7 @@ import pytest
 from hpc_serve.diagnose.causes import find_causes, note_lines
 from hpc_serve.diagnose.evidence import LogEvidence
 from hpc_serve.job.preflight.facts import NodeFacts
-from hpc_serve.job.preflight.judge import judge, look
+from hpc_serve.job.preflight.judge import judge, run_checks
 from hpc_serve.rendezvous.fields import from_json_text, to_json_text
 from hpc_serve.rendezvous.files import write_json
 from hpc_serve.rendezvous.store import PreflightReport, read_preflight
@@ -40,7 +40,7 @@ def by_name(nodes):
 
 def seen_by(check, nodes, needs):
     """What a check finds on each node."""
-    return next(seen for name, _, seen in look(by_name(nodes), needs) if name == check)
+    return next(seen for name, _, seen in run_checks(by_name(nodes), needs) if name == check)
 
 
 def test_healthy_nodes_pass_every_check():
