@@ -37,7 +37,6 @@ from hpc_serve.rendezvous.store import (
 )
 
 _log = logging.getLogger(__name__)
-_LEASE_S = 30.0
 _WRITE_INTERVAL_S = 1.0
 _START_INTERVAL_S = 5.0
 _LAST_RECORD_S = 20.0
@@ -94,7 +93,6 @@ def first_record(node: Node) -> EndpointRecord:
         gpus_per_node=node.options.gpus_per_node,
         cache=node.cache.words,
         loading=node.loading,
-        lease_s=_LEASE_S,
         **(counted if command.serves_on_each_node else {}),
     )
 
@@ -195,7 +193,7 @@ class RecordKeeper:
     async def renew(self) -> None:
         """Write the record after a change, and every third of the lease without one; while it starts more often."""
         while True:
-            interval_s = _START_INTERVAL_S if self.record.state == "starting" else _LEASE_S / 3
+            interval_s = _START_INTERVAL_S if self.record.state == "starting" else self.record.lease_s / 3
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), interval_s)
             self._changed.clear()
