@@ -7,14 +7,12 @@ import logging
 import os
 import sys
 
-from hpc_serve.errors import HpcServeError, InvalidRequestError
+from hpc_serve.errors import HpcServeError
 from hpc_serve.job.launcher import launch
 from hpc_serve.job.machine.allocation import Share, read_allocation, set_up_logging
-from hpc_serve.job.run.node import LaunchOptions, PreflightMode
-from hpc_serve.units import read_seconds
+from hpc_serve.job.run.node import LaunchOptions
 
 _log = logging.getLogger("hpc_serve.job")
-_CANARY_ON_CPUS_S = 30.0  # a step that reads a long prompt takes many seconds there
 
 
 def main() -> int:
@@ -43,19 +41,13 @@ def main() -> int:
         share = Share.from_text(arguments.replica)
         allocation = read_allocation(os.environ, share)
         num_devices = arguments.tpus_per_node or arguments.gpus_per_node or 0
-        canary_s = LaunchOptions.canary_s if num_devices else _CANARY_ON_CPUS_S
         options = LaunchOptions(
             service=arguments.service,
             backend=arguments.backend,
             device="TPU" if arguments.tpus_per_node else "GPU",
             gpus_per_node=num_devices,
-            stall_s=read_seconds(os.environ, "HPC_SERVE_STALL_S", LaunchOptions.stall_s),
-            join_s=read_seconds(os.environ, "HPC_SERVE_JOIN_S", LaunchOptions.join_s),
-            kill_wait_s=read_seconds(os.environ, "HPC_SERVE_KILL_WAIT_S", LaunchOptions.kill_wait_s),
-            canary_s=read_seconds(os.environ, "HPC_SERVE_CANARY_S", canary_s),
-            hang_s=read_seconds(os.environ, "HPC_SERVE_HANG_S", LaunchOptions.hang_s),
             engine_restarts=arguments.engine_restarts,
-            preflight="only" if arguments.preflight_only else _preflight(),
+            preflight="only" if arguments.preflight_only else "on",
         )
         environ = share.narrow_devices(os.environ, needed=options.gpus_per_node if options.device == "GPU" else 0)
         share.take_cores()
@@ -67,14 +59,6 @@ def main() -> int:
 
             publish_failure(arguments.service, allocation, error, os.environ)
         return error.exit_code
-
-
-def _preflight() -> PreflightMode:
-    modes: dict[str, PreflightMode] = {"": "on", "on": "on", "warn": "warn", "off": "off"}
-    text = os.environ.get("HPC_SERVE_PREFLIGHT", "")
-    if text in modes:
-        return modes[text]
-    raise InvalidRequestError(f"HPC_SERVE_PREFLIGHT={text}: it must be on, warn (what it finds ends no start) or off.")
 
 
 if __name__ == "__main__":

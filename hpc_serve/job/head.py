@@ -87,7 +87,7 @@ class Head:
         node = self._node
         self._run_end.stop_on_signals()
         control = ControlServer(
-            node.token, node.allocation.node_name, self._workers.add_worker, silence_s=node.silence_s
+            node.token, node.allocation.node_name, self._workers.add_worker, silence_s=node.options.silence_s
         )
         if node.options.preflight != "off":
             self._preflight = HeadPreflight(node)
@@ -245,7 +245,8 @@ class Head:
             self._engine.ended_elsewhere = self._engine.ended_elsewhere or told
             self._parts.run_in_background(self._give_up_without(told))
         elif message.get("kind") == "stopped":
-            reason = f"its process {message['process']} on {link.name} was stopped for {self._node.silence_s:g} s"
+            silence_s = self._node.options.silence_s
+            reason = f"its process {message['process']} on {link.name} was stopped for {silence_s:g} s"
             if self._engine.watch is not None:
                 self._engine.watch.fault = reason
             else:  # it never was ready

@@ -1,4 +1,4 @@
-"""One launcher on each node: it reads its settings, makes the node's private folder, and runs as head or as worker."""
+"""One launcher on each node: it makes the node's private folder, reads its variables, and runs as head or as worker."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from hpc_serve.job.cache.engine_cache import EngineCache, cache_key, open_cache
 from hpc_serve.job.cleanup.node_dir import DirOwner, private_node_dir, remove_run_dir
 from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.job.ray.ray_logs import kept_ray_logs
-from hpc_serve.job.run.node import LaunchOptions, Node, read_token
+from hpc_serve.job.run.node import LaunchOptions, Node, read_token, with_variables
 from hpc_serve.job.weights.stage_folder import stage_base
 from hpc_serve.job.weights.weights_place import with_strategy
-from hpc_serve.units import read_seconds
 from hpc_serve.vllm.command import ServeCommand, choose_backend, read_command
 
 _FROM_PREPARE = (
@@ -41,6 +40,7 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
         if run_dir is not None:  # the head alone names it, and is the last to need it
             at_end.callback(remove_run_dir, Path(run_dir))
         at_end.enter_context(private_node_dir(node_dir, owner))
+        options = with_variables(options, environ)
         command = read_command(words, stand_in=find_stand_in(environ))
         backend = choose_backend(options.backend, command, allocation.num_nodes)
         cache = at_end.enter_context(run_cache(options, allocation, command, environ))
@@ -61,14 +61,6 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
             loading=loading,
             backend=backend,
             head=environ["HPC_SERVE_HEAD_ADDRESS"],
-            silence_s=read_seconds(
-                environ,
-                "HPC_SERVE_SILENCE_S",
-                60,
-                least=5,
-                most=3_600,
-                meaning="a node that sends nothing for so many seconds counts as lost; ",
-            ),
             node_dir=node_dir,
             cache=cache,
             run_mark=owner.run_mark,

@@ -196,11 +196,11 @@ class Worker:
         The ranks of the other nodes wait for it, and the head's gate sees the processes of its own node alone. Looks
         are counted, and not seconds: if Slurm suspends the job, this launcher stands still as well.
         """
-        most_looks = max(_LEAST_LOOKS, round(self._node.silence_s))
+        most_looks = max(_LEAST_LOOKS, round(self._node.options.silence_s))
         looks: dict[int, int] = {}
         ranks: dict[int, str] = {}
         while True:
-            await asyncio.sleep(self._node.silence_s / most_looks)
+            await asyncio.sleep(self._node.options.silence_s / most_looks)
             found = await asyncio.to_thread(run_processes, self._node.run_mark)
             for pid in ranks.keys() - found.keys():
                 await self._link.send("ended", process=f"{ranks[pid]} ({pid})")

@@ -56,7 +56,6 @@ def make_node(node_dir: Path, *, backend: str = "ray", words: str = "vllm serve 
         command=read_command(words.split()),
         backend=backend,
         head="127.0.0.1",
-        silence_s=60,
         node_dir=node_dir,
         cache=private_cache(node_dir, "a test"),
         run_mark="m",

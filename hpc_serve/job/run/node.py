@@ -12,13 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hpc_serve.errors import DoesNotFitError, StoreError
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError, StoreError
 from hpc_serve.job.cache.engine_cache import EngineCache, private_cache
 from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.job.machine.network import LOOPBACK, choose_port, interface_of, node_address
 from hpc_serve.job.machine.process import mark_environ
 from hpc_serve.job.run.parts import KILL_WAIT_S
 from hpc_serve.rendezvous.files import check_folder, read_private
+from hpc_serve.units import read_seconds
 from hpc_serve.vllm.command import Device, ServeCommand, rank_args, ray_data_parallel_environ
 
 if TYPE_CHECKING:
@@ -65,10 +66,11 @@ PreflightMode = Literal["on", "warn", "off", "only"]
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """The options that the script gives each launcher.
+    """The options that the script gives each launcher. `with_variables` changes them by variables of the environment.
 
     `gpus_per_node` counts the devices of a node of the kind `device`; with 0 the engine runs on CPUs. `stall_s` is how
     long the engine's start may show no progress, `join_s` how long the head waits for something that is missing.
+    Another node counts as lost when it has sent nothing for `silence_s` seconds.
     `kill_wait_s` is Slurm's KillWait, between SIGTERM and SIGKILL. `canary_s` is how long a step of an engine that was
     ready may take in any case; 0: without a limit. An engine that is unresponsive for `hang_s` seconds is ended. It is
     started again in place `engine_restarts` times.
@@ -80,11 +82,40 @@ class LaunchOptions:
     device: Device = "GPU"
     stall_s: float = 1_800.0
     join_s: float = 300.0
+    silence_s: float = 60.0
     kill_wait_s: float = KILL_WAIT_S
     canary_s: float = 5.0
     hang_s: float = 60.0
     engine_restarts: int = 3
     preflight: PreflightMode = "on"
+
+
+_CANARY_ON_CPUS_S = 30.0  # a step that reads a long prompt takes many seconds there
+
+
+def with_variables(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
+    """Return the options with the variables that a person has set. Raises InvalidRequestError."""
+    canary_s = options.canary_s if options.gpus_per_node else _CANARY_ON_CPUS_S
+    lost = "a node that sends nothing for so many seconds counts as lost; "
+    silence_s = read_seconds(environ, "HPC_SERVE_SILENCE_S", options.silence_s, least=5, most=3_600, meaning=lost)
+    return replace(
+        options,
+        stall_s=read_seconds(environ, "HPC_SERVE_STALL_S", options.stall_s),
+        join_s=read_seconds(environ, "HPC_SERVE_JOIN_S", options.join_s),
+        silence_s=silence_s,
+        kill_wait_s=read_seconds(environ, "HPC_SERVE_KILL_WAIT_S", options.kill_wait_s),
+        canary_s=read_seconds(environ, "HPC_SERVE_CANARY_S", canary_s),
+        hang_s=read_seconds(environ, "HPC_SERVE_HANG_S", options.hang_s),
+        preflight=_preflight(options.preflight, environ.get("HPC_SERVE_PREFLIGHT", "")),
+    )
+
+
+def _preflight(given: PreflightMode, text: str) -> PreflightMode:
+    """Return the mode that a variable sets; "" sets none. The mode `only` stays."""
+    modes: dict[str, PreflightMode] = {"": given, "on": "on", "warn": "warn", "off": "off"}
+    if text not in modes:
+        raise InvalidRequestError(f"HPC_SERVE_PREFLIGHT={text}: it must be on, warn (no finding ends a start) or off.")
+    return given if given == "only" else modes[text]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +124,7 @@ class Node:
 
     `head` is the address of the head node, `token` the run's secret. `run_mark` is in the environment of every process
     of this run on this node. `staging` is the copy of the model that is loaded, if any, `loading` says how the
-    weights are read, and why. Another node counts as lost when it has sent nothing for `silence_s` seconds.
+    weights are read, and why.
     """
 
     options: LaunchOptions
@@ -101,7 +132,6 @@ class Node:
     command: ServeCommand
     backend: str
     head: str
-    silence_s: float
     node_dir: Path
     cache: EngineCache
     run_mark: str

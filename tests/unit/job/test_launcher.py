@@ -33,6 +33,9 @@ def environ(tmp_path):
         ({"HPC_SERVE_SILENCE_S": "3601"}, ["vllm", "serve", "m"], "must be 5 to 3600"),
         ({"HPC_SERVE_SILENCE_S": "nan"}, ["vllm", "serve", "m"], "must be 5 to 3600"),
         ({"HPC_SERVE_SILENCE_S": "a minute"}, ["vllm", "serve", "m"], "HPC_SERVE_SILENCE_S=a minute"),
+        ({"HPC_SERVE_STALL_S": "half an hour"}, ["vllm", "serve", "m"], "HPC_SERVE_STALL_S=half an hour"),
+        ({"HPC_SERVE_PREFLIGHT": "no"}, ["vllm", "serve", "m"], "HPC_SERVE_PREFLIGHT=no: it must be on, warn"),
+        ({"HPC_SERVE_PREFLIGHT": "only"}, ["vllm", "serve", "m"], "must be on, warn"),
         ({}, ["vllm", "serve"], "MODEL"),
     ],
 )

@@ -14,6 +14,7 @@ from hpc_serve.job.cache.engine_cache import open_cache
 from hpc_serve.job.links.link import Link, LinkLostError
 from hpc_serve.job.machine.process import marked_pids
 from hpc_serve.job.run import parts as outcome_module
+from hpc_serve.job.run.node import LaunchOptions
 from hpc_serve.job.worker import run_worker
 from tests.support.nodes import ALLOCATION, listen_for_workers, make_node, write_program
 
@@ -122,7 +123,8 @@ ENDS = f"import subprocess; subprocess.run(['VLLM::Worker_TP1', '2'], executable
     ],
 )
 def test_the_head_is_told_of_stopped_processes_and_of_ranks_that_end(over_a_connection, code, backend, silence_s, told):
-    message, exit_code = over_a_connection(first_message, code, backend=backend, silence_s=silence_s)
+    options = LaunchOptions(service="8b", backend=backend, gpus_per_node=1, silence_s=silence_s)
+    message, exit_code = over_a_connection(first_message, code, backend=backend, options=options)
     assert exit_code == 0
     assert re.fullmatch(told, f"{message['kind']}: {message['process']}")
 
