@@ -176,7 +176,7 @@ class Head:
         if self._node.staging is not None:
             from hpc_serve.job.weights.staging import stage
 
-            self._keeper.set_stage("staging the model")
+            self._keeper.set_phrase("staging the model")
             others = self._workers.ask_all("stage")
             await asyncio.gather(others, stage(self._node.staging, self._keeper.stages.note_copied))
 
@@ -205,7 +205,7 @@ class Head:
 
         def missing() -> str | None:
             here = len(self._workers) + 1
-            self._keeper.set_stage("waiting for the nodes' launchers", here, total)
+            self._keeper.set_phrase("waiting for the nodes' launchers", here, total)
             if here == total:
                 return None
             ranks = ", ".join(map(str, self._workers.absent_ranks))
@@ -218,7 +218,7 @@ class Head:
         node, preflight = self._node, self._preflight
         if preflight is None:
             return True
-        self._keeper.set_stage("looking at the nodes")
+        self._keeper.set_phrase("looking at the nodes")
         report = await preflight.report()
         log_report(report)
         await asyncio.to_thread(write_report, node, self._keeper.store, report)

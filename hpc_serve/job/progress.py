@@ -197,7 +197,7 @@ _PHRASES: Mapping[str, Sequence[str]] = {
     "server": ("server is up", "answering a first request"),
 }
 STAGE_OF_PHRASE = {phrase: stage for stage, phrases in _PHRASES.items() for phrase in phrases}
-"""The stage that a phrase belongs to. Those that engines say at different places belong to none."""
+"""The stage that a phrase belongs to. A phrase that engines say at different places belongs to none."""
 # A stage that takes longer than last time is expected to take this part of its time so far once more.
 _OVERDUE = 0.25
 

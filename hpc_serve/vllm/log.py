@@ -1,8 +1,8 @@
-"""Reads lines of an engine's log: the stage of the start, the figures that vLLM prints, and its reports.
+"""Reads lines of an engine's log: phrases of the start, the figures that vLLM prints, and its reports.
 
-It reads one line at a time. The words are vLLM's; those of stages and figures are data in `data/log.ini`. An unknown
-line has no meaning. `StartProgress` decides whether a start still makes progress, by the lines and by how much is read;
-`diagnose` decides why one failed.
+It reads one line at a time. The words are vLLM's; those of phrases and figures are data in `data/log.ini`. An unknown
+line has no meaning. `StallWatch` decides whether a start still makes progress, by the lines and by how much is read.
+`job/progress.py` decides which stage of the start a phrase belongs to, and `diagnose` why a start failed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def read_report(line: str) -> EngineReport | None:
     )
 
 
-# -- the progress of a start
+# -- starts that make no progress
 
 # Lines that repeat while nothing moves: vLLM's complaints, and the answers to our own probes.
 _WAITING = re.compile(
@@ -88,7 +88,7 @@ _LOADS_BYTES_PER_S = MIB
 _LONGEST_LOOK_S = 60.0
 
 
-class StartProgress:
+class StallWatch:
     """The time of a start's last progress, by the monotonic clock. Gaps between looks do not count as idle."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -117,7 +117,7 @@ class StartProgress:
             self._progress_at, self._read_bytes = self._clock(), read_bytes
 
 
-# -- stages and figures
+# -- phrases and figures
 
 WEIGHTS_LOADED = "weights loaded"
 _HEALTH_ANSWER = re.compile(r'"(GET|HEAD) /health HTTP/[\d.]+" 200\b')
@@ -129,33 +129,34 @@ def _patterns(section: Mapping[str, str]) -> Iterator[str]:
 
 _LINES = configparser.RawConfigParser(delimiters=("=",), comment_prefixes=(";",), empty_lines_in_values=False)
 _LINES.read_string((Path(__file__).parent / "data" / "log.ini").read_text(encoding="utf-8"))
-_STAGES = [
-    (re.compile(pattern), _LINES[name].get("stage", name))
+_PATTERNS = [
+    (re.compile(pattern), _LINES[name].get("phrase", name))
     for name in _LINES.sections()
     if name != "figures"
     for pattern in _patterns(_LINES[name])
 ]
+PHRASES = frozenset(text for _, text in _PATTERNS)
 _FIGURES = [re.compile(re.sub(r"<(\w+)>", r"(?P<\1>-?[\\d.,]+)", pattern)) for pattern in _patterns(_LINES["figures"])]
 
 
 @dataclass(frozen=True)
-class StartStage:
-    """A short phrase, and how much of it is done where the engine says so."""
+class StartPhrase:
+    """A phrase about a start, and how much of it is done where the engine says so."""
 
-    name: str
+    text: str
     done: int | None = None
     total: int | None = None
 
 
-def read_stage(line: str) -> StartStage | None:
-    """Return the stage that `line` announces, or None.
+def read_phrase(line: str) -> StartPhrase | None:
+    """Return the phrase for what `line` tells of a start, or None.
 
-    >>> read_stage("Loading safetensors checkpoint shards:   1% Completed | 2/191 [00:09<15:58,  5.07s/it]")
-    StartStage(name='loading weights', done=2, total=191)
+    >>> read_phrase("Loading safetensors checkpoint shards:   1% Completed | 2/191 [00:09<15:58,  5.07s/it]")
+    StartPhrase(text='loading weights', done=2, total=191)
     """
-    for pattern, name in _STAGES:
+    for pattern, text in _PATTERNS:
         if found := pattern.search(line):
-            return StartStage(name, *map(int, found.groups()))
+            return StartPhrase(text, *map(int, found.groups()))
     return None
 
 

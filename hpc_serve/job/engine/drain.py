@@ -95,7 +95,7 @@ class Drain:
                 await self._let_engine_finish()
                 return
             if found != self._left:
-                self.keeper.set_stage(f"finishing {_requests(found)}")
+                self.keeper.set_phrase(f"finishing {_requests(found)}")
             self._left, self._most = found, max(found, self._most or 0)
             idle_looks = idle_looks + 1 if found == 0 else 0
 

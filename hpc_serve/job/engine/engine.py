@@ -30,7 +30,7 @@ from hpc_serve.job.run.node import Node, Restarts
 from hpc_serve.job.run.parts import Outcome, PartFailedError, Parts, StopOrder, failure
 from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.trust.connection import NotOurEngineError
-from hpc_serve.vllm.log import WEIGHTS_LOADED, StartProgress, is_health_answer, read_figures, read_stage
+from hpc_serve.vllm.log import WEIGHTS_LOADED, StallWatch, is_health_answer, read_figures, read_phrase
 
 _log = logging.getLogger(__name__)
 _FIRST_REQUEST_TIMEOUT_S = 600.0
@@ -63,7 +63,7 @@ class Engine:
         self._parts, self._run_end = parts, parts.run_end
         self._read_by_workers, self._on_ready = read_by_workers, on_ready
         self._reading = RunReading(node.run_mark)
-        self._progress = StartProgress()
+        self._stall = StallWatch()
         self.watch: EngineWatch | None = None
         self._has_old_cache = node.cache.is_warm
         self._has_loaded_weights = False
@@ -81,7 +81,7 @@ class Engine:
         # The parts of an engine that spans nodes without Ray find each other at their start alone.
         spans_nodes_without_ray = self._node.backend == "mp" and self._node.allocation.num_nodes > 1
         restarts = Restarts(0 if spans_nodes_without_ray else self._node.options.engine_restarts)
-        self.keeper.set_stage("starting the engine")
+        self.keeper.set_phrase("starting the engine")
         self._parts.add(StopOrder.ENGINE, self._stop)
         command = self._node.command
         sizes = await asyncio.to_thread(weight_sizes, Path(command.stand_in or command.model))
@@ -97,7 +97,7 @@ class Engine:
             if self._run_end.outcome is not None:
                 raise PartFailedError(outcome)
             if not may_be_cache:
-                self.keeper.stage_prefix = f"{restarts.words}: "
+                self.keeper.phrase_prefix = f"{restarts.words}: "
                 _log.warning("%s, %.0f s after this end: %s", restarts.words, wait_s, outcome.reason)
                 self.keeper.start_again(
                     state="starting",
@@ -131,7 +131,7 @@ class Engine:
     async def _run_once(self, environ: Mapping[str, str]) -> tuple[Outcome, float | None]:
         """Run the engine until its end, or until it is given up; how that was, and how long it had been ready."""
         self.ended_elsewhere = ""
-        self._progress = StartProgress()
+        self._stall = StallWatch()
         self._has_loaded_weights = False
         self.child = child = await self._process.start(self._endpoint, environ)
         ended = asyncio.create_task(child.wait())
@@ -167,7 +167,7 @@ class Engine:
         )
         adapters = Adapters(self._endpoint.address, self.keeper, has_room=self._node.command.takes_adapters)
         await adapters.bring()
-        self.keeper.stage_prefix, self._has_old_cache = "", False
+        self.keeper.phrase_prefix, self._has_old_cache = "", False
         mapped = await asyncio.to_thread(self._mapped_segments)  # after a kill nothing shows who owned it
         await asyncio.to_thread(node_dir.write_segments, self._node.node_dir, mapped, seen_by="launcher")
         if self._on_ready is not None:
@@ -238,12 +238,12 @@ class Engine:
         while True:
             try:
                 if is_up.is_set() and await asyncio.to_thread(is_healthy, self._endpoint.address):
-                    self.keeper.set_stage("answering a first request")
+                    self.keeper.set_phrase("answering a first request")
                     return await asyncio.to_thread(
                         check_ready, self._endpoint.address, model, completion_timeout_s=_FIRST_REQUEST_TIMEOUT_S
                     )
             except NotReadyError as error:
-                self.keeper.set_stage(f"not ready: {error}")
+                self.keeper.set_phrase(f"not ready: {error}")
             except NotOurEngineError as error:
                 where = f"{self._endpoint.address.host}:{self._endpoint.address.port}"
                 raise failure(
@@ -253,9 +253,9 @@ class Engine:
                     last_log_lines=tuple(child.last_log_lines),
                 ) from error
             read = await asyncio.to_thread(self._reading.look) + self._read_by_workers()
-            self._progress.note_read_bytes(read.total)
+            self._stall.note_read_bytes(read.total)
             self.keeper.stages.note_read(read)
-            if (idle_s := self._progress.idle_s) > node.options.stall_s:
+            if (idle_s := self._stall.idle_s) > node.options.stall_s:
                 record = self.keeper.record
                 how_far = f"; {record.progress.done} of {record.progress.total} were done" if record.progress else ""
                 raise failure(
@@ -272,11 +272,11 @@ class Engine:
 
     def _read_line(self, line: str) -> None:
         print_line(line)
-        self._progress.note_line(line)
-        stage = read_stage(line)
-        self._has_loaded_weights |= stage is not None and stage.name == WEIGHTS_LOADED
-        if stage is not None and self.keeper.record.state == "starting":
-            self.keeper.set_stage(stage.name, stage.done, stage.total)
+        self._stall.note_line(line)
+        phrase = read_phrase(line)
+        self._has_loaded_weights |= phrase is not None and phrase.text == WEIGHTS_LOADED
+        if phrase is not None and self.keeper.record.state == "starting":
+            self.keeper.set_phrase(phrase.text, phrase.done, phrase.total)
         self.keeper.add_figures(read_figures(line))
 
 

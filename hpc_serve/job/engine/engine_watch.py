@@ -66,7 +66,7 @@ class Adapters:
             if before is not None and before.added_at == adapter.added_at:
                 continue
             if self._keeper.record.state == "starting":
-                self._keeper.set_stage(f"loading adapter {name}")
+                self._keeper.set_phrase(f"loading adapter {name}")
             fault = await asyncio.to_thread(self._load, name, adapter) if self._has_room else _NO_ROOM
             self._here[name] = replace(adapter, fault=fault)
         self._keeper.update(adapters=dict(self._here))

@@ -196,7 +196,7 @@ class HeadRay(HeldRay):
         """
         node = self._node
         self._parts.require_command(_NAME, "ray", self.environ)
-        self._keeper.set_stage("starting Ray's head")
+        self._keeper.set_phrase("starting Ray's head")
 
         def missing() -> str | None:
             if self._gcs_port is None:
@@ -216,7 +216,7 @@ class HeadRay(HeldRay):
         def missing() -> str | None:
             sentences = missing_nodes(self._nodes, expected, node.options.device, node.options.gpus_per_node)
             joined = set(expected) & set(self._nodes)
-            self._keeper.set_stage("waiting for Ray nodes", len(joined), len(expected))
+            self._keeper.set_phrase("waiting for Ray nodes", len(joined), len(expected))
             return "; ".join(sentences) or None
 
         await self._parts.wait_until_complete(missing, part="ray nodes", within_s=node.options.join_s)

@@ -142,8 +142,8 @@ class RecordKeeper:
         self._counter = record.counter
         self._changed = asyncio.Event()
         self._writing = threading.Lock()
-        self.stage_prefix = ""
-        """Words before each stage, while an engine is started again."""
+        self.phrase_prefix = ""
+        """Words before each phrase, while an engine is started again."""
         self._problem = ""
         self._past = last_start(store.home, record)
         self._planned_bytes = _planned_bytes(store, record)
@@ -178,11 +178,11 @@ class RecordKeeper:
         self.stages = self._begin_start("engine")
         self.update(**changes)
 
-    def set_stage(self, stage: str, done: int | None = None, total: int | None = None) -> None:
-        """Publish a stage of the start, unless the start is past it already, as lines of other ranks have told."""
-        if self.stages.note_phrase(stage, done, total) or self.stages.is_over:
+    def set_phrase(self, phrase: str, done: int | None = None, total: int | None = None) -> None:
+        """Publish a phrase as the record's `stage`, unless it is a slow rank's, of a stage that the start is past."""
+        if self.stages.note_phrase(phrase, done, total) or self.stages.is_over:
             progress = Progress(done=done, total=total) if done is not None and total is not None else None
-            self.update(stage=self.stage_prefix + stage, progress=progress)
+            self.update(stage=self.phrase_prefix + phrase, progress=progress)
 
     def add_figures(self, figures: Mapping[str, float]) -> None:
         """Add figures that the engine has logged."""

@@ -35,7 +35,7 @@ class Parts:
 
 
 class Keeper:
-    def set_stage(self, *words: object) -> None:
+    def set_phrase(self, *words: object) -> None:
         pass
 
 

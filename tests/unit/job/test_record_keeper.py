@@ -118,8 +118,8 @@ async def test_a_record_says_how_far_the_start_is(tmp_path):
     store = ServiceStore(tmp_path)
 
     keeper = begin(store)
-    keeper.set_stage("starting the engine")
-    keeper.set_stage("loading weights", 1, 4)
+    keeper.set_phrase("starting the engine")
+    keeper.set_phrase("loading weights", 1, 4)
     renewals = asyncio.create_task(keeper.renew())
     await asyncio.to_thread(wait_for, lambda: store.read("405b").records[0].progress, 60, what="a renewal")
     renewals.cancel()
@@ -139,7 +139,7 @@ def test_what_a_start_took_is_known_to_the_next_one(tmp_path):
     store = ServiceStore(tmp_path)
 
     first = begin(store)
-    first.set_stage("loading weights", 4, 4)
+    first.set_phrase("loading weights", 4, 4)
     assert start_of(first).time_left_s is None
     first.update(state="ready", stage="ready")
     assert start_of(first).stage == ""
@@ -154,14 +154,14 @@ def test_only_the_first_start_of_a_run_is_remembered_and_an_engine_that_is_start
     store = ServiceStore(tmp_path)
 
     keeper = begin(store)
-    keeper.set_stage("server is up")
+    keeper.set_phrase("server is up")
     keeper.update(state="ready", stage="ready")
     past = last_start(tmp_path, keeper.record)
     assert past is not None
     keeper.start_again(state="starting", stage="starting the engine again (1 of 3)", engine_restarts=1)
     assert start_of(keeper).stage == "engine"
-    keeper.stage_prefix = "starting the engine again (1 of 3): "
-    keeper.set_stage("loading weights", 1, 4)
+    keeper.phrase_prefix = "starting the engine again (1 of 3): "
+    keeper.set_phrase("loading weights", 1, 4)
     assert keeper.record.stage == "starting the engine again (1 of 3): loading weights"
     keeper.update(state="ready", stage="ready")
     assert last_start(tmp_path, keeper.record) == past
@@ -169,8 +169,8 @@ def test_only_the_first_start_of_a_run_is_remembered_and_an_engine_that_is_start
 
 def test_a_stage_that_is_over_is_not_shown_again(tmp_path):
     keeper = begin(ServiceStore(tmp_path))
-    keeper.set_stage("capturing CUDA graphs", 1, 35)
-    keeper.set_stage("loading weights", 3, 4)
+    keeper.set_phrase("capturing CUDA graphs", 1, 35)
+    keeper.set_phrase("loading weights", 3, 4)
     assert keeper.record.stage_words == "capturing CUDA graphs 1/35"
 
 

@@ -8,7 +8,7 @@ from hpc_serve.job.progress import STAGE_OF_PHRASE, StartStages
 from hpc_serve.rendezvous.record import START_STAGES
 from hpc_serve.rendezvous.start_times import PastStart
 from hpc_serve.units import GIB
-from hpc_serve.vllm.log import read_stage
+from hpc_serve.vllm.log import PHRASES, read_phrase
 from tests.unit.job.starts import Clock, gpu_start, play, recorded, tell
 
 # As threads show them: vLLM 0.6 (#11349), 0.8 (gateway-api-inference-extension#550), 0.19 (#39559), 0.20 (#38820).
@@ -67,7 +67,7 @@ def test_lines_of_each_generation_lead_through_the_stages(version):
 
 
 @pytest.mark.parametrize(
-    ("line", "name", "done", "total"),
+    ("line", "text", "done", "total"),
     [
         ("Loading safetensors using Runai Model Streamer:  12% Completed | 30/254 [00:01<", "loading weights", 30, 254),
         ("Loading pt checkpoint shards:  50% Completed | 1/2 [00:02<00:02]", "loading weights", 1, 2),
@@ -76,14 +76,15 @@ def test_lines_of_each_generation_lead_through_the_stages(version):
         ("Loading weights took 24.84 seconds", "weights loaded", None, None),
     ],
 )
-def test_other_bars_are_read_too(line, name, done, total):
-    stage = read_stage(line)
-    assert stage is not None
-    assert (stage.name, stage.done, stage.total) == (name, done, total)
+def test_other_bars_are_read_too(line, text, done, total):
+    phrase = read_phrase(line)
+    assert phrase is not None
+    assert (phrase.text, phrase.done, phrase.total) == (text, done, total)
 
 
 def test_each_phrase_belongs_to_a_stage_that_there_is():
     assert set(STAGE_OF_PHRASE.values()) == set(START_STAGES)
+    assert PHRASES - set(STAGE_OF_PHRASE) == {"sizing the KV cache", "warming up"}  # said at different places
 
 
 def test_the_stages_of_a_start_have_their_times():

@@ -1,4 +1,4 @@
-"""vLLM's log lines, as versions 0.6 to 0.32 print them, become stages, figures and signs of life."""
+"""vLLM's log lines, as versions 0.6 to 0.32 print them, become phrases, figures and signs of life."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.units import GIB, MIB
-from hpc_serve.vllm.log import StartProgress, StartStage, is_health_answer, is_idle_report, read_figures, read_stage
+from hpc_serve.vllm.log import StallWatch, StartPhrase, is_health_answer, is_idle_report, read_figures, read_phrase
 
 LINES = json.loads(Path(__file__).with_name("log_lines.json").read_text(encoding="utf-8"))
 """Lines as vLLM printed them; sources as in benchmarks/accuracy/data/memory_cases.jsonl. Sizes are in GiB."""
 
 
-@pytest.mark.parametrize(("line", "stage"), LINES["stages"])
-def test_stage_of_a_line(line, stage):
-    assert read_stage(line) == (None if stage is None else StartStage(*stage))
+@pytest.mark.parametrize(("line", "phrase"), LINES["phrases"])
+def test_phrase_of_a_line(line, phrase):
+    assert read_phrase(line) == (None if phrase is None else StartPhrase(*phrase))
 
 
 @pytest.mark.parametrize(("line", "figures"), LINES["figures"])
@@ -33,7 +33,7 @@ def clock():
 
 @pytest.fixture
 def progress(clock):
-    return StartProgress(lambda: clock[0])
+    return StallWatch(lambda: clock[0])
 
 
 def look(progress, clock, seconds, bytes_at):

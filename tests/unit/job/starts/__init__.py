@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpc_serve.job.progress import StartStages
 from hpc_serve.rendezvous.start_times import PastStart
-from hpc_serve.vllm.log import read_stage
+from hpc_serve.vllm.log import read_phrase
 from tests.support.stubs import make_record
 
 Line = tuple[float, str]
@@ -102,8 +102,8 @@ def _play(stages: StartStages, clock: Clock, lines: Sequence[Line], end_s: float
 
 def tell(stages: StartStages, line: str) -> bool | None:
     """Tell of a line as the launcher does. Whether its stage counted; None if it names none."""
-    stage = read_stage(line)
-    return stages.note_phrase(stage.name, stage.done, stage.total) if stage else None
+    phrase = read_phrase(line)
+    return stages.note_phrase(phrase.text, phrase.done, phrase.total) if phrase else None
 
 
 def from_half_way(said: list[Said]) -> list[Said]:
