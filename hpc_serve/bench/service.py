@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import socket
 from collections.abc import Iterator, Set
 from typing import Any
@@ -99,7 +100,8 @@ class BenchService:
         """Whether one of its engines runs on this node."""
         records = [replica.record for replica in self.watch.status.replicas if replica.record is not None]
         names = {node.name for record in records for node in record.nodes}
-        return socket.gethostname() in names or any(record.cluster == "local" for record in records)
+        own = {os.environ.get("SLURMD_NODENAME"), socket.gethostname()}  # the two may differ
+        return not own.isdisjoint(names) or any(record.cluster == "local" for record in records)
 
     async def generated_tokens(self) -> float | None:
         """Return the tokens that its engines have generated since they started. None if one does not say."""

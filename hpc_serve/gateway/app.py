@@ -24,8 +24,8 @@ from markupsafe import Markup
 
 from hpc_serve.client.connections.message import Header, Message
 from hpc_serve.gateway.answers import JSON, Refusal, refusal_of
+from hpc_serve.gateway.backend import BrokenAnswerError, forward
 from hpc_serve.gateway.directory import Directory
-from hpc_serve.gateway.front import BrokenAnswerError, forward
 from hpc_serve.gateway.http_parts import for_engine, is_own_host, read_body, route_of
 from hpc_serve.gateway.metrics import CONTENT_TYPE, Metrics
 from hpc_serve.gateway.request import People, Request
@@ -183,10 +183,11 @@ class Gateway:
 
     def answer(self, request: Request) -> Awaitable[None]:
         """Answer a request that was let in."""
-        is_own = request.method in ("GET", "HEAD") or self._is_preflight(request)
-        return self._answer_itself(request) if is_own else self._pass_on(request)
+        may_be_own = request.method in ("GET", "HEAD") or self._is_preflight(request)
+        return self._answer_own(request) if may_be_own else self._pass_on(request)
 
-    async def _answer_itself(self, request: Request) -> None:
+    async def _answer_own(self, request: Request) -> None:
+        """Answer a request for a page or list of the gateway's own, and pass any other on."""
         if request.method == "OPTIONS":
             self._answer_preflight(request)
         elif request.path == b"/health":
@@ -246,12 +247,12 @@ class Gateway:
             message = self._read(request)
             if self._people is not None:
                 self._people.begin(request)
-            front = self._directory.known(request.model)
-            if front is None:
+            backend = self._directory.known(request.model)
+            if backend is None:
                 person = request.person.name if request.person is not None else ""
-                front = await self._directory.find(request.model, person)
-            service = front.service
-            status = await forward(front, message, request, self._for_page(request))
+                backend = await self._directory.find(request.model, person)
+            service = backend.service
+            status = await forward(backend, message, request, self._for_page(request))
         except BrokenAnswerError:
             status = 200
             request.break_off()

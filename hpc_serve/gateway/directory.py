@@ -1,7 +1,7 @@
 """The services behind a gateway: which there are, and which one a model's name means.
 
 The records are read every ten seconds and, at most once a second, for an unknown name. A service goes once no live
-record of it is left and no replica of it answers. `front` sends its requests.
+record of it is left and no replica of it answers. `backend` sends its requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.errors import HpcServeError, StoreError
 from hpc_serve.gateway.answers import Refusal
-from hpc_serve.gateway.front import Front, model_card
+from hpc_serve.gateway.backend import Backend, model_card
 from hpc_serve.gateway.metrics import Counts
 from hpc_serve.gateway.on_demand import OnDemandModels
 from hpc_serve.gateway.settings import Settings
@@ -59,7 +59,7 @@ class Directory:
         """Those of `_found` that have records or jobs, and not only requests under way."""
         self._unread = "The services are not read yet."
         """Why a service may be there that no look has found."""
-        self._fronts: dict[str, Front] = {}
+        self._backends: dict[str, Backend] = {}
         self._listed: OnDemandModels | None = None
         if settings.on_demand is not None:
             self._listed = OnDemandModels(store, settings.on_demand, self, settings.wait_s)
@@ -73,12 +73,12 @@ class Directory:
             await self.look(older_than_s=0.0)
             await asyncio.sleep(LOOK_S)
 
-    def known(self, model: str | None) -> Front | None:
+    def known(self, model: str | None) -> Backend | None:
         """Return the service of a model's name as `find` does, if that needs no look. Raises Refusal."""
         service = self._service_of(model) if self._listed is None else None
-        return self._front(service) if service is not None else None
+        return self._backend(service) if service is not None else None
 
-    async def find(self, model: str | None, person: str = "") -> Front:
+    async def find(self, model: str | None, person: str = "") -> Backend:
         """Return the service of a model's name, or the only one without a name. Raises Refusal, StoreError.
 
         `person` is whose request it is, if it has a key of its own.
@@ -86,7 +86,7 @@ class Directory:
         if self._listed is not None and model is not None and model in self._on_demand_names:
             await self._listed.bring(model, person)
             self._listed.note_asked(model)
-            return self._front(model)  # if it has ended since, its front brings it again
+            return self._backend(model)  # if it has ended since, its backend brings it again
         if (service := self._service_of(model)) is None:
             since_s = asyncio.get_running_loop().time() - self._looked_at_s
             await asyncio.sleep(max(0.0, AGAIN_S - since_s))  # it may have come since the last look
@@ -99,7 +99,7 @@ class Directory:
             raise self._unknown(model)
         if self._listed is not None:
             self._listed.note_asked(service)
-        return self._front(service)
+        return self._backend(service)
 
     @property
     def _on_demand_names(self) -> Sequence[str]:
@@ -113,13 +113,13 @@ class Directory:
 
     def is_ready(self, service: str) -> bool:
         """Return whether a replica of a service is known that takes requests."""
-        front = self._fronts.get(service)
-        return front is not None and front.is_ready
+        backend = self._backends.get(service)
+        return backend is not None and backend.is_ready
 
     def under_way(self, service: str) -> int:
         """Return how many requests are at a service, or wait for it."""
-        front = self._fronts.get(service)
-        return front.turns.in_flight + front.turns.queued if front is not None else 0
+        backend = self._backends.get(service)
+        return backend.turns.in_flight + backend.turns.queued if backend is not None else 0
 
     def _may_ask_engines(self) -> bool:
         return asyncio.get_running_loop().time() - self._asked_at_s >= ASK_S
@@ -149,8 +149,8 @@ class Directory:
         return serving[0] if serving else None
 
     def _names_of(self, service: str) -> Sequence[str]:
-        front = self._fronts.get(service)
-        return (*self._found[service].names, *(front.names if front is not None else ()))
+        backend = self._backends.get(service)
+        return (*self._found[service].names, *(backend.names if backend is not None else ()))
 
     def _unknown(self, model: str | None) -> Exception:
         if self._unread and not self._found:
@@ -163,42 +163,42 @@ class Directory:
         wanted = f"No service has the model {model[:_SHOWN_NAME]!r}." if model is not None else "No service is there."
         return Refusal(status=404, code="model_not_found", param="model", message=f"{wanted} {listed}")
 
-    def _front(self, service: str) -> Front:
-        if (front := self._fronts.get(service)) is None:
-            front = Front(self._store, service, self._settings, self._counts_of(service))
+    def _backend(self, service: str) -> Backend:
+        if (backend := self._backends.get(service)) is None:
+            backend = Backend(self._store, service, self._settings, self._counts_of(service))
             if self._listed is not None and service in self._on_demand_names:
-                front.bring = functools.partial(self._listed.bring, service)
-            self._fronts[service] = front
-            front.names = self._found[service].names if service in self._found else ()
-        return front
+                backend.bring = functools.partial(self._listed.bring, service)
+            self._backends[service] = backend
+            backend.names = self._found[service].names if service in self._found else ()
+        return backend
 
     async def models(self) -> list[dict[str, Any]]:
         """Return the models that can be used now, as OpenAI lists models: each service's engine names and its own
         name."""
         self._asked_at_s = asyncio.get_running_loop().time()
         await self.look()
-        fronts = [self._front(service) for service in list(self._found)]
-        await asyncio.gather(*(asyncio.to_thread(_refresh, front.watch) for front in fronts))
-        ready = [front for front in fronts if front.is_ready]
+        backends = [self._backend(service) for service in list(self._found)]
+        await asyncio.gather(*(asyncio.to_thread(_refresh, backend.watch) for backend in backends))
+        ready = [backend for backend in backends if backend.is_ready]
         listed = []
-        for front, cards in zip(ready, await asyncio.gather(*(front.models() for front in ready)), strict=True):
-            front.names = _distinct(*front.names, *(card["id"] for card in cards))
-            listed += [{**card, "service": front.service} for card in cards]
-            if cards and all(card["id"] != front.service for card in cards):
-                listed.append({**cards[0], "id": front.service, "root": cards[0]["id"], "service": front.service})
+        for backend, cards in zip(ready, await asyncio.gather(*(backend.models() for backend in ready)), strict=True):
+            backend.names = _distinct(*backend.names, *(card["id"] for card in cards))
+            listed += [{**card, "service": backend.service} for card in cards]
+            if cards and all(card["id"] != backend.service for card in cards):
+                listed.append({**cards[0], "id": backend.service, "root": cards[0]["id"], "service": backend.service})
         known = {card["id"] for card in listed}
         listed += [{**model_card(name), "service": name} for name in self._on_demand_names if name not in known]
         return listed
 
     def counts(self) -> Mapping[str, tuple[int, int]]:
         """Return the requests in flight and queued, by service."""
-        return {front.service: (front.turns.in_flight, front.turns.queued) for front in self._fronts.values()}
+        return {backend.service: (backend.turns.in_flight, backend.turns.queued) for backend in self._backends.values()}
 
     async def close(self) -> None:
         if self._listed is not None:
             await self._listed.close()
-        for front in self._fronts.values():
-            await front.close()
+        for backend in self._backends.values():
+            await backend.close()
 
     # -- looking
 
@@ -224,23 +224,23 @@ class Directory:
             self._looked_at_s = asyncio.get_running_loop().time()
         self._unread = f"The records of {', '.join(sorted(unreadable))} cannot be read." if unreadable else ""
         self._recorded = {**{name: self._recorded[name] for name in unreadable if name in self._recorded}, **found}
-        for service, front in list(self._fronts.items()):
+        for service, backend in list(self._backends.items()):
             if service in found or service in unreadable:
                 continue
-            await asyncio.to_thread(_refresh, front.watch)
-            if front.is_ready or front.turns.in_flight or front.turns.queued:
+            await asyncio.to_thread(_refresh, backend.watch)
+            if backend.is_ready or backend.turns.in_flight or backend.turns.queued:
                 unreadable.add(service)
             else:
-                del self._fronts[service]
+                del self._backends[service]
                 self._live.pop(service, None)
-                await front.close()
+                await backend.close()
         before = self._found
         self._found = {**{name: before[name] for name in unreadable if name in before}, **found}
-        for service, front in self._fronts.items():
+        for service, backend in self._backends.items():
             if service in found:
                 names = found[service].names
                 gone = set(before[service].names if service in before else ()).difference(names)
-                front.names = _distinct(*names, *(name for name in front.names if name not in gone))
+                backend.names = _distinct(*names, *(name for name in backend.names if name not in gone))
         if self._listed is not None:
             self._listed.note_states()
 

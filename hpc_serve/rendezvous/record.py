@@ -95,7 +95,7 @@ class StartRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRecord:
-    """A node of the job: its host name and the address that the engine's processes use."""
+    """A node of the job: Slurm's name of it, else its host name; and the address of the engine's processes there."""
 
     name: str
     address: str

@@ -17,7 +17,7 @@ import pytest
 from hpc_serve.client import connect
 from hpc_serve.client.discovery import discovery, reading
 from hpc_serve.client.engine_work import WorkWatch
-from hpc_serve.client.replicas import pool, probe
+from hpc_serve.client.replicas import pool, probe, silence
 from hpc_serve.client.requests import exchange
 from hpc_serve.job.engine import health
 from tests.support.stubs import StubService
@@ -36,8 +36,8 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, PATIENCE_S)
     for function in (probe.probe, probe.probe_record, probe.probe_records, health.read_load, WorkWatch.__init__):
         monkeypatch.setitem(function.__kwdefaults__, "timeout_s", PATIENCE_S)
-    monkeypatch.setattr(pool, "SILENT_S", PATIENCE_S)
-    monkeypatch.setattr(pool, "MOST_SILENT_S", PATIENCE_S)
+    monkeypatch.setattr(silence, "SILENT_S", PATIENCE_S)
+    monkeypatch.setattr(silence, "MOST_SILENT_S", PATIENCE_S)
     monkeypatch.setattr(pool, "WEIGH_S", math.inf)
 
 

@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
-from hpc_serve.client.replicas.pool import ReplicaAddress, SilenceLimit
+from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
+from hpc_serve.client.replicas.silence import SilenceLimit
 from hpc_serve.rendezvous.gate_headers import COMMENT_CHUNK, PROCESSING
 
 # Seconds between two questions to the judge: while nothing comes, and once the limit is over. The second grows. The

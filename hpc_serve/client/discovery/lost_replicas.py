@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from hpc_serve.client.replicas.pool import SILENT_S, ReplicaAddress, ReplicaPool, SilenceLimit
+from hpc_serve.client.replicas.pool import ReplicaAddress, ReplicaPool
+from hpc_serve.client.replicas.silence import SILENT_S, SilenceLimit
 from hpc_serve.errors import HpcServeError
 
 LOOK_S = 2.5

@@ -1,9 +1,9 @@
 """Which ready replica a request goes to: the one with the fewest requests under way for what it can take.
 
 How much each can take is measured by how fast it answered: a client with few requests at a time has nothing to count.
-A replica that was sent such a request before is preferred, for engines keep the keys and values of prompts: a
-conversation's next request, or another question on the same document, costs little there. A replica that was lost
-lately comes last. How long one may be silent before it counts as lost is decided here, too.
+The choice among equals is random. A replica that was sent such a request before is preferred, for engines keep the keys
+and values of prompts: a conversation's next request, or another question on the same document, costs little there. A
+replica that was lost lately comes last.
 
 Pure, apart from the clock, the random choice among equals, and the note which replica answered last.
 """
@@ -27,7 +27,7 @@ from hpc_serve.trust.connection import Identity
 # -- how fast each replica has answered lately
 
 Kind = Literal["first", "stream", "whole"]
-"""Until a stream's first bytes came, until its end; until the end of an answer that is none."""
+"""The end of a measured time: a stream's first bytes, a stream's end, or the end of any other answer."""
 
 # What counts as equal: answers are of all lengths, so that equal replicas look unlike for a while.
 _EQUAL_WITHIN = 2.0
@@ -58,7 +58,7 @@ class Speeds:
     """How fast each replica has answered, as a weight for the choice of the next one. The pool's lock guards it.
 
     Requests are unlike, so only times of one kind are compared, on a scale of factors, and only a replica that is more
-    than twice as slow as the fastest counts as slower. What was seen is forgotten with time, so that a replica that was
+    than twice as slow as the fastest counts as slower. Times are forgotten after a while, so that a replica that was
     slow once is tried again.
     """
 
@@ -66,11 +66,11 @@ class Speeds:
         self._means: dict[Kind, dict[str, _Mean]] = {"first": {}, "stream": {}, "whole": {}}
 
     def note(self, name: str, kind: Kind, took_s: float, now_s: float) -> None:
-        """A replica took so long for an answer of that kind."""
+        """Note how long a replica took for an answer of that kind."""
         self._means[kind].setdefault(name, _Mean()).add(took_s, now_s)
 
     def weights(self, names: Iterable[str], now_s: float) -> dict[str, float]:
-        """How much each replica can take of what the fastest one can: 1.0 for those that are not known to be slower."""
+        """Return each replica's speed as a share of the fastest one's; 1.0 if it is not known to be slower."""
         slower = dict.fromkeys(names, 0.0)
         for of_kind in self._means.values():
             known = {name: of_kind[name] for name in slower if name in of_kind}
@@ -126,7 +126,7 @@ class Beginnings:
         return next((self._replicas[one] for one in reversed(found) if one in self._replicas), None)
 
     def note(self, found: list[int], name: str) -> None:
-        """A replica is sent a request with these beginnings."""
+        """Note that a replica is sent a request with these beginnings."""
         for one in found:
             self._replicas.pop(one, None)
             self._replicas[one] = name
@@ -134,62 +134,21 @@ class Beginnings:
             del self._replicas[next(iter(self._replicas))]
 
 
-# -- how long a replica may be silent
-
-SILENT_S = 1.5
-_PAUSE_TIMES = 1.5  # the limit, as a multiple of the longest pause that ended by itself
-MOST_SILENT_S = 10.0
-_REMEMBER_S = 120.0
-
-
-class SilenceLimit:
-    """The pauses of one replica, over all its connections. All times are seconds of one monotonic clock.
-
-    An engine of ours sends a sign every half second while it lives (`rendezvous/gate_headers.py`), so silence is
-    evidence. Pauses that ended by themselves are remembered for a while: such a replica may be silent for longer.
-
-    At `heard_at_s` the last bytes of an answer came, at `proved_at_s` the last good answer to a probe.
-    """
-
-    def __init__(self) -> None:
-        self.heard_at_s = -math.inf
-        self.proved_at_s = -math.inf
-        self._longest_s = 0.0
-        self._longest_at_s = -math.inf
-
-    def note(self, now_s: float, pause_s: float) -> None:
-        """Note that bytes of an answer came, after a pause."""
-        self.heard_at_s = now_s
-        if pause_s >= self._longest_s or now_s - self._longest_at_s > _REMEMBER_S:
-            self._longest_s, self._longest_at_s = pause_s, now_s
-
-    def limit_s(self, now_s: float) -> float:
-        """Return how many seconds of silence are too long.
-
-        >>> limit = SilenceLimit()
-        >>> limit.note(100.0, pause_s=2.0)
-        >>> limit.limit_s(101.0), limit.limit_s(300.0)
-        (3.0, 1.5)
-        """
-        longest_s = self._longest_s if now_s - self._longest_at_s <= _REMEMBER_S else 0.0
-        return min(max(SILENT_S, _PAUSE_TIMES * longest_s), MOST_SILENT_S)
-
-
 # -- the choice
 
 WEIGH_S = 0.2  # replicas are weighed again after this time: a choice is to cost little
 
-# So many more requests may be under way at a replica that has the beginning of a request in its cache.
 LEAD = 4.0
+"""Requests that a replica may have more under way if it has the beginning of a request in its cache."""
 
-# A replica that was lost is chosen last for the first time, after each further loss for twice as long.
 LOST_FOR_S = 1.0
+"""Seconds for which a lost replica is chosen last; twice as many after each further loss."""
 MOST_LOST_FOR_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaAddress:
-    """Where a replica answers, and how it shows that it is this replica; `name` is its record's.
+    """The address of a replica, and the identity by which a connection to it is verified; `name` is its record's.
 
     `signs`: within its answers it sends signs that it lives. `adapters` are those that its engine has loaded.
     """
@@ -257,7 +216,7 @@ class ReplicaPool:
         self.is_uneven = len({replica.adapters for replica in replicas.values()}) > 1
 
     def lose(self, replica: ReplicaAddress) -> None:
-        """Offer a replica last for a while: it was lost. What is lost with it at the same time counts once."""
+        """Offer a lost replica last for a while. Requests that are lost with it at the same time count once."""
         with self._lock:
             if self.is_lost(replica):
                 return
@@ -275,15 +234,15 @@ class ReplicaPool:
         return loss is not None and loss.replica == replica and self._clock() < loss.until_s
 
     def has_others(self, names: Set[str]) -> bool:
-        """Whether a replica is offered that is not named."""
+        """Return whether any other replica than these is offered."""
         return any(name not in names for name in self._replicas)
 
     def others(self, names: Set[str]) -> list[ReplicaAddress]:
-        """The replicas that are offered and not named."""
+        """Return the offered replicas other than these."""
         return [replica for name, replica in self._replicas.items() if name not in names]
 
     def lacking(self, adapter: str) -> Set[str]:
-        """The replicas without an adapter, if others have it."""
+        """Return the names of the replicas without an adapter, if others have it."""
         lacking = {name for name, replica in self._replicas.items() if adapter not in replica.adapters}
         return lacking if len(lacking) < len(self._replicas) else frozenset()
 
@@ -293,12 +252,12 @@ class ReplicaPool:
             self._replace({known: replica for known, replica in self._replicas.items() if known != name})
 
     def take(self, tried: Set[str] = frozenset(), begins: list[int] | None = None) -> ReplicaAddress | None:
-        """The least loaded replica not in `tried`, to be given back; None if there is none. What was lost comes last.
+        """Take the least loaded replica not in `tried`, until `give_back`; None if there is none. Lost ones come last.
 
-        The one that was last sent the longest of the beginnings `begins` is taken unless it has LEAD more under way.
+        The replica that was last sent the longest of `begins` is taken unless it has LEAD more requests under way.
 
-        Of equals one is chosen at random: many clients with one request each would all choose the same replica. By the
-        same chance a slower one gets its share of the requests of a client that has no other under way.
+        The load is requests under way and a random part of one, divided by the replica's weight. So many clients with
+        one request each choose different replicas, and a slower replica still gets its share of their requests.
         """
         with self._lock:
             weights = self._weigh()
@@ -318,7 +277,7 @@ class ReplicaPool:
             return chosen
 
     def note_time(self, replica: ReplicaAddress, kind: Kind, took_s: float) -> None:
-        """A request of `take` has come so far in that time."""
+        """Note how long a request of `take` took to the end of that kind."""
         with self._lock:
             self._speeds.note(replica.name, kind, took_s, self._clock())
 
@@ -331,7 +290,7 @@ class ReplicaPool:
     def give_back(
         self, replica: ReplicaAddress, kind: Kind | None = None, took_s: float = 0.0, *, is_whole: bool = False
     ) -> None:
-        """A request of `take` is over; it took so long, if its answer was of a `kind`. `is_whole`: all of it came."""
+        """End a request of `take`. It took so long, if its answer was of a `kind`. `is_whole`: all of it came."""
         with self._lock:
             if kind is not None:
                 self._speeds.note(replica.name, kind, took_s, self._clock())

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import CheckedConfig
-from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer, experts_or_dense, qwen_moe_half
+from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer, experts_or_dense, qwen_feed_forward
 from hpc_serve.plan.model.spec import DecoderLayer, LayerCache, Part, Weight, round_up
 
 _LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
@@ -38,7 +38,7 @@ def _qwen_hybrid(builder: LayerBuilder, names: tuple[str, str]) -> DecoderLayer:
         cache = builder.cache()
     else:
         cache, mixer = _gated_delta_net(builder, "linear_attn", names)
-    return decoder_layer(cache, mixer, qwen_moe_half(builder, "mlp"), builder.two_norms())
+    return decoder_layer(cache, mixer, qwen_feed_forward(builder, "mlp"), builder.two_norms())
 
 
 def _gated_delta_net(builder: LayerBuilder, prefix: str, names: tuple[str, str]) -> tuple[LayerCache, list[Weight]]:
@@ -104,17 +104,17 @@ def lfm2(builder: LayerBuilder) -> DecoderLayer:
     factor, multiple = builder.get("block_ffn_dim_multiplier", 1.0), builder.get("block_multiple_of", 256)
     if builder.get("block_auto_adjust_ff_dim", True):
         size = round_up(int(factor * int(2 * size / 3)), multiple)
-    half = builder.mlp("feed_forward", size)
-    return decoder_layer(*_lfm2_mixer(builder), half, builder.norms("operator_norm", "ffn_norm"))
+    feed_forward = builder.mlp("feed_forward", size)
+    return decoder_layer(*_lfm2_mixer(builder), feed_forward, builder.norms("operator_norm", "ffn_norm"))
 
 
 def lfm2_moe(builder: LayerBuilder) -> DecoderLayer:
     """Build a layer of LFM2 with experts after the first layers."""
     correction = ("use_expert_bias", True, True)
-    half = experts_or_dense(
+    feed_forward = experts_or_dense(
         builder, "feed_forward", count="num_experts", dense_before="num_dense_layers", correction=correction
     )
-    return decoder_layer(*_lfm2_mixer(builder), half, builder.norms("operator_norm", "ffn_norm"))
+    return decoder_layer(*_lfm2_mixer(builder), feed_forward, builder.norms("operator_norm", "ffn_norm"))
 
 
 def _lfm2_mixer(builder: LayerBuilder) -> tuple[LayerCache, list[Weight]]:
@@ -194,11 +194,11 @@ def granite_hybrid(builder: LayerBuilder) -> DecoderLayer:
     else:
         cache, mixer = _mamba2(builder, "mamba")
     shared = builder.get("shared_intermediate_size", 0)
-    half = builder.mlp("shared_mlp", shared) if shared else []
+    feed_forward = builder.mlp("shared_mlp", shared) if shared else []
     if builder.get("num_local_experts", 0):
         moe = "block_sparse_moe"
-        half += experts_or_dense(builder, moe, count="num_local_experts", size="intermediate_size")
-    return decoder_layer(cache, mixer, half, builder.two_norms())
+        feed_forward += experts_or_dense(builder, moe, count="num_local_experts", size="intermediate_size")
+    return decoder_layer(cache, mixer, feed_forward, builder.two_norms())
 
 
 def falcon_h1(builder: LayerBuilder) -> DecoderLayer:
@@ -226,10 +226,10 @@ def jamba(builder: LayerBuilder) -> DecoderLayer:
         cache, mixer = _mamba1(builder, "mamba")
     count = builder.get("num_experts", 16)
     if count > 1 and builder.index % builder.get("expert_layer_period", 2) == builder.get("expert_layer_offset", 1):
-        half = experts_or_dense(builder, "feed_forward", count="num_experts", size="intermediate_size")
+        feed_forward = experts_or_dense(builder, "feed_forward", count="num_experts", size="intermediate_size")
     else:
-        half = builder.mlp("feed_forward", builder.intermediate_size)
-    return decoder_layer(cache, mixer, half, builder.norms("input_layernorm", "pre_ff_layernorm"))
+        feed_forward = builder.mlp("feed_forward", builder.intermediate_size)
+    return decoder_layer(cache, mixer, feed_forward, builder.norms("input_layernorm", "pre_ff_layernorm"))
 
 
 def _mamba1(builder: LayerBuilder, prefix: str) -> tuple[LayerCache, list[Weight]]:

@@ -16,7 +16,13 @@ from functools import partial
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config import CheckedConfig
-from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer, deepseek_half, experts_or_dense, has_experts
+from hpc_serve.plan.model.layers import (
+    LayerBuilder,
+    decoder_layer,
+    deepseek_feed_forward,
+    experts_or_dense,
+    has_experts,
+)
 from hpc_serve.plan.model.ordinary import ordinary_layer
 from hpc_serve.plan.model.spec import CacheTensor, DecoderLayer, LayerCache, Part, Weight
 
@@ -195,10 +201,10 @@ def minimax_m3(builder: LayerBuilder) -> DecoderLayer:
             index_flops=2 * heads * width,
             chosen_tokens=sparse["sparse_topk_blocks"] * sparse["sparse_block_size"],
         )
-    return decoder_layer(cache, attention, _m3_half(builder), builder.two_norms())
+    return decoder_layer(cache, attention, _m3_feed_forward(builder), builder.two_norms())
 
 
-def _m3_half(builder: LayerBuilder) -> list[Weight]:
+def _m3_feed_forward(builder: LayerBuilder) -> list[Weight]:
     if not has_experts(builder):
         return builder.mlp("mlp", builder.require("dense_intermediate_size"))
     return experts_or_dense(
@@ -251,8 +257,8 @@ def _latent_attention(builder: LayerBuilder, *, gated: bool = False) -> tuple[La
 def deepseek(builder: LayerBuilder, *, indexer: Sequence[Weight] = (), chosen_tokens: int = 0) -> DecoderLayer:
     """Build a layer of DeepSeek V2, V3, R1 and Kimi K2, also with images (K2.5)."""
     cache, attention, derived = _latent_attention(builder)
-    cache, half = replace(cache, chosen_tokens=chosen_tokens), deepseek_half(builder, "mlp")
-    return decoder_layer(cache, attention, indexer, half, builder.two_norms(), derived=derived)
+    cache, feed_forward = replace(cache, chosen_tokens=chosen_tokens), deepseek_feed_forward(builder, "mlp")
+    return decoder_layer(cache, attention, indexer, feed_forward, builder.two_norms(), derived=derived)
 
 
 def mistral3(builder: LayerBuilder) -> DecoderLayer:
@@ -305,9 +311,9 @@ def kimi_linear(builder: LayerBuilder) -> DecoderLayer:
         norms += builder.norms("self_attention_res_norm", "mlp_res_norm")
         norms += builder.norms("self_attention_res_proj", "mlp_res_proj")
     if is_delta:
-        return decoder_layer(*_delta_attention(builder), _kimi_half(builder), norms)
+        return decoder_layer(*_delta_attention(builder), _kimi_feed_forward(builder), norms)
     cache, mixer, derived = _latent_attention(builder, gated=builder.flag("mla_use_output_gate"))
-    return decoder_layer(cache, mixer, _kimi_half(builder), norms, derived=derived)
+    return decoder_layer(cache, mixer, _kimi_feed_forward(builder), norms, derived=derived)
 
 
 def _delta_attention(builder: LayerBuilder) -> tuple[LayerCache, list[Weight]]:
@@ -336,7 +342,7 @@ def _delta_attention(builder: LayerBuilder) -> tuple[LayerCache, list[Weight]]:
     return LayerCache(kind="state", state=state), weights
 
 
-def _kimi_half(builder: LayerBuilder) -> list[Weight]:
+def _kimi_feed_forward(builder: LayerBuilder) -> list[Weight]:
     """Return the MLP: dense, or experts, which in K3 work on a projection of the hidden state."""
     count = builder.get("num_experts", 0)
     if not count or not has_experts(builder):

@@ -148,7 +148,7 @@ class LayerBuilder:
         return [self.vector(name, self.hidden_size) for name in names]
 
     def two_norms(self) -> list[Weight]:
-        """Return the norms of most decoders: before attention, and before the second half."""
+        """Return the norms of most decoders: before attention, and before the MLP."""
         return self.norms("input_layernorm", "post_attention_layernorm")
 
     def attention(
@@ -238,7 +238,7 @@ def decoder_layer(cache: LayerCache | None, *groups: Sequence[Weight], derived: 
     return DecoderLayer(block=block(*groups), cache=cache, derived=block(derived))
 
 
-# -- the second half of a layer: dense, or a mixture of experts
+# -- the feed-forward part of a layer: a dense MLP, or a mixture of experts
 
 
 def experts_or_dense(
@@ -259,7 +259,7 @@ def experts_or_dense(
     shared_width: str | None = None,
     shared_name: str = "shared_experts",
 ) -> list[Weight]:
-    """Return the second half of a layer: routed experts with or without shared ones, or a dense MLP.
+    """Return the feed-forward part of a layer: routed experts with or without shared ones, or a dense MLP.
 
     `count` and `size` name the fields of the routed experts; some configs have the size as `size_alias`. The field
     `shared_size` gives the features of the shared experts; otherwise they are those of `shared_count` routed ones, or
@@ -294,7 +294,7 @@ def _holds(builder: LayerBuilder, spec: bool | Sequence[Any]) -> bool:
     return bool(builder.get(field, default) == value)
 
 
-def qwen_moe_half(builder: LayerBuilder, prefix: str) -> list[Weight]:
+def qwen_feed_forward(builder: LayerBuilder, prefix: str) -> list[Weight]:
     """Return the MLP of a Qwen layer: dense, or routed experts with or without a shared expert."""
     count = builder.either("num_experts", "num_local_experts", 0)
     is_sparse = (builder.index + 1) % builder.get("decoder_sparse_step", 1) == 0
@@ -309,7 +309,7 @@ def qwen_moe_half(builder: LayerBuilder, prefix: str) -> list[Weight]:
     return weights
 
 
-def deepseek_half(builder: LayerBuilder, prefix: str) -> list[Weight]:
+def deepseek_feed_forward(builder: LayerBuilder, prefix: str) -> list[Weight]:
     """Return the MLP of a DeepSeek layer: dense, or routed experts and shared ones."""
     count = builder.either("n_routed_experts", "num_experts", 0)
     if not count:

@@ -17,7 +17,13 @@ from typing import Any
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.catalog import ordinary_layers
 from hpc_serve.plan.model.config import CheckedConfig
-from hpc_serve.plan.model.layers import LayerBuilder, decoder_layer, deepseek_half, experts_or_dense, qwen_moe_half
+from hpc_serve.plan.model.layers import (
+    LayerBuilder,
+    decoder_layer,
+    deepseek_feed_forward,
+    experts_or_dense,
+    qwen_feed_forward,
+)
 from hpc_serve.plan.model.spec import CacheKind, DecoderLayer, Part, Vector, Vocabulary, Weight
 
 # -- encoders
@@ -149,7 +155,7 @@ def whisper_beside(builder: LayerBuilder) -> list[Weight]:
 
 _KINDS = ("full_attention", "sliding_attention")
 _NO = (False,)
-_HALVES = {"qwen": qwen_moe_half, "deepseek": deepseek_half}
+_FEED_FORWARD = {"qwen": qwen_feed_forward, "deepseek": deepseek_feed_forward}
 
 
 def ordinary_layer(builder: LayerBuilder, *, name: str) -> DecoderLayer:
@@ -164,7 +170,7 @@ def ordinary_layer(builder: LayerBuilder, *, name: str) -> DecoderLayer:
         builder.cache(window + more, kind),
         builder.attention("self_attn", bias=bias, output_bias=output_bias),
         _beside_attention(builder, about, has_window=window > 0),
-        _second_half(builder, about),
+        _feed_forward(builder, about),
         builder.norms(*about["norms"]),
     )
 
@@ -196,17 +202,15 @@ def _beside_attention(builder: LayerBuilder, about: Mapping[str, Any], *, has_wi
     return weights
 
 
-def _second_half(builder: LayerBuilder, about: Mapping[str, Any]) -> list[Weight]:
+def _feed_forward(builder: LayerBuilder, about: Mapping[str, Any]) -> list[Weight]:
     """Return the MLP of a layer, or its experts."""
-    prefix = about.get("half_name", "mlp")
+    prefix = about.get("feed_forward_name", "mlp")
+    if "feed_forward" in about:
+        return _FEED_FORWARD[about["feed_forward"]](builder, prefix)
+    bias = _flag(builder, about.get("mlp_bias", _NO))
     if "experts" in about:
-        return experts_or_dense(
-            builder, prefix, **about["experts"], mlp_bias=_flag(builder, about.get("half_bias", _NO))
-        )
-    if "half" in about:
-        return _HALVES[about["half"]](builder, prefix)
-    bias, gated = _flag(builder, about.get("mlp_bias", _NO)), about.get("mlp_gate", True)
-    weights = builder.mlp(prefix, builder.intermediate_size, bias=bias, gated=gated)
+        return experts_or_dense(builder, prefix, **about["experts"], mlp_bias=bias)
+    weights = builder.mlp(prefix, builder.intermediate_size, bias=bias, gated=about.get("mlp_gate", True))
     if "learned_activation" in about:
         weights.append(builder.vector(f"{prefix}.act_fn", about["learned_activation"]))
     return weights

@@ -290,10 +290,10 @@ def llama4(builder: LayerBuilder) -> DecoderLayer:
         raise builder.disagreement("moe_layers and interleave_moe_layer_step")
     if has_experts:
         count, size = builder.require("num_local_experts"), builder.intermediate_size
-        half = builder.router("feed_forward", count) + builder.experts("feed_forward.experts", count, size)
-        half += builder.mlp("feed_forward.shared_expert", size)
+        feed_forward = builder.router("feed_forward", count) + builder.experts("feed_forward.experts", count, size)
+        feed_forward += builder.mlp("feed_forward.shared_expert", size)
     else:
-        half = builder.mlp("feed_forward", builder.require("intermediate_size_mlp"))
+        feed_forward = builder.mlp("feed_forward", builder.require("intermediate_size_mlp"))
     attention = builder.attention("self_attn", bias=bias, output_bias=bias)
     chunk, has_rope = builder.get("attention_chunk_size", 0), builder.of_layer("no_rope_layers")
     interval, kind = builder.get("no_rope_layer_interval", 4), builder.of_layer("layer_types")
@@ -301,7 +301,7 @@ def llama4(builder: LayerBuilder) -> DecoderLayer:
     if chunk and kind and (kind == "chunked_attention") != has_chunks:
         raise builder.disagreement("layer_types and no_rope_layers")
     cache = builder.cache(chunk, "chunked") if has_chunks else builder.cache()
-    return decoder_layer(cache, attention, half, builder.two_norms())
+    return decoder_layer(cache, attention, feed_forward, builder.two_norms())
 
 
 def mimo_v2_fields(config: CheckedConfig) -> None:
@@ -342,7 +342,7 @@ def ernie4_5_moe_fields(config: CheckedConfig) -> None:
 
 
 def _write_sparse(config: CheckedConfig, is_sparse: Callable[[int], bool]) -> None:
-    """Write the kind of each layer's second half, unless the config has it."""
+    """Write the kind of each layer's feed-forward part, unless the config has it."""
     layers = range(config["num_hidden_layers"])
     config.setdefault("mlp_layer_types", ["sparse" if is_sparse(index) else "dense" for index in layers])
 

@@ -37,7 +37,8 @@ def option(
     """Declare a field that is an option of `submit` and `render`, and of `plan` if `of_plan`.
 
     `unset` is the command's value for an option left out, if it is not the field's default. A number is at least
-    `least`. `group` tells where the `#SBATCH` line of an option of sbatch stands (script/render.py).
+    `least`. `group` tells where the `#SBATCH` line of an option of sbatch stands; script/render.py writes the line of
+    one without a group.
     """
     about = {"help": help, "metavar": metavar, "kind": kind, "spelled": spelled, "least": least, "of_plan": of_plan}
     return field(default=default, metadata={**about, "unset": unset, "group": group})
@@ -62,6 +63,16 @@ def option_words(one: Field[Any], value: Any) -> list[str]:
     if isinstance(value, bool):
         return [name if value else name.replace("--", "--no-", 1)]
     return [name, _TEXTS.get(one.metadata["kind"], str)(value)]
+
+
+def check_least(request: Any) -> None:
+    """Raise InvalidRequestError for an option of a request that is below its `least`."""
+    for one in fields(request):
+        value, least = getattr(request, one.name), one.metadata.get("least")
+        is_auto = (one.name, value) == ("max_model_len", LONGEST_THAT_FITS)
+        if value is not None and least is not None and value < least and not is_auto:
+            name = spellings(one)[0].removeprefix("--")
+            raise InvalidRequestError(f"{name} is {value:g}: it must be at least {least}.")
 
 
 _TEXTS: Mapping[str, Any] = {
@@ -182,7 +193,7 @@ class SbatchOptions:
     reservation: str | None = _sbatch("Slurm reservation.", "NAME", group="where")
     nodelist: str | None = _sbatch("Nodes that must be used.", "NODES", group="where")
     exclude: str | None = _sbatch("Nodes that must not be used.", "NODES", group="where")
-    cpus_per_task: int | None = _sbatch("CPU cores of each node.", "N", group="share")
+    cpus_per_task: int | None = _sbatch("CPU cores of each node.", "N", least=1, group="share")
     mem: str | None = _sbatch("Memory of each node, as Slurm writes it (200G; 0 is all).", "SIZE", group="share")
     time: str | None = _sbatch(
         "Time limit: minutes, HH:MM:SS or D-HH:MM:SS [default: 12:00:00].", "TIME", default="12:00:00", group="share"
@@ -222,8 +233,7 @@ class SlurmOptions(SbatchOptions):
                 f"signal is {self.signal!r}: write B:USR1@SECONDS, at least {_LEAST_NOTICE_S}: "
                 "the script waits for this signal."
             )
-        if self.cpus_per_task is not None and self.cpus_per_task < 1:
-            raise InvalidRequestError(f"cpus-per-task is {self.cpus_per_task}: it must be at least 1.")
+        check_least(self)
         check_choice("gpu_directive", self.gpu_directive, GpuDirective)
         for word in self.extra:
             _check_extra(word)

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.engine import LONGEST_THAT_FITS, Arrivals
+from hpc_serve.plan.engine import Arrivals
 from hpc_serve.plan.hardware import DEFAULT_GPU
 from hpc_serve.rendezvous.names import expanded_log_dir, validate_service_name
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE
@@ -30,8 +30,8 @@ from hpc_serve.submit.request.options import (
     check_choice,
     check_directive,
     check_env,
+    check_least,
     option,
-    spellings,
 )
 from hpc_serve.vllm.arguments import Argument, read_arguments, value_of
 from hpc_serve.vllm.command import OVERRULE, check_arguments
@@ -242,12 +242,7 @@ class ServeRequest:
             raise InvalidRequestError(f"machine is {self.machine!r}: it must be a name of the site file's machines.")
         if self.max_replicas is not None:
             check_bounds(self.replicas if self.replicas is not None else 1, self.max_replicas)
-        for one in OPTIONS:
-            value, least = getattr(self, one.name), one.metadata["least"]
-            is_auto = (one.name, value) == ("max_model_len", LONGEST_THAT_FITS)
-            if value is not None and least is not None and value < least and not is_auto:
-                name = spellings(one)[0].removeprefix("--")
-                raise InvalidRequestError(f"{name} is {value:g}: it must be at least {least}.")
+        check_least(self)
         check_choice("backend", self.backend, Backend)
         check_choice("cluster", self.cluster, Cluster)
         if self.cluster == "local" and self.environment.kind == "pyxis":

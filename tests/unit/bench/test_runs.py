@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import pytest
 
@@ -13,6 +14,7 @@ from hpc_serve.bench.run import Lengths
 from hpc_serve.bench.service import BenchError, BenchService
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.errors import InvalidRequestError, ServiceNotFoundError
+from hpc_serve.rendezvous.record import NodeRecord
 
 
 def lengths_got(run) -> set[tuple[int, int]]:
@@ -21,6 +23,15 @@ def lengths_got(run) -> set[tuple[int, int]]:
 
 def shares(run) -> dict[str, int]:
     return {name: part["completed"] for name, part in result_of(run)["replicas"].items()}
+
+
+@pytest.mark.parametrize(("name", "is_here"), [("n1", True), (socket.gethostname(), True), ("n2", False)])
+def test_an_engine_is_on_this_node_by_slurms_name_or_the_hosts(service, monkeypatch, name, is_here):
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    service.start(nodes=(NodeRecord(name=name, address="127.0.0.1"),))
+    watched = BenchService(service.store, "405b", "equally")
+    watched.watch.refresh()
+    assert watched.is_here == is_here
 
 
 @pytest.mark.parametrize("dataset", ["random", "chat", "prefix_repetition"])

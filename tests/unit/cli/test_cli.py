@@ -308,7 +308,6 @@ def test_render_asks_for_the_layout_that_plan_prints(ran, words):
 def test_every_sbatch_option_of_the_site_file_is_an_option_of_the_command(ran):
     slurm = ran(["submit", "--help"]).out.split("Options of vLLM")[0]
     names = {option.name for option in fields(SlurmOptions)} - {"gpu_directive", "gres_type", "extra"}
-    assert len(names) == 14
     assert [name for name in names if f"--{name.replace('_', '-')}" not in slurm] == []
 
 

@@ -20,8 +20,9 @@ from hpc_serve.client.connections.connections import LoopPool, ThreadPool
 from hpc_serve.client.connections.engine_pool import MOST_HANDSHAKES
 from hpc_serve.client.connections.message import Message, lines_for
 from hpc_serve.client.replicas.event_loops import run_blocking
-from hpc_serve.client.replicas.pool import LastReplica, ReplicaAddress, ReplicaPool, SilenceLimit
+from hpc_serve.client.replicas.pool import LastReplica, ReplicaAddress, ReplicaPool
 from hpc_serve.client.replicas.sdk import http
+from hpc_serve.client.replicas.silence import SilenceLimit
 from hpc_serve.client.requests import attempt
 from hpc_serve.client.resume.stream import DONE_EVENT
 from hpc_serve.trust.connection import Identity

@@ -17,9 +17,9 @@ from hpc_serve.client.connections.connections import ThreadPool
 from hpc_serve.client.connections.engine_pool import EnginePool
 from hpc_serve.client.discovery import lost_replicas
 from hpc_serve.client.discovery.discovery import ServiceWatch
-from hpc_serve.client.replicas import pool
+from hpc_serve.client.replicas import silence
 from hpc_serve.client.replicas.event_loops import run_blocking
-from hpc_serve.client.replicas.pool import MOST_SILENT_S, SILENT_S
+from hpc_serve.client.replicas.silence import MOST_SILENT_S, SILENT_S
 from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.client.requests import exchange
 from hpc_serve.errors import StreamBrokenError
@@ -137,8 +137,8 @@ def test_requests_end_when_the_record_is_removed_and_the_engine_does_not_answer(
 
 @pytest.mark.parametrize(("pauses_s", "limit_s"), [([], 1.5), ([2.0], 3.0), ([20.0], 5.0)], ids=str)
 def test_a_connection_may_take_as_long_as_its_replica_may_be_silent(service, monkeypatch, pauses_s, limit_s):
-    monkeypatch.setattr(pool, "SILENT_S", SILENT_S)
-    monkeypatch.setattr(pool, "MOST_SILENT_S", MOST_SILENT_S)
+    monkeypatch.setattr(silence, "SILENT_S", SILENT_S)
+    monkeypatch.setattr(silence, "MOST_SILENT_S", MOST_SILENT_S)
     engines = [service.start(), service.start()]
     client = connect_to_all(service, len(engines))
     lost, given = client._watch.lost, []
@@ -280,8 +280,8 @@ def test_records_of_replicas_without_requests_do_not_end_a_look(service):
 @pytest.fixture
 def silence_counts(no_looks, monkeypatch):
     """Only silence tells of a lost replica, and it does so in the product's own time."""
-    monkeypatch.setattr(pool, "SILENT_S", SILENT_S)
-    monkeypatch.setattr(pool, "MOST_SILENT_S", MOST_SILENT_S)
+    monkeypatch.setattr(silence, "SILENT_S", SILENT_S)
+    monkeypatch.setattr(silence, "MOST_SILENT_S", MOST_SILENT_S)
 
 
 def silence_of(fault, engine, freeze, tmp_path):

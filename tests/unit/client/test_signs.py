@@ -11,15 +11,9 @@ import pytest
 from hpc_serve.client import connect
 from hpc_serve.client.connections.answer_wait import ASK_BEFORE_S, ASK_S, AnswerWait, ReplicaLostError, is_sign
 from hpc_serve.client.discovery.lost_replicas import ASK_OTHERS_S, LookResult, LostReplicas
-from hpc_serve.client.replicas.pool import (
-    LOST_FOR_S,
-    MOST_LOST_FOR_S,
-    MOST_SILENT_S,
-    SILENT_S,
-    ReplicaPool,
-    SilenceLimit,
-)
+from hpc_serve.client.replicas.pool import LOST_FOR_S, MOST_LOST_FOR_S, ReplicaPool
 from hpc_serve.client.replicas.sdk import http
+from hpc_serve.client.replicas.silence import MOST_SILENT_S, SILENT_S, SilenceLimit
 from hpc_serve.client.requests.attempt import Attempt
 from hpc_serve.rendezvous.gate_headers import COMMENT, COMMENT_CHUNK, PROCESSING, SIGNS
 from tests.support.patience import wait_until

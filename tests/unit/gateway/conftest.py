@@ -118,10 +118,10 @@ def gateway(service, monkeypatch) -> Iterator[Callable[..., Front]]:
     """Starts a gateway with some settings to the services of the test's home."""
     for package in NEEDS:
         pytest.importorskip(package, reason=f"the gateway needs {package}")
-    from hpc_serve.gateway import directory, front
+    from hpc_serve.gateway import backend, directory
     from hpc_serve.gateway.settings import Settings
 
-    for module, name in ((front, "_FIRST_LOOK_S"), (front, "_MODELS_S"), (directory, "_READ_S")):
+    for module, name in ((backend, "_FIRST_LOOK_S"), (backend, "_MODELS_S"), (directory, "_READ_S")):
         monkeypatch.setattr(module, name, PATIENCE_S)
 
     with ExitStack() as stack:

@@ -259,6 +259,12 @@ def test_minimax_m3_chooses_blocks_of_tokens() -> None:
     assert cache_layout(model, EngineConfig(), 8).bytes_per_token[:4] == (512, 512, 512, 512 + 256)
 
 
+def test_biases_of_ling_are_in_the_dense_mlp_and_in_shared_experts_too() -> None:
+    with_bias, without = (made("bailing-moe-v2", use_bias=has_bias) for has_bias in (True, False))
+    mlps = (2 * 5120 + 2048) + 19 * (2 * 512 + 2048)
+    assert with_bias.parameters - without.parameters == 20 * 2048 + mlps
+
+
 def test_every_function_that_a_table_names_is_there() -> None:
     named = {about[key] for about in architectures().values() for key in ("layer", "fields") if key in about}
     named |= {part for about in architectures().values() for part in about.get("beside", ())}

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,15 @@ def test_a_share_of_a_cpu_node_is_asked_for_in_cores_and_memory():
     assert "#SBATCH --exclusive" not in lines
     with pytest.raises(InvalidRequestError, match="--cpus-per-task"):
         script("8b", None, gpu="cpu", gpu_memory_bytes=64 * GIB, slurm=SlurmOptions(exclusive=False))
+
+
+def test_every_option_of_sbatch_is_a_line_of_the_script():
+    values: dict[str, Any] = {"str": "1", "int": 7, "bool": True} | {"time": "1:00:00", "signal": "B:USR1@60"}
+    options = {one.name: one.type.removesuffix(" | None") for one in fields(SlurmOptions) if "help" in one.metadata}
+    given = {name: values.get(name, values[kind]) for name, kind in options.items()}
+    lines = script(slurm=SlurmOptions(**given)).splitlines()
+    words = {name.replace("_", "-"): "" if value is True else f"={value}" for name, value in given.items()}
+    assert {f"#SBATCH --{name}{value}" for name, value in words.items()} <= set(lines)
 
 
 @pytest.mark.parametrize("kind", ["auto", "venv", "conda", "none", "apptainer"])

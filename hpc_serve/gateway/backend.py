@@ -98,7 +98,7 @@ def model_card(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "hpc-serve"}
 
 
-class Front:
+class Backend:
     """One service. Its engines answer to `names`."""
 
     def __init__(self, store: ServiceStore, service: str, settings: Settings, counts: Counts) -> None:
@@ -211,24 +211,24 @@ class BrokenAnswerError(Exception):
     """The answer broke off half-way, and its client can only be told by the end of the connection."""
 
 
-async def forward(front: Front, message: Message, request: Request, further: Iterable[Header]) -> int:
+async def forward(backend: Backend, message: Message, request: Request, further: Iterable[Header]) -> int:
     """Send a request to its service as a message, pass the answer on, and return its status.
 
     The answer gets `further` headers. No timeout is set: the client may leave, and the watch finds a lost replica.
     Raises Refusal, and what the transport raises. After any error but BrokenAnswerError, nothing of an answer was sent.
     """
     arrived_at_s = time.perf_counter()
-    counts, turns = front.counts, front.turns
-    if not (front.is_ready and turns.enter_now()):
-        await turns.enter(front.ready)
+    counts, turns = backend.counts, backend.turns
+    if not (backend.is_ready and turns.enter_now()):
+        await turns.enter(backend.ready)
     begun_at_s = time.perf_counter()
     try:
         counts.wait_seconds.observe(begun_at_s - arrived_at_s)
         counts.received_bytes += len(request.body)
-        exchange = await front.send(message, request.model)
+        exchange = await backend.send(message, request.model)
         counts.first_byte_seconds.observe(time.perf_counter() - begun_at_s)
         try:
-            await _pass_on(front, exchange, request, further)
+            await _pass_on(backend, exchange, request, further)
         finally:
             counts.repeated += exchange.sent - 1
             counts.resumed += exchange.resumed
@@ -236,16 +236,16 @@ async def forward(front: Front, message: Message, request: Request, further: Ite
         return exchange.answer.status_code
     finally:
         if request.count is not None:
-            request.count.gpu_seconds = (time.perf_counter() - begun_at_s) * front.gpus / turns.in_flight
+            request.count.gpu_seconds = (time.perf_counter() - begun_at_s) * backend.gpus / turns.in_flight
         turns.leave()
 
 
-async def _pass_on(front: Front, exchange: Exchange, request: Request, further: Iterable[Header]) -> None:
-    answer, body, counts = exchange.answer, exchange.body, front.counts
+async def _pass_on(backend: Backend, exchange: Exchange, request: Request, further: Iterable[Header]) -> None:
+    answer, body, counts = exchange.answer, exchange.body, backend.counts
     is_stream = answer.is_event_stream
     headers = for_client(answer.raw_headers, is_stream=is_stream)
     replica = replica_of_file(exchange.replica).encode()
-    headers += [(b"x-hpc-serve-service", front.service.encode()), (b"x-hpc-serve-replica", replica), *further]
+    headers += [(b"x-hpc-serve-service", backend.service.encode()), (b"x-hpc-serve-replica", replica), *further]
     request.begin(answer.status_code, headers)
     if (count := request.count) is not None:
         count.begin(is_stream=is_stream)
@@ -259,7 +259,7 @@ async def _pass_on(front: Front, exchange: Exchange, request: Request, further: 
                 await request.connection.room()
     except Exception as error:  # half of an answer is out: whatever it was, the client is told
         counts.broken_streams += 1
-        _log.warning("%s", printable(f"{front.service}: {error}"))
+        _log.warning("%s", printable(f"{backend.service}: {error}"))
         if not is_stream:
             raise BrokenAnswerError(str(error)) from error
         request.write(broken_event(error))
