@@ -73,7 +73,7 @@ def frozen_engine(site: Site) -> Seen:
 @pain(
     11,
     "a crashed job keeps its nodes",
-    r"without a word of its own; the kernel has killed none for memory on n1: another program or a person",
+    r"without a message; the kernel has killed none for memory on n1: another program or a person",
     needs_engine=True,
 )
 def killed_engine(site: Site) -> Seen:

@@ -31,7 +31,7 @@ def environment_on_one_node(site: Site) -> Seen:
         return site.failed(site.submit("environment-on-one-node", env=env, **MP))
 
 
-@pain(0, "beside them: a home that one node does not see", r"does not see the folder of logs")
+@pain(0, "beside them: a home that one node does not see", r"could not open its log: the folder of logs is not there")
 def home_on_one_node(site: Site) -> Seen:
     """On the second node an empty disk lies over alice's home, as where /home is not mounted."""
     with site.small_disk("n2", str(site.alice.home), "size=1m,mode=755"):
