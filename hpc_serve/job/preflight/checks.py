@@ -59,7 +59,7 @@ def gpus_there(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> CheckResult:
     if gpus.visible == "" and gpus.tool:
         return found("none visible", needed=needs.gpus)
     named = _count_named(gpus.visible)
-    if 0 < named < needs.gpus and (gpus.tool or facts.torch_cuda):  # ROCm has variables of its own
+    if 0 < named < needs.gpus:  # vLLM goes by this variable on ROCm as well
         return found("too few named", visible=gpus.visible, named=named, needed=needs.gpus)
     if not gpus.tool:
         return not_checked("there is no nvidia-smi here")

@@ -61,7 +61,6 @@ CASES = [
         {"gpus": GpusFacts(tool="", visible="0, 1")},
     ),
     ("gpus", "not checked", "there is no nvidia-smi", {"gpus": GpusFacts(tool="", visible="0,1,2,3,4,5,6,7")}),
-    ("gpus", "not checked", "", {"gpus": GpusFacts(tool="", visible="0"), "software.torch_cuda": ""}),
     ("gpus", "warning", "lists 7 GPUs", {"gpus.cuda": None, "gpus.gpus": (GPU,) * 7}),
     ("gpus", "warning", "says: no driver", {"gpus": GpusFacts(tool="nvidia-smi", error="no driver")}),
     ("gpus", "not checked", "nvidia-smi", {"gpus": GpusFacts(tool="")}),
