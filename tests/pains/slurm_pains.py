@@ -205,8 +205,9 @@ def network_weights(site: Site) -> Seen:
 
 @pain(15, "nodes that would stay idle", r"a whole node would stay idle")
 def idle_nodes(site: Site) -> Seen:
-    """A job of two nodes for an engine of one rank."""
-    return site.failed(site.submit("idle-nodes", pipeline_parallel_size=1, **RAY))
+    """A job of two nodes whose script was changed by hand to an engine of one rank."""
+    edit = replaced("--pipeline-parallel-size 2", "--pipeline-parallel-size 1")
+    return site.failed(site.submit("idle-nodes", edit=edit, **RAY))
 
 
 @pain(16, "no Ray in the environment", r"\bray\b")
