@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpc_serve.rendezvous.wanted import Cause, Decision, Wanted, WantedState
-from hpc_serve.submit.services.jobs import Job, JobStage, WhatIs, Windows, counted, is_due
+from hpc_serve.submit.services.jobs import Job, ServiceJobState, WhatIs, Windows, counted, is_due
 from hpc_serve.units import duration
 
 _AGAIN_S = 4.0
@@ -20,7 +20,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 600.0
 _WINDOWS = Windows()
 _SPARE = 0.8  # the others shall have room for what differs from one window to the next
 # Jobs that serve nobody yet end first.
-_SPARED_FIRST: tuple[JobStage, ...] = ("pending", "unclear", "starting", "ready")
+_SPARED_FIRST: tuple[ServiceJobState, ...] = ("pending", "unclear", "starting", "ready")
 
 
 def pause_s(failures: int) -> float:
@@ -56,7 +56,7 @@ def noted(wanted: Wanted, what_is: WhatIs, now: float) -> Wanted:
     for job_id in wanted.coming:
         job = jobs.get(job_id)
         machine = job.machine if job is not None else ""
-        has_served = job is not None and (job.is_settled or (job.stage == "ready" and is_due(job, wanted, now)))
+        has_served = job is not None and (job.is_settled or (job.state == "ready" and is_due(job, wanted, now)))
         if job is not None and job.is_live and not has_served:
             continue
         wanted = replace(wanted, coming=tuple(one for one in wanted.coming if one != job_id))
@@ -118,23 +118,23 @@ def _bring(
 def _end_all(wanted: Wanted, what_is: WhatIs, now: float) -> list[Decision]:
     cause: Cause = "idle" if wanted.state == "asleep" else "person"
     why = next((one.why for one in reversed(wanted.decided) if one.action == "count"), f"the service is {wanted.state}")
-    live = [job for job in what_is.jobs if job.is_live and job.stage != "draining"]
-    draining = tuple(job.job_id for job in live if job.stage == "ready" and job.job_id not in wanted.ending)
-    ending = tuple(job.job_id for job in live if job.stage != "ready" and _may_be_told(job, wanted, now))
+    live = [job for job in what_is.jobs if job.is_live and job.state != "draining"]
+    draining = tuple(job.job_id for job in live if job.state == "ready" and job.job_id not in wanted.ending)
+    ending = tuple(job.job_id for job in live if job.state != "ready" and _may_be_told(job, wanted, now))
     found = [Decision(action="drain", cause=cause, why=why, jobs=draining)] if draining else []
     return found + ([Decision(action="end", cause=cause, why=why, jobs=ending)] if ending else [])
 
 
 def _again(wanted: Wanted, what_is: WhatIs, now: float) -> list[Decision]:
     """Tell jobs again that were told to end, and still wait in the queue."""
-    told = [job for job in what_is.jobs if job.job_id in wanted.ending and job.stage == "pending"]
+    told = [job for job in what_is.jobs if job.job_id in wanted.ending and job.state == "pending"]
     jobs = tuple(job.job_id for job in told if _may_be_told(job, wanted, now))
     return [Decision(action="end", cause="surplus", why="it was told to end, and waits", jobs=jobs)] if jobs else []
 
 
 def _may_be_told(job: Job, wanted: Wanted, now: float) -> bool:
     """Whether to tell a job to end: a second time only where it still waits in the queue, and after a while."""
-    return job.job_id not in wanted.ending or (job.stage == "pending" and now - wanted.looked_at >= _AGAIN_S)
+    return job.job_id not in wanted.ending or (job.state == "pending" and now - wanted.looked_at >= _AGAIN_S)
 
 
 # -- how many
@@ -154,7 +154,7 @@ def _move(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], now: float, wind
     if load is None or not what_is.is_complete:
         return None
     have = sum(job.replicas for job in here)
-    serving = sum(job.replicas for job in what_is.jobs if job.stage == "ready" and job.job_id not in wanted.ending)
+    serving = sum(job.replicas for job in what_is.jobs if job.state == "ready" and job.job_id not in wanted.ending)
     if load.surplus_s >= windows.add_after_s and wanted.count <= have <= serving:
         holding = sum(job.replicas for job in what_is.jobs if job.is_live and not is_due(job, wanted, now))
         room = _in_whole_jobs(wanted, wanted.most) - max(have, holding)
@@ -195,7 +195,7 @@ def _submit(
         return [Decision(action="wait", cause="failed", why=f"{wanted.problem}; the next try waits")]
     missing = count - have
     ending = [job for job in what_is.jobs if job.is_live and is_due(job, wanted, now)]
-    followed = {job.predecessor for job in what_is.jobs if job.is_live and job.stage != "draining"}
+    followed = {job.predecessor for job in what_is.jobs if job.is_live and job.state != "draining"}
     leaving = [job for job in ending if job.job_id not in followed][: -(-missing // wanted.replicas_per_job)]
     if leaving and not why:
         names = ", ".join(job.job_id for job in leaving)
@@ -209,8 +209,8 @@ def _submit(
 
 def _hand_over(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], count: int, now: float) -> list[Decision]:
     """Let those drain whose time limit comes, and in whose place others are ready."""
-    ready = sum(job.replicas for job in here if job.stage == "ready")
-    serving = [job for job in what_is.jobs if job.stage == "ready" and job.job_id not in wanted.ending]
+    ready = sum(job.replicas for job in here if job.state == "ready")
+    serving = [job for job in what_is.jobs if job.state == "ready" and job.job_id not in wanted.ending]
     followed = {job.predecessor: job.job_id for job in serving if job.predecessor}
     found = [
         Decision(action="drain", cause="handover", why=f"job {followed[job.job_id]} has taken over", jobs=(job.job_id,))
@@ -219,7 +219,7 @@ def _hand_over(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], count: int,
     ]
     if found:
         return found
-    ending = [job for job in what_is.jobs if job.stage == "ready" and is_due(job, wanted, now)]
+    ending = [job for job in what_is.jobs if job.state == "ready" and is_due(job, wanted, now)]
     ending = sorted((job for job in ending if job.job_id not in wanted.ending), key=lambda job: job.ends_at or 0.0)
     spare = ready + sum(job.replicas for job in ending) - count
     for job in ending:
@@ -234,14 +234,14 @@ def _hand_over(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], count: int,
 def _spare(here: Sequence[Job], over: int, cause: Cause, why: str) -> list[Decision]:
     """Those that can best be spared: what comes before what serves, the least loaded, the newest; the own job last."""
     newest_first = list(reversed(here))
-    order = sorted(newest_first, key=lambda job: (job.is_own, _SPARED_FIRST.index(job.stage), job.requests))
+    order = sorted(newest_first, key=lambda job: (job.is_own, _SPARED_FIRST.index(job.state), job.requests))
     coming: list[str] = []
     serving: list[str] = []
     for job in order:
         if job.replicas > over:
             continue
         over -= job.replicas
-        (serving if job.stage == "ready" else coming).append(job.job_id)
+        (serving if job.state == "ready" else coming).append(job.job_id)
     found = [Decision(action="end", cause=cause, why=why, jobs=tuple(coming))] if coming else []
     return found + ([Decision(action="drain", cause=cause, why=why, jobs=tuple(serving))] if serving else [])
 

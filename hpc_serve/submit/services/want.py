@@ -243,7 +243,7 @@ def wake(store: ServiceStore, service: str) -> Woken:
     _, here = _change_seen(store, service, change)
     if here:
         return Woken(
-            note="; ".join(f"job {job.job_id} is {job.live[-1].state if job.live else job.stage}" for job in here)
+            note="; ".join(f"job {job.job_id} is {job.live[-1].state if job.live else job.state}" for job in here)
         )
 
     def sleep_again(found: Wanted | None) -> Wanted | None:
