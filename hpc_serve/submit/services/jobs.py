@@ -35,7 +35,7 @@ class Windows:
 
 
 def windows_of(environ: Mapping[str, str]) -> Windows:
-    """The windows that the environment asks for. Raises InvalidRequestError."""
+    """Return the windows that the environment asks for. Raises InvalidRequestError."""
     return Windows(
         add_after_s=read_seconds(environ, "HPC_SERVE_ADD_AFTER_S", Windows.add_after_s),
         leave_after_s=read_seconds(environ, "HPC_SERVE_LEAVE_AFTER_S", Windows.leave_after_s),
@@ -192,7 +192,7 @@ class WhatIs:
 
 
 def counted(wanted: Wanted, what_is: WhatIs, now: float) -> list[Job]:
-    """The jobs that count: not those that drain, end, hand over, or only wait to take over from one that counts."""
+    """Return the jobs that count: none that drains, ends, hands over, or waits to take over from one that counts."""
     staying = [
         job
         for job in what_is.jobs
