@@ -23,8 +23,8 @@ from hpc_serve.rendezvous.record import DEFAULT_MACHINE, EndpointRecord
 from hpc_serve.submit.diagnosis import diagnose_replica
 from hpc_serve.submit.logs import files_of, places_of
 from hpc_serve.submit.plans.planned_speed import measured_runs_of, planned_request, planned_tokens_per_s
-from hpc_serve.submit.services.wait import wanted_lines
 from hpc_serve.submit.status.job_status import detail_words, stages_words, without_successors
+from hpc_serve.submit.status.wanted_words import wanted_lines
 from hpc_serve.units import GIB, duration
 
 if TYPE_CHECKING:

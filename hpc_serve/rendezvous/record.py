@@ -194,7 +194,7 @@ class EndpointRecord:
 
     @property
     def num_gpus(self) -> int:
-        """The GPUs of its nodes."""
+        """Return how many GPUs its engine has, on all its nodes. Its job may hold more."""
         return self.num_nodes * self.gpus_per_node
 
     @property

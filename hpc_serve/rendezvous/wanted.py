@@ -119,6 +119,11 @@ class Wanted:
     machines: Mapping[str, MachineWanted] = field(default_factory=dict, metadata=MAY_BE_MISSING)
 
     @property
+    def is_elastic(self) -> bool:
+        """Return whether the jobs themselves decide how many replicas there are."""
+        return self.least < self.most or self.idle_stop_s is not None
+
+    @property
     def counts(self) -> dict[str, int]:
         """The replicas wanted on each kind of machine; empty where no kind is named."""
         return {name: one.count for name, one in self.machines.items()}

@@ -63,7 +63,7 @@ def _submission_json(submission: Submission) -> dict[str, Any]:
 def submission_text(submission: Submission, *, gpu_note: str | None = None) -> str:
     """What was submitted, and what to type next."""
     from hpc_serve.rendezvous.record import DEFAULT_MACHINE
-    from hpc_serve.submit.services.wait import bounds_sentence
+    from hpc_serve.submit.status.wanted_words import bounds_sentence
 
     job, layout, wanted = submission.job, submission.plan.layout, submission.wanted
     is_slurm, count, further = job.cluster == "slurm", submission.num_replicas, len(submission.jobs) - _LOGS_SHOWN
@@ -76,11 +76,10 @@ def submission_text(submission: Submission, *, gpu_note: str | None = None) -> s
     each = f"{count} replicas{per_job}, each " if count > 1 else ""
     chain = [one.job_id for one in submission.jobs if one.predecessor]
     keeps_up = wanted is not None and wanted.keep_up
-    follows_load = wanted is not None and (wanted.least < wanted.most or wanted.idle_stop_s is not None)
     shared_with, service = submission.shared_with, job.service
     rows = [
         ("model", job.model),
-        ("replicas", bounds_sentence(wanted) if wanted is not None and follows_load else ""),
+        ("replicas", bounds_sentence(wanted) if wanted is not None and wanted.is_elastic else ""),
         ("keeps up", "across time limits: each job submits the next before its own ends" if keeps_up else ""),
         ("ahead", f"{len(chain)} jobs take over in time: {', '.join(chain)}" if chain else ""),
         ("shared", f"with group {shared_with}, who name it {submission.folder}" if shared_with else ""),

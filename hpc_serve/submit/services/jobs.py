@@ -35,7 +35,7 @@ class Windows:
 
 
 def windows_of(environ: Mapping[str, str]) -> Windows:
-    """The windows that the environment asks for. Raises InvalidRequestError."""
+    """Return the windows that the environment asks for. Raises InvalidRequestError."""
     return Windows(
         add_after_s=read_seconds(environ, "HPC_SERVE_ADD_AFTER_S", Windows.add_after_s),
         leave_after_s=read_seconds(environ, "HPC_SERVE_LEAVE_AFTER_S", Windows.leave_after_s),
@@ -127,8 +127,9 @@ class LoadHistory:
 
 # -- jobs
 
+# A job's state by its replicas; Slurm's own word is `JobState.state` (submit/slurm/slurm.py).
 # pending and starting: it serves nobody yet. unclear: it serves nobody now, and may again.
-JobStage = Literal["pending", "starting", "unclear", "ready", "draining", "over"]
+ServiceJobState = Literal["pending", "starting", "unclear", "ready", "draining", "over"]
 
 _START_FACTOR = 1.2  # starts of one service differ by how busy the filesystem is
 _MARGIN_S = 60.0  # sbatch's manual: the notice of --signal may come up to a minute early
@@ -141,12 +142,12 @@ class Job:
     `ends_at` is its time limit in seconds since the epoch (None: not known, or none), `limit_s` the whole of it.
     `start_s` is how long it took to be ready (None: never was), `waited_s` how long it waited in the queue.
     `predecessor` is the job from which it takes over. `why_over` is a sentence.
-    `machine` is the kind of machine that it is for.
+    `machine` is the kind of machine that it is for. `is_own` says that the program that decides runs in it.
     `is_settled` says that it has served for long enough that a later failure is not one of its start.
     """
 
     job_id: str
-    stage: JobStage
+    state: ServiceJobState
     replicas: int = 1
     live: tuple[ReplicaStatus, ...] = ()
     requests: int = 0
@@ -162,14 +163,14 @@ class Job:
 
     @property
     def is_live(self) -> bool:
-        return self.stage != "over"
+        return self.state != "over"
 
     def due_at(self, notice_s: float) -> float:
         """When its successor is due: so long before its end as that will wait and start, the notice, and a margin.
 
         The wait in the queue is this job's own, at most half of its limit. A run that was never ready has none.
 
-        >>> job = Job(job_id="1", stage="ready", ends_at=43200, limit_s=43200, waited_s=600, start_s=300)
+        >>> job = Job(job_id="1", state="ready", ends_at=43200, limit_s=43200, waited_s=600, start_s=300)
         >>> (43200 - job.due_at(120)) / 60
         19.0
         """
@@ -191,11 +192,11 @@ class WhatIs:
 
 
 def counted(wanted: Wanted, what_is: WhatIs, now: float) -> list[Job]:
-    """The jobs that count: not those that drain, end, hand over, or only wait to take over from one that counts."""
+    """Return the jobs that count: none that drains, ends, hands over, or waits to take over from one that counts."""
     staying = [
         job
         for job in what_is.jobs
-        if job.is_live and job.stage != "draining" and job.job_id not in wanted.ending and not is_due(job, wanted, now)
+        if job.is_live and job.state != "draining" and job.job_id not in wanted.ending and not is_due(job, wanted, now)
     ]
     ids = {job.job_id for job in staying}
     before = {job.job_id: job.predecessor for job in what_is.jobs}

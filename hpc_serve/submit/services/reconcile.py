@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpc_serve.rendezvous.wanted import Cause, Decision, Wanted, WantedState
-from hpc_serve.submit.services.jobs import Job, JobStage, WhatIs, Windows, counted, is_due
+from hpc_serve.submit.services.jobs import Job, ServiceJobState, WhatIs, Windows, counted, is_due
 from hpc_serve.units import duration
 
 _AGAIN_S = 4.0
@@ -20,11 +20,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 600.0
 _WINDOWS = Windows()
 _SPARE = 0.8  # the others shall have room for what differs from one window to the next
 # Jobs that serve nobody yet end first.
-_SPARED_FIRST: tuple[JobStage, ...] = ("pending", "unclear", "starting", "ready")
+_SPARED_FIRST: tuple[ServiceJobState, ...] = ("pending", "unclear", "starting", "ready")
 
 
 def pause_s(failures: int) -> float:
-    """How long to wait after so many failures.
+    """Return the seconds to wait after so many failures.
 
     >>> [pause_s(failures) for failures in (1, 2, 3, 9)]
     [30.0, 60.0, 120.0, 600.0]
@@ -33,7 +33,7 @@ def pause_s(failures: int) -> float:
 
 
 def after(wanted: Wanted, decisions: Sequence[Decision], now: float) -> Wanted:
-    """What is wanted after these decisions, with those that are worth telling."""
+    """Return what is wanted after these decisions, with the decisions that people are told."""
     for one in decisions:
         if one.action == "count":
             state: WantedState = "awake" if one.count else "asleep"
@@ -48,7 +48,7 @@ def after(wanted: Wanted, decisions: Sequence[Decision], now: float) -> Wanted:
 
 
 def noted(wanted: Wanted, what_is: WhatIs, now: float) -> Wanted:
-    """What is wanted, with what became of the jobs that were added and of those that were told to end.
+    """Return what is wanted, after a look at the jobs that were added and at the jobs that were told to end.
 
     A job that serves until its successor is due did not fail, however short its time limit is.
     """
@@ -56,7 +56,7 @@ def noted(wanted: Wanted, what_is: WhatIs, now: float) -> Wanted:
     for job_id in wanted.coming:
         job = jobs.get(job_id)
         machine = job.machine if job is not None else ""
-        has_served = job is not None and (job.is_settled or (job.stage == "ready" and is_due(job, wanted, now)))
+        has_served = job is not None and (job.is_settled or (job.state == "ready" and is_due(job, wanted, now)))
         if job is not None and job.is_live and not has_served:
             continue
         wanted = replace(wanted, coming=tuple(one for one in wanted.coming if one != job_id))
@@ -68,80 +68,84 @@ def noted(wanted: Wanted, what_is: WhatIs, now: float) -> Wanted:
 
 
 def failed(wanted: Wanted, problem: str, now: float, machine: str = "") -> Wanted:
-    """What is wanted after one more failure: the next try on that machine waits, for twice as long each time."""
+    """Return what is wanted after one more failure: the next try on that machine waits, for twice as long each time."""
     failures = wanted.machines.get(machine, wanted).failures + 1
     return wanted.with_failures(machine, failures, problem, now + pause_s(failures))
 
 
 def reconcile(wanted: Wanted, what_is: WhatIs, now: float, windows: Windows = _WINDOWS) -> list[Decision]:
-    """What to do now, in order, and why. Empty: all is as wanted."""
+    """Return what to do now, in order, and why; nothing if all is as wanted."""
     if wanted.state != "awake":
         return _end_all(wanted, what_is, now)
-    here = counted(wanted, what_is, now)
-    decided = _move(wanted, what_is, here, now, windows)
+    counting = counted(wanted, what_is, now)
+    decided = _changed_count(wanted, what_is, counting, now, windows)
     if decided is not None and decided.count == 0:
         return [decided, *_end_all(after(wanted, [decided], now), what_is, now)]
     if wanted.machines:
         return _on_each_machine(wanted, what_is, now)
-    return _bring(wanted, what_is, here, decided, now)
+    return _bring_to_count(wanted, what_is, counting, decided, now)
 
 
 def _on_each_machine(wanted: Wanted, what_is: WhatIs, now: float) -> list[Decision]:
-    """What to do on each kind of machine, as if it had a service of its own. One kind is submitted to at a time."""
+    """Return what to do on each kind of machine, as if it were a service. One kind is submitted to at a time."""
     found: list[Decision] = []
     for machine in dict.fromkeys((*filter(None, wanted.machines), *(job.machine for job in what_is.jobs))):
         its = replace(what_is, jobs=tuple(job for job in what_is.jobs if job.machine == machine))
         asked = wanted.on(machine)
-        decisions = [replace(one, machine=machine) for one in _bring(asked, its, counted(asked, its, now), None, now)]
+        decisions = [
+            replace(one, machine=machine) for one in _bring_to_count(asked, its, counted(asked, its, now), None, now)
+        ]
         is_submitting = any(one.action == "submit" for one in found)
         found += [one for one in decisions if one.action != "submit" or not is_submitting]
     return found
 
 
-def _bring(
-    wanted: Wanted, what_is: WhatIs, here: Sequence[Job], decided: Decision | None, now: float
+def _bring_to_count(
+    wanted: Wanted, what_is: WhatIs, counting: Sequence[Job], decided: Decision | None, now: float
 ) -> list[Decision]:
     found = [decided] if decided is not None else []
     count = decided.count if decided is not None else wanted.count
-    found += _hand_over(wanted, what_is, here, count, now)
-    found += _again(wanted, what_is, now)
-    have = sum(job.replicas for job in here)
+    found += _hand_over(wanted, what_is, counting, count, now)
+    found += _tell_again(wanted, what_is, now)
+    have = sum(job.replicas for job in counting)
     if have < count:
         found += _submit(wanted, what_is, count, have, now, decided)
     elif have > count and what_is.is_complete:
         why = f"there were {have}, of {count} that are wanted"
         reason = decided or Decision(action="count", cause="surplus", why=why)
-        found += _spare(here, have - count, reason.cause, reason.why)
+        found += _end_surplus(counting, have - count, reason.cause, reason.why)
     return found
 
 
 def _end_all(wanted: Wanted, what_is: WhatIs, now: float) -> list[Decision]:
     cause: Cause = "idle" if wanted.state == "asleep" else "person"
     why = next((one.why for one in reversed(wanted.decided) if one.action == "count"), f"the service is {wanted.state}")
-    live = [job for job in what_is.jobs if job.is_live and job.stage != "draining"]
-    draining = tuple(job.job_id for job in live if job.stage == "ready" and job.job_id not in wanted.ending)
-    ending = tuple(job.job_id for job in live if job.stage != "ready" and _may_be_told(job, wanted, now))
+    live = [job for job in what_is.jobs if job.is_live and job.state != "draining"]
+    draining = tuple(job.job_id for job in live if job.state == "ready" and job.job_id not in wanted.ending)
+    ending = tuple(job.job_id for job in live if job.state != "ready" and _may_be_told(job, wanted, now))
     found = [Decision(action="drain", cause=cause, why=why, jobs=draining)] if draining else []
     return found + ([Decision(action="end", cause=cause, why=why, jobs=ending)] if ending else [])
 
 
-def _again(wanted: Wanted, what_is: WhatIs, now: float) -> list[Decision]:
-    """Tell jobs again that were told to end, and still wait in the queue."""
-    told = [job for job in what_is.jobs if job.job_id in wanted.ending and job.stage == "pending"]
+def _tell_again(wanted: Wanted, what_is: WhatIs, now: float) -> list[Decision]:
+    """Tell a job to end once more if it still waits in the queue."""
+    told = [job for job in what_is.jobs if job.job_id in wanted.ending and job.state == "pending"]
     jobs = tuple(job.job_id for job in told if _may_be_told(job, wanted, now))
     return [Decision(action="end", cause="surplus", why="it was told to end, and waits", jobs=jobs)] if jobs else []
 
 
 def _may_be_told(job: Job, wanted: Wanted, now: float) -> bool:
-    """Whether to tell a job to end: a second time only where it still waits in the queue, and after a while."""
-    return job.job_id not in wanted.ending or (job.stage == "pending" and now - wanted.looked_at >= _AGAIN_S)
+    """Return whether to tell a job to end. A second time needs a job that still waits in the queue, and a pause."""
+    return job.job_id not in wanted.ending or (job.state == "pending" and now - wanted.looked_at >= _AGAIN_S)
 
 
 # -- how many
 
 
-def _move(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], now: float, windows: Windows) -> Decision | None:
-    """The number that the load, or its absence, makes of the one that is wanted; None: as it is.
+def _changed_count(
+    wanted: Wanted, what_is: WhatIs, counting: Sequence[Job], now: float, windows: Windows
+) -> Decision | None:
+    """Return the new number of replicas, by bounds, load and idleness; None if the number stays.
 
     A job that starts to take the place of another adds no room, so it delays nothing.
     """
@@ -153,8 +157,8 @@ def _move(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], now: float, wind
     load = what_is.load
     if load is None or not what_is.is_complete:
         return None
-    have = sum(job.replicas for job in here)
-    serving = sum(job.replicas for job in what_is.jobs if job.stage == "ready" and job.job_id not in wanted.ending)
+    have = sum(job.replicas for job in counting)
+    serving = sum(job.replicas for job in what_is.jobs if job.state == "ready" and job.job_id not in wanted.ending)
     if load.surplus_s >= windows.add_after_s and wanted.count <= have <= serving:
         holding = sum(job.replicas for job in what_is.jobs if job.is_live and not is_due(job, wanted, now))
         room = _in_whole_jobs(wanted, wanted.most) - max(have, holding)
@@ -195,7 +199,7 @@ def _submit(
         return [Decision(action="wait", cause="failed", why=f"{wanted.problem}; the next try waits")]
     missing = count - have
     ending = [job for job in what_is.jobs if job.is_live and is_due(job, wanted, now)]
-    followed = {job.predecessor for job in what_is.jobs if job.is_live and job.stage != "draining"}
+    followed = {job.predecessor for job in what_is.jobs if job.is_live and job.state != "draining"}
     leaving = [job for job in ending if job.job_id not in followed][: -(-missing // wanted.replicas_per_job)]
     if leaving and not why:
         names = ", ".join(job.job_id for job in leaving)
@@ -207,10 +211,10 @@ def _submit(
     return [Decision(action="submit", cause=cause, why=why, count=missing)]
 
 
-def _hand_over(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], count: int, now: float) -> list[Decision]:
-    """Let those drain whose time limit comes, and in whose place others are ready."""
-    ready = sum(job.replicas for job in here if job.stage == "ready")
-    serving = [job for job in what_is.jobs if job.stage == "ready" and job.job_id not in wanted.ending]
+def _hand_over(wanted: Wanted, what_is: WhatIs, counting: Sequence[Job], count: int, now: float) -> list[Decision]:
+    """Let a job drain near its time limit once other jobs are ready in its place."""
+    ready = sum(job.replicas for job in counting if job.state == "ready")
+    serving = [job for job in what_is.jobs if job.state == "ready" and job.job_id not in wanted.ending]
     followed = {job.predecessor: job.job_id for job in serving if job.predecessor}
     found = [
         Decision(action="drain", cause="handover", why=f"job {followed[job.job_id]} has taken over", jobs=(job.job_id,))
@@ -219,7 +223,7 @@ def _hand_over(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], count: int,
     ]
     if found:
         return found
-    ending = [job for job in what_is.jobs if job.stage == "ready" and is_due(job, wanted, now)]
+    ending = [job for job in what_is.jobs if job.state == "ready" and is_due(job, wanted, now)]
     ending = sorted((job for job in ending if job.job_id not in wanted.ending), key=lambda job: job.ends_at or 0.0)
     spare = ready + sum(job.replicas for job in ending) - count
     for job in ending:
@@ -231,17 +235,17 @@ def _hand_over(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], count: int,
     return found
 
 
-def _spare(here: Sequence[Job], over: int, cause: Cause, why: str) -> list[Decision]:
-    """Those that can best be spared: what comes before what serves, the least loaded, the newest; the own job last."""
-    newest_first = list(reversed(here))
-    order = sorted(newest_first, key=lambda job: (job.is_own, _SPARED_FIRST.index(job.stage), job.requests))
+def _end_surplus(counting: Sequence[Job], over: int, cause: Cause, why: str) -> list[Decision]:
+    """End or drain surplus jobs: those that do not serve yet, then the least loaded, the newest; the own job last."""
+    newest_first = list(reversed(counting))
+    order = sorted(newest_first, key=lambda job: (job.is_own, _SPARED_FIRST.index(job.state), job.requests))
     coming: list[str] = []
     serving: list[str] = []
     for job in order:
         if job.replicas > over:
             continue
         over -= job.replicas
-        (serving if job.stage == "ready" else coming).append(job.job_id)
+        (serving if job.state == "ready" else coming).append(job.job_id)
     found = [Decision(action="end", cause=cause, why=why, jobs=tuple(coming))] if coming else []
     return found + ([Decision(action="drain", cause=cause, why=why, jobs=tuple(serving))] if serving else [])
 

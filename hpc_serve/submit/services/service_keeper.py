@@ -129,9 +129,8 @@ class Keeper:
         if taken is not None:
             _log.info("this job decides for %s: %d to %d replicas", self.service, taken.least, taken.most)
             self.is_deciding = True
-            follows_load = taken.least < taken.most or taken.idle_stop_s is not None
             history = LoadHistory(self.windows, self.clock(), most_running=taken.most_running)
-            self.looker.history = history if follows_load else None
+            self.looker.history = history if taken.is_elastic else None
         return taken
 
     def _own_record(self) -> EndpointRecord | None:

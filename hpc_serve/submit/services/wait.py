@@ -1,8 +1,7 @@
-"""Waits until a service is ready, for the person who submitted it, and says how it is kept.
+"""Waits until a service is ready, for the person who submitted it.
 
 A job that failed ends the wait, with the cause of its end. A job that waits in the queue for a reason that only a
-person can change ends the wait in the same way. The sentences about a service that is kept tell how many replicas are
-wanted, and what was decided lately.
+person can change ends the wait in the same way.
 """
 
 from __future__ import annotations
@@ -13,85 +12,14 @@ from collections.abc import Callable, Sequence
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import InvalidRequestError, ServiceAsleepError, ServiceFailedError, WaitTimeoutError
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.rendezvous.wanted import MachineWanted, Wanted
 from hpc_serve.submit.diagnosis import diagnose_replica, with_batch_log
-from hpc_serve.submit.request.bounds import shown_counts
 from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.slurm.slurm import UNKNOWN
 from hpc_serve.submit.slurm.slurm_messages import pending_cure
 from hpc_serve.submit.status.job_status import never_starts, without_successors
 from hpc_serve.submit.status.status_reader import is_of_job, is_same_replica, not_found_error, read_status
-from hpc_serve.units import duration
-
-
-def _asleep_sentence(service: str, wanted: Wanted) -> str:
-    """Since when, and why, a service is asleep, and how it is woken."""
-    last = wanted.decided[-1] if wanted.decided else None
-    since = f" since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(last.at))}: {last.why}" if last else ""
-    return f"{service} is asleep{since}. Wake it: hpc-serve wake {service}"
-
-
-def bounds_sentence(wanted: Wanted) -> str:
-    """How many replicas there may be."""
-    words = [f"{_bounds(wanted)} of them" if wanted.least == wanted.most else _bounds(wanted)]
-    if wanted.machines:
-        words = [shown_counts(wanted.counts)]
-    if (per_job := wanted.replicas_per_job) > 1 and (wanted.least % per_job or wanted.most % per_job):
-        jobs = f"{-(-wanted.least // per_job)} to {-(-wanted.most // per_job)}"
-        words.append(f"rounded up to {jobs} whole jobs of {per_job}")
-    if wanted.least != wanted.most:
-        words.append("more while requests wait")
-    return ", ".join([*words, *_idle_stop(wanted)])
-
-
-def _bounds(wanted: Wanted) -> str:
-    return f"{wanted.least}" if wanted.least == wanted.most else f"{wanted.least} to {wanted.most}"
-
-
-def _idle_stop(wanted: Wanted) -> list[str]:
-    seconds = wanted.idle_stop_s
-    return [] if seconds is None else [f"none after {duration(seconds)} without a request"]
-
-
-def wanted_lines(service: str, wanted: Wanted, live: Sequence[ReplicaStatus], now: float) -> list[str]:
-    """Lines for people: what is wanted, then the last decisions with their reasons; none where there is nothing to say.
-
-    `live` replicas are not over, of whichever service.
-    """
-    live = [status for status in live if status.service == service]
-    if wanted.state == "asleep":
-        return [_asleep_sentence(service, wanted)]
-    told = [f"  {duration(max(0.0, now - one.at))} ago {one.sentence}" for one in wanted.decided]
-    if not wanted.is_kept and any(one.cause == "demand" for one in wanted.decided):
-        return [f"{service}: a gateway starts and ends it", *told]
-    if not wanted.is_kept or wanted.state == "stopped" or not (live or wanted.submitting):
-        return []
-    words = [f"{service}: {sum(one.state != 'draining' for one in live)} of {_bounds(wanted)} replicas"]
-    if wanted.machines:
-        here = {name: sum(one.machine == name for one in live if one.state != "draining") for name in wanted.machines}
-        words.append(", ".join(f"{here[name]} of {count} on {name}" for name, count in wanted.counts.items()))
-    if wanted.least != wanted.most:
-        words.append(f"{wanted.count} wanted now")
-    words += _idle_stop(wanted)
-    if wanted.keep_up:
-        words.append("each job is replaced before its time limit")
-    if wanted.submitting:
-        words.append(f"{wanted.submitting} being submitted")
-    troubled: dict[str, Wanted | MachineWanted] = {
-        "": wanted,
-        **{f"on {at}: ": one for at, one in wanted.machines.items()},
-    }
-    for where, one in troubled.items():
-        if one.problem and not one.next_try_at:
-            words.append(f"{where}{one.problem}")
-        elif one.next_try_at > now:
-            again = time.strftime("%H:%M:%S", time.localtime(one.next_try_at))
-            words.append(f"{where}{one.problem}; trying again at {again}")
-    return ["; ".join(words), *told]
-
-
-# -- the wait
+from hpc_serve.submit.status.wanted_words import asleep_sentence
 
 _RECORDS_S = 1.0
 _SCHEDULER_S = 5.0  # a controller serves a whole site: it is asked less often than our own files are read
@@ -136,7 +64,7 @@ def wait(
                 f"End this one: hpc-serve stop {status.job_id}"
             )
         if status.is_over and service in report.wanted and report.wanted[service].state == "asleep":
-            raise ServiceAsleepError(_asleep_sentence(service, report.wanted[service]))
+            raise ServiceAsleepError(asleep_sentence(service, report.wanted[service]))
         if status.is_over:
             ended_at_s = ended_at_s or time.monotonic()
             is_settled = status.end_reported_by_job and _slurm_is_done_with(status)

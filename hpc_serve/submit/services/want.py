@@ -243,7 +243,7 @@ def wake(store: ServiceStore, service: str) -> Woken:
     _, here = _change_seen(store, service, change)
     if here:
         return Woken(
-            note="; ".join(f"job {job.job_id} is {job.live[-1].state if job.live else job.stage}" for job in here)
+            note="; ".join(f"job {job.job_id} is {job.live[-1].state if job.live else job.state}" for job in here)
         )
 
     def sleep_again(found: Wanted | None) -> Wanted | None:
@@ -311,8 +311,8 @@ def _on_others(found: Wanted | None, here: Sequence[Job], request: ServeRequest)
     """
     counts = ((found.counts if found is not None else {}) or _counts_of(here)) if here else {}
     others = {name: count for name, count in counts.items() if name != request.machine}
-    is_elastic = request.max_replicas is not None or (found is not None and here and found.least < found.most)
-    if is_elastic and (others or request.machine != DEFAULT_MACHINE):
+    has_bounds = request.max_replicas is not None or (found is not None and here and found.least < found.most)
+    if has_bounds and (others or request.machine != DEFAULT_MACHINE):
         raise InvalidRequestError(
             f"{request.service}: MIN:MAX is for a service on one kind of machine, because its jobs do not decide which "
             f"kind comes or leaves. Give each kind one number: --replicas {DEFAULT_MACHINE}:1,NAME:2; change it by "

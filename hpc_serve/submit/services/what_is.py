@@ -16,7 +16,7 @@ from hpc_serve.job.engine.health import EngineAddress, read_load
 from hpc_serve.rendezvous.gate_headers import EngineLoad
 from hpc_serve.rendezvous.record import SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore, drain_file, read_drain_request, read_submitted
-from hpc_serve.submit.services.jobs import Job, JobStage, LoadHistory, LoadSummary, WhatIs
+from hpc_serve.submit.services.jobs import Job, LoadHistory, LoadSummary, ServiceJobState, WhatIs
 from hpc_serve.submit.services.stop import write_end
 from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.slurm.slurm import JobState, duration_s
@@ -63,7 +63,7 @@ class Looker:
     ) -> Job:
         last, now = found[-1], time.time()
         in_queue = self.slurm.queued(last.job_id) if last.job.cluster == "slurm" else None
-        stage = self._stage(found, in_queue)
+        state = self._state(found, in_queue)
         ends_at, limit_s, waited_s = self._job_times(last.job_id, in_queue, now)
         starts = [one.record.measured["start_s"] for one in found if one.record and "start_s" in one.record.measured]
         since = [one.record.state_since or now for one in found if one.record and one.state == "ready"]
@@ -71,7 +71,7 @@ class Looker:
         requests = [load.running + load.waiting for name in names if (load := loads.get(name)) is not None]
         return Job(
             job_id=last.job_id,
-            stage=stage,
+            state=state,
             replicas=(submitted or last.job).replicas_per_job,
             live=tuple(one for one in found if not one.is_over),
             requests=sum(requests),
@@ -80,13 +80,13 @@ class Looker:
             waited_s=waited_s,
             start_s=max(starts, default=None),
             predecessor=submitted.predecessor if submitted is not None else "",
-            why_over=last.sentence if stage == "over" else "",
-            is_settled=stage == "ready" and bool(since) and now - max(since) >= SETTLED_S,
+            why_over=last.sentence if state == "over" else "",
+            is_settled=state == "ready" and bool(since) and now - max(since) >= SETTLED_S,
             is_own=last.job_id == self.own_job,
             machine=last.machine,
         )
 
-    def _stage(self, found: Sequence[ReplicaStatus], in_queue: JobState | None) -> JobStage:
+    def _state(self, found: Sequence[ReplicaStatus], in_queue: JobState | None) -> ServiceJobState:
         live = [one for one in found if not one.is_over]
         if not live:  # Slurm may be about to run a job again that has failed
             runs_again = in_queue is not None and any(one.state == "failed" for one in found)

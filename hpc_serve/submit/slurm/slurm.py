@@ -18,8 +18,11 @@ UNKNOWN = "UNKNOWN"  # the controller did not answer: the job may well be runnin
 GONE = "GONE"  # the controller answered, and knows no such job (any more)
 
 _WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
-_ON_NODES = frozenset(
-    {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
+_OVER = frozenset(
+    {
+        *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
+        *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT", GONE),
+    }
 )
 
 _SQUEUE_FIELDS = "%i|%T|%r|%N|%S|%e|%L|%M|%V|%u|%P|%j"  # the name last: it may hold any character
@@ -70,8 +73,11 @@ class JobState:
 
     @property
     def is_running(self) -> bool:
-        """Return whether it may hold nodes. Its end counts too, while Slurm clears it away."""
-        return self.state in _ON_NODES
+        """Return whether it may hold nodes, as in a state that a later Slurm has added.
+
+        COMPLETING counts, too: Slurm still clears the job away.
+        """
+        return not (self.is_pending or self.is_over or self.state == UNKNOWN)
 
     @property
     def has_begun(self) -> bool:
@@ -86,7 +92,7 @@ class JobState:
     @property
     def is_over(self) -> bool:
         """Return whether it holds nothing and will not start again by itself. UNKNOWN is not over."""
-        return not (self.is_pending or self.is_running or self.state == UNKNOWN)
+        return self.state in _OVER
 
 
 @dataclass(frozen=True, kw_only=True)

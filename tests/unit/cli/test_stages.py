@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from hpc_serve.cli.console import PlainConsole
-from hpc_serve.cli.services import stages, watching
+from hpc_serve.cli.services import stages, status_watch
 from hpc_serve.client.replicas.status import ProbeResult, assess_replica
 from hpc_serve.rendezvous.record import Progress, StartRecord
 from hpc_serve.rendezvous.store import ServiceStore
@@ -101,7 +101,7 @@ def test_watch_prints_a_line_for_each_coarse_change_until_ctrl_c(store, ran, mon
             raise KeyboardInterrupt
         starting(store, progress=steps.pop(0), job_id="123")
 
-    monkeypatch.setattr(watching, "sleep", go_on)
+    monkeypatch.setattr(status_watch, "sleep", go_on)
     lines = [line.partition(" ")[2] for line in ran(["status", "8b", "--watch"], 130).out.splitlines()]
     assert lines == [
         "8b 123 loading weights 1/4, ready in about 10 h",
@@ -111,7 +111,7 @@ def test_watch_prints_a_line_for_each_coarse_change_until_ctrl_c(store, ran, mon
 
 def test_watch_draws_the_table_on_a_terminal(store, ran, monkeypatch):
     starting(store)
-    monkeypatch.setattr(watching, "sleep", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(status_watch, "sleep", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(PlainConsole, "is_terminal", True)
     out = " ".join(ran(["status", "--watch"], 130).out.split())
     assert "8b" in out

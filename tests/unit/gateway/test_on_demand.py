@@ -18,7 +18,7 @@ from hpc_serve.errors import SiteFileError
 from hpc_serve.gateway.settings import ListedModel, OnDemand, Settings
 from hpc_serve.rendezvous.claims import change_wanted, read_wanted
 from hpc_serve.rendezvous.wanted import Wanted
-from hpc_serve.submit.services.wait import wanted_lines
+from hpc_serve.submit.status.wanted_words import wanted_lines
 from tests.cluster import wait_for
 from tests.support.stubs import StubService, make_record
 

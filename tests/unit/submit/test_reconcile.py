@@ -64,7 +64,7 @@ class Simulated:
 
     def submit(self, predecessor: str = "", machine: str = "") -> None:
         name = str(101 + len(self.jobs))
-        job = Job(job_id=name, stage="pending", predecessor=predecessor, machine=machine or DEFAULT_MACHINE)
+        job = Job(job_id=name, state="pending", predecessor=predecessor, machine=machine or DEFAULT_MACHINE)
         self.jobs[name] = replace(
             job, replicas=self.wanted.replicas_per_job, limit_s=self.limit_s, waited_s=self.queue_s
         )
@@ -81,35 +81,35 @@ class Simulated:
         return [one for _, one in self.told[before:]]
 
     def lose(self, job_id: str, why: str = "failed: the engine ended with 1") -> None:
-        self.jobs[job_id] = replace(self.jobs[job_id], stage="over", why_over=why)
+        self.jobs[job_id] = replace(self.jobs[job_id], state="over", why_over=why)
 
-    def stages(self) -> list[str]:
-        return [job.stage for job in self.jobs.values() if job.is_live]
+    def states(self) -> list[str]:
+        return [job.state for job in self.jobs.values() if job.is_live]
 
     def _go_on(self) -> None:
         for name, job in self.jobs.items():
-            if job.stage == "over":
+            if job.state == "over":
                 continue
             if job.ends_at is not None and self.now >= job.ends_at:
-                self.jobs[name] = replace(job, stage="over", why_over="stopped")
-            elif job.stage == "ready":
+                self.jobs[name] = replace(job, state="over", why_over="stopped")
+            elif job.state == "ready":
                 self.jobs[name] = replace(job, is_settled=self.now >= self.until[name] + 600)
             elif self.now >= self.until[name]:
                 self._next(name, job)
 
     def _next(self, name: str, job: Job) -> None:
-        if job.stage == "pending":
+        if job.state == "pending":
             self.until[name] = self.now + self.start_s
-            self.jobs[name] = replace(job, stage="starting", ends_at=self.now + self.limit_s)
-        elif job.stage == "starting" and {name, job.machine} & self.fails:
+            self.jobs[name] = replace(job, state="starting", ends_at=self.now + self.limit_s)
+        elif job.state == "starting" and {name, job.machine} & self.fails:
             self.lose(name)
-        elif job.stage == "starting":
-            self.jobs[name] = replace(job, stage="ready", start_s=self.start_s)
-        elif job.stage == "draining":
-            self.jobs[name] = replace(job, stage="over", why_over="stopped")
+        elif job.state == "starting":
+            self.jobs[name] = replace(job, state="ready", start_s=self.start_s)
+        elif job.state == "draining":
+            self.jobs[name] = replace(job, state="over", why_over="stopped")
 
     def _look(self) -> None:
-        ready = [job for job in self.jobs.values() if job.stage == "ready"]
+        ready = [job for job in self.jobs.values() if job.state == "ready"]
         loads, waiting = {}, self.waiting
         for job in ready:
             share = min(waiting, 2)
@@ -129,9 +129,9 @@ class Simulated:
         for one in done:
             self.told.append((self.now, one))
             self._do(one)
-        live = len(self.stages())
+        live = len(self.states())
         self.most_live = max(self.most_live, live)
-        ready_now = self.stages().count("ready")
+        ready_now = self.states().count("ready")
         self.least_ready = ready_now if self.least_ready is None else min(self.least_ready, ready_now)
 
     def _do(self, one: Decision) -> None:
@@ -139,10 +139,10 @@ class Simulated:
             for place in range(-(-one.count // self.wanted.replicas_per_job)):
                 self.submit(one.jobs[place] if one.cause == "handover" and place < len(one.jobs) else "", one.machine)
         for name in one.jobs if one.action == "drain" else ():
-            self.jobs[name] = replace(self.jobs[name], stage="draining")
+            self.jobs[name] = replace(self.jobs[name], state="draining")
             self.until[name] = self.now + self.drain_s
         for name in one.jobs if one.action == "end" else ():
-            self.jobs[name] = replace(self.jobs[name], stage="over", why_over="stopped")
+            self.jobs[name] = replace(self.jobs[name], state="over", why_over="stopped")
 
 
 def service(least: int = 1, most: int | None = None, **fields) -> Simulated:
@@ -161,8 +161,8 @@ def on_machines(fails: frozenset[str] = frozenset(), **counts: int) -> Simulated
     return simulated.settled()
 
 
-def machines_of(simulated: Simulated, *stages: str) -> Counter[str]:
-    return Counter(job.machine for job in simulated.jobs.values() if job.stage in (stages or ("ready",)))
+def machines_of(simulated: Simulated, *states: str) -> Counter[str]:
+    return Counter(job.machine for job in simulated.jobs.values() if job.state in (states or ("ready",)))
 
 
 class TestMachines:
@@ -217,7 +217,7 @@ class TestMachines:
         simulated = on_machines(h100=1, a100=1)
         simulated.wanted = replace(simulated.wanted, idle_stop_s=30.0)
         simulated.run(120)
-        assert (simulated.wanted.state, simulated.stages()) == ("asleep", [])
+        assert (simulated.wanted.state, simulated.states()) == ("asleep", [])
         assert simulated.wanted.counts == {"h100": 1, "a100": 1}
         simulated.wanted = replace(simulated.wanted, state="awake", count=2, idle_stop_s=None)
         simulated.run(120)
@@ -279,7 +279,7 @@ class TestTimeLimit:
         found = world.run(LIMIT_S)
         assert sum(one.count for one in found if one.action == "submit") == 3
         assert sorted(job for one in found if one.action == "drain" for job in one.jobs) == ["101", "102", "103"]
-        assert (world.least_ready, world.stages()) == (3, ["ready"] * 3)
+        assert (world.least_ready, world.states()) == (3, ["ready"] * 3)
 
     def test_a_successor_that_fails_is_followed_by_another(self):
         world = service(keep_up=True)
@@ -289,7 +289,7 @@ class TestTimeLimit:
         at = [at for at, one in world.told if one.action == "submit"]
         assert at[1] - at[0] >= 30
         assert at[2] - at[1] >= 60
-        assert world.stages() == ["ready"]
+        assert world.states() == ["ready"]
 
     def test_without_keep_up_nothing_follows_before_the_end(self):
         assert service().run(LIMIT_S - 60) == []
@@ -308,30 +308,30 @@ class TestTimeLimit:
         assert (world.wanted.failures, world.wanted.problem) == (0, "")
 
     def test_a_job_without_a_time_limit_and_one_that_was_never_ready(self):
-        ready = Job(job_id="1", stage="ready", start_s=30.0)
-        starting = Job(job_id="2", stage="starting", ends_at=10.0)
+        ready = Job(job_id="1", state="ready", start_s=30.0)
+        starting = Job(job_id="2", state="starting", ends_at=10.0)
         assert decide(ready, starting, now=9.0, least=2, most=2, count=2, keep_up=True) == []
 
     def test_a_job_that_drains_at_slurms_notice_is_one_too_few(self):
         """No successor could be submitted before, for example because the disk was full."""
         world = service(keep_up=True)
-        world.jobs["101"] = replace(world.jobs["101"], stage="draining")
+        world.jobs["101"] = replace(world.jobs["101"], state="draining")
         world.until["101"] = world.now + 300
         assert told(world.run(60)) == [("submit", "missing")]
 
     def test_a_successor_that_is_ready_takes_over_though_the_time_limit_was_raised(self):
-        old = Job(job_id="1", stage="ready", start_s=30.0, ends_at=9000.0)
-        successor = Job(job_id="2", stage="ready", start_s=30.0, ends_at=5000.0, predecessor="1")
+        old = Job(job_id="1", state="ready", start_s=30.0, ends_at=9000.0)
+        successor = Job(job_id="2", state="ready", start_s=30.0, ends_at=5000.0, predecessor="1")
         (one,) = decide(old, successor, keep_up=True)
         assert (one.action, one.cause, one.jobs) == ("drain", "handover", ("1",))
 
     def test_jobs_submitted_ahead_do_not_count_while_the_one_before_counts(self):
-        first = Job(job_id="1", stage="ready")
-        jobs = (first, *(Job(job_id=str(n), stage="pending", predecessor=str(n - 1)) for n in (2, 3)))
+        first = Job(job_id="1", state="ready")
+        jobs = (first, *(Job(job_id=str(n), state="pending", predecessor=str(n - 1)) for n in (2, 3)))
         wanted = Wanted(least=1, most=1, count=1)
         assert [job.job_id for job in counted(wanted, WhatIs(jobs=jobs), 0.0)] == ["1"]
         assert decide(*jobs) == []
-        over = (replace(jobs[0], stage="over"), *jobs[1:])
+        over = (replace(jobs[0], state="over"), *jobs[1:])
         assert [job.job_id for job in counted(wanted, WhatIs(jobs=over), 0.0)] == ["2"]
 
 
@@ -343,12 +343,12 @@ class TestLoad:
         assert world.told[0][1].why == "5 requests waited for 20 s"
         assert world.wanted.count == 4
         world.run(60)
-        assert world.stages() == ["ready"] * 4
+        assert world.states() == ["ready"] * 4
         world.waiting = 1
         found = world.run(400)
         assert set(told(found)) == {("count", "load"), ("drain", "load")}
         assert found[0].why.startswith("the others could have carried the load for ")
-        assert world.stages() == ["ready"]
+        assert world.states() == ["ready"]
 
     def test_nothing_leaves_that_is_needed(self):
         world = service(3)
@@ -360,7 +360,7 @@ class TestLoad:
         world = service(1, 3, replicas_per_job=2)
         world.waiting = 50
         world.run(300)
-        assert world.stages() == ["ready"] * 2
+        assert world.states() == ["ready"] * 2
 
     @pytest.mark.parametrize("start_s", [20.0, 60.0, 90.0])
     def test_a_wave_among_handovers(self, start_s):
@@ -385,10 +385,10 @@ class TestSleep:
         assert found[1].why == "no request for 5 min"
         assert (world.wanted.state, world.wanted.count) == ("asleep", 0)
         assert world.run(60) == []
-        assert world.stages() == []
+        assert world.states() == []
         world.wanted = replace(world.wanted, state="awake", count=world.wanted.least)
         assert told(world.run(60)) == [("submit", "missing")]
-        assert world.stages() == ["ready"]
+        assert world.states() == ["ready"]
 
     def test_one_that_comes_is_ended(self):
         world = service(1, 4, idle_stop_s=40.0)
@@ -411,7 +411,7 @@ class TestFailures:
         world.lose("101")
         assert told(world.run(LOOK_S)) == [("submit", "missing")]
         world.run(60)
-        assert world.stages() == ["ready"] * 2
+        assert world.states() == ["ready"] * 2
 
     def test_those_that_fail_again_and_again_are_tried_more_slowly(self):
         world = service(2)
@@ -452,20 +452,20 @@ class TestPeople:
         world.wanted = replace(world.wanted, least=1, most=1)
         assert told(world.run(LOOK_S)) == [("count", "person"), ("drain", "person")]
         world.run(60)
-        assert world.stages() == ["ready"]
+        assert world.states() == ["ready"]
 
     def test_what_comes_ends_before_what_serves(self):
-        jobs = (Job(job_id="1", stage="ready"), Job(job_id="2", stage="starting"), Job(job_id="3", stage="pending"))
+        jobs = (Job(job_id="1", state="ready"), Job(job_id="2", state="starting"), Job(job_id="3", state="pending"))
         assert [one.jobs for one in decide(*jobs)] == [("3", "2")]
 
     def test_the_own_job_leaves_last_and_the_least_loaded_first(self):
-        own = Job(job_id="1", stage="ready", is_own=True)
-        others = (Job(job_id=str(n), stage="ready", requests=n) for n in (2, 5))
+        own = Job(job_id="1", state="ready", is_own=True)
+        others = (Job(job_id=str(n), state="ready", requests=n) for n in (2, 5))
         (one,) = decide(own, *others, least=2, most=2, count=2)
         assert (one.action, one.jobs) == ("drain", ("2",))
 
     def test_a_job_that_arrives_after_stop_is_ended(self):
-        (one,) = decide(Job(job_id="2", stage="pending"), count=0, state="stopped")
+        (one,) = decide(Job(job_id="2", state="pending"), count=0, state="stopped")
         assert (one.action, one.cause, one.jobs) == ("end", "person", ("2",))
 
     def test_what_another_program_submits_is_waited_for(self):
@@ -475,11 +475,11 @@ class TestPeople:
 
     def test_one_that_was_told_to_end_and_still_waits_is_told_again(self):
         told_to_end = partial(decide, least=0, most=0, count=0, ending=("1",))
-        job = Job(job_id="1", stage="pending")
+        job = Job(job_id="1", state="pending")
         (one,) = told_to_end(job, now=5.0)
         assert (one.action, one.jobs) == ("end", ("1",))
         assert told_to_end(job, now=1.0) == []
-        assert told_to_end(replace(job, stage="starting"), now=5.0) == []
+        assert told_to_end(replace(job, state="starting"), now=5.0) == []
 
 
 @pytest.mark.parametrize(
@@ -533,4 +533,4 @@ def test_whatever_comes_the_number_stays_within_its_bounds(waves, least, more, p
         assert -(-least // per_job) <= len(here) <= most
     world.waiting = 0
     world.run(LIMIT_S)
-    assert world.stages().count("ready") >= -(-least // per_job)
+    assert world.states().count("ready") >= -(-least // per_job)

@@ -208,6 +208,11 @@ def test_unknown_is_neither_running_nor_over_and_gone_is_over():
     assert JobState(job_id="1", state=GONE).is_over
 
 
+def test_a_state_that_is_not_known_is_not_over():
+    job = JobState(job_id="1", state="BRAND_NEW")
+    assert (job.is_pending, job.is_running, job.is_over) == (False, True, False)
+
+
 # Sentences
 
 

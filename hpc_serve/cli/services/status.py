@@ -50,7 +50,7 @@ def status_command(service: str | None, everything: bool, watched: bool, as_json
     if watched:
         if as_json or everything:
             raise click.UsageError("--watch shows a table for people, without old ends: leave out --json and --all.")
-        from hpc_serve.cli.services.watching import watch_status
+        from hpc_serve.cli.services.status_watch import watch_status
 
         watch_status(store, service)
         return
