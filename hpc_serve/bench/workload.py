@@ -276,7 +276,9 @@ async def _from_file(workload: BenchWorkload, texts: EngineTexts) -> list[BenchR
     try:
         text = workload.path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"--dataset-path {workload.path} cannot be read: {error}") from error
+        raise InvalidRequestError(
+            f"--dataset-path {workload.path} cannot be read: {getattr(error, 'strerror', None) or error}."
+        ) from error
     samples = choose(read_samples(workload.dataset, text, str(workload.path)), None, workload.seed)
     if workload.dataset == "sharegpt":
         samples = await _usable(samples, workload, texts)

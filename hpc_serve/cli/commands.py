@@ -138,7 +138,15 @@ class CommandWithVllmOptions(GroupedCommand):
         place = args.index("--") if "--" in args else len(args)
         own, vllms = self._divided(ctx, args[:place])
         ctx.meta["engine_args"] = (*vllms, *args[place + 1 :])
-        return super().parse_args(ctx, own)
+        try:
+            return super().parse_args(ctx, own)
+        except click.NoSuchOption as error:
+            from hpc_serve.vllm.command import closest_option
+
+            near = closest_option(error.option_name, error.possibilities or ())
+            if near is None:
+                raise
+            raise click.NoSuchOption(error.option_name, possibilities=[near], ctx=ctx) from None
 
     def _divided(self, ctx: click.Context, words: list[str]) -> tuple[list[str], list[str]]:
         """The words of the command's own options and arguments, and those of vLLM's options."""

@@ -162,7 +162,9 @@ def over_load(title: str, below: str, found: Sequence[Curve]) -> Markup:
 def _figure(heading: str, curves: Iterable[Curve], drawing: Markup) -> Markup:
     """Return a drawing under its heading, with the name of each series once."""
     names = {curve.series: curve.name for curve in curves}
-    keys = Markup(" ").join(Markup("{} {}").format(swatch(series), name) for series, name in names.items())
+    keys = Markup(" ").join(
+        Markup('<span class="key">{} {}</span>').format(swatch(series), name) for series, name in names.items()
+    )
     return Markup("<figure><figcaption><b>{}</b> &nbsp; {}</figcaption>{}</figure>").format(heading, keys, drawing)
 
 

@@ -306,12 +306,16 @@ def _split(name: str) -> tuple[str, int | None]:
     if colon:
         known = accelerator(base, total_bytes=1).slices
         if not _same_slice(topology, known):
-            raise InvalidRequestError(f"{base} has no slice {topology!r}: use {', '.join(known) or 'no topology'}.")
+            raise InvalidRequestError(f"{base} has no slice {topology!r}: write {', '.join(known) or f'{base} alone'}.")
         return base, chip_count(topology)
     numbered = _NUMBERED.fullmatch(name)
-    if numbered and not is_accelerator(name) and is_accelerator(numbered[1]):
+    if numbered and not is_accelerator(name) and _is_tpu(numbered[1]):
         return _numbered_slice(name, numbered[1], int(numbered[2]))
     return name, None
+
+
+def _is_tpu(name: str) -> bool:
+    return is_accelerator(name) and accelerator_entry(name)["kind"] == "tpu"
 
 
 def _numbered_slice(name: str, base: str, number: int) -> tuple[str, int | None]:
@@ -319,7 +323,7 @@ def _numbered_slice(name: str, base: str, number: int) -> tuple[str, int | None]
     chip."""
     device = accelerator(base, total_bytes=1)
     chips = number // device.cores_in_slice_names
-    if device.kind != "tpu" or slice_with(device, chips) is None or number % device.cores_in_slice_names:
+    if slice_with(device, chips) is None or number % device.cores_in_slice_names:
         offered = [f"{base}-{device.cores_in_slice_names * chip_count(topology)}" for topology in device.slices]
-        raise InvalidRequestError(f"{name} is not offered: use {', '.join(offered) or base}.")
+        raise InvalidRequestError(f"{name} is not offered: use {', '.join(offered)}.")
     return base, chips

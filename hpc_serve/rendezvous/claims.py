@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_serve.errors import HpcServeError, RecordError, ServiceConflictError, StoreError
-from hpc_serve.rendezvous.files import check_folder, read_json, remove_file, write_json
+from hpc_serve.rendezvous.files import check_folder, explained, read_json, remove_file, write_json
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, WEEK_S, JobEntry, ServiceRecords, ServiceStore
 from hpc_serve.rendezvous.wanted import Wanted
@@ -102,13 +102,14 @@ def lock_file(path: Path, *, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[Non
     from filelock import LeaseSettingsMismatch, SoftFileLease, Timeout
 
     lease = SoftFileLease(path, lease_duration=_LOCK_LEASE_S, timeout=timeout_s, mode=0o600)
-    try:
-        lease.acquire()
-    except (Timeout, LeaseSettingsMismatch, OSError) as error:
-        raise StoreError(
-            f"cannot lock {path} within {timeout_s:.0f} s ({type(error).__name__}): another hpc-serve holds it, "
-            "or the filesystem does not answer. If no other is running, remove that file."
-        ) from error
+    with explained("lock", path):
+        try:
+            lease.acquire()
+        except (Timeout, LeaseSettingsMismatch) as error:
+            raise StoreError(
+                f"cannot lock {path} within {timeout_s:.0f} s ({type(error).__name__}): another hpc-serve holds it, "
+                "or the filesystem does not answer. If no other is running, remove that file."
+            ) from error
     try:
         yield
     finally:

@@ -48,7 +48,7 @@ def make_private_folder(path: Path, *, tighten: bool = True) -> Path:
     A folder that is shared with a group stays so, and so does one that only lets a group through. Returns
     `path`. Raises StoreError if it cannot be made, or if another user can change what is in it.
     """
-    with _explained("make the folder", path):
+    with explained("make the folder", path):
         try:
             make_folders(path)
         except FileExistsError:
@@ -97,7 +97,7 @@ def write_private(path: Path, text: str, *, is_shared: bool = False) -> None:
 
     If it `is_shared` and its folder is shared with a group, the group may read it.
     """
-    with _explained("write", path), private_temporary(path) as (temporary, descriptor):
+    with explained("write", path), private_temporary(path) as (temporary, descriptor):
         if is_shared:
             open_to_group(descriptor, path.parent)
         _write_whole(descriptor, text)
@@ -111,7 +111,7 @@ def create_private(path: Path, text: str, *, is_shared: bool = False) -> bool:
     No lock is used: locks do not work on every shared filesystem. Returns whether this call made it. `is_shared` is as
     in `write_private`. Raises StoreError.
     """
-    with _explained("write", path), private_temporary(path) as (temporary, descriptor):
+    with explained("write", path), private_temporary(path) as (temporary, descriptor):
         if is_shared:
             open_to_group(descriptor, path.parent)
         _write_whole(descriptor, text)
@@ -184,7 +184,7 @@ def list_folder(path: Path) -> list[str]:
 
 def remove_file(path: Path) -> None:
     """Remove a file that may be gone already. Raises StoreError."""
-    with _explained("remove", path), suppress(FileNotFoundError):
+    with explained("remove", path), suppress(FileNotFoundError):
         os.unlink(path)
 
 
@@ -247,7 +247,7 @@ def share_folder(path: Path, group: int, names: Iterable[str]) -> None:
 
     Raises StoreError, also if the file system does not keep group and mode.
     """
-    with _explained("share", path):
+    with explained("share", path):
         give_to_group(path, group, SHARED_FOLDER)
         for name in names:
             with suppress(FileNotFoundError):
@@ -281,7 +281,8 @@ def _sync_folder(path: Path) -> None:
 
 
 @contextmanager
-def _explained(what: str, path: Path) -> Iterator[None]:
+def explained(what: str, path: Path) -> Iterator[None]:
+    """Raise StoreError for an OSError, with the reason and what to do about it."""
     try:
         yield
     except StoreError:

@@ -99,9 +99,10 @@ def diagnose_replica(status: ReplicaStatus) -> Diagnosis:
 
 
 def choose_replica(found: Sequence[ReplicaStatus]) -> ReplicaStatus:
-    """Return the replica to diagnose: a live one in trouble, else the latest."""
-    in_trouble = [status for status in found if not status.is_over and status.state in _WRONG]
-    return (in_trouble or list(found))[-1]
+    """Return the replica to diagnose: a live one in trouble, else the latest; if that was stopped, a live one."""
+    alive = [status for status in found if not status.is_over]
+    in_trouble = [status for status in alive if status.state in _WRONG]
+    return (in_trouble or (alive if found[-1].state == "stopped" else ()) or found)[-1]
 
 
 def read_log(path: Path, *, head_bytes: int = _HEAD_BYTES, tail_bytes: int = _TAIL_BYTES) -> LogEvidence:

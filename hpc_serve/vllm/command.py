@@ -173,10 +173,15 @@ def _check_value(argument: Argument) -> None:
 def _hint(spelling: str) -> str:
     if successor := _classes()["successors"].get(spelling):
         return f": {successor}"
+    near = closest_option(spelling)
+    return f": did you mean {near}?" if near and near != spelling else ""
+
+
+def closest_option(spelling: str, others: Iterable[str] = ()) -> str | None:
+    """Return the option of `vllm serve`, or of `others`, that is closest to a misspelt one; None: none is close."""
     import difflib  # seldom needed, and never by the launcher
 
-    near = difflib.get_close_matches(spelling, options(), n=1, cutoff=0.75)
-    return f": did you mean {near[0]}?" if near and near[0] != spelling else ""
+    return next(iter(difflib.get_close_matches(spelling, [*others, *options()], n=1, cutoff=0.75)), None)
 
 
 def _check_free_keys(argument: Argument) -> None:

@@ -168,7 +168,8 @@ def _over_time(found: _ReplicaReport) -> Markup:
         over_time("KV cache in use", [curve("in use", lambda one: one.cache_use)], percent=True),
     ]
     note = (
-        f"{len(reports):,} reports that vLLM wrote to the head's log, every ten seconds while it had work. "
+        f"{len(reports):,} {'report' if len(reports) == 1 else 'reports'} that vLLM wrote to the head's log, every ten "
+        "seconds while it had work. "
         "A gap in a curve is a time without work."
     )
     return _note(note) + Markup("\n").join(pictures)

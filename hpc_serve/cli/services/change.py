@@ -271,7 +271,7 @@ def forget_command(targets: Sequence[str], ended: bool) -> None:
         named = replicas_here(store, find_report(store, target))
         found += named if any(status.service != target for status in named) else _over(named)
     gone = forget(store, _over(found) if ended else found)
-    click.echo(f"Forgotten: {', '.join(gone)}." if gone else "There is nothing to forget.")
+    click.echo(f"Forgotten: {', '.join(gone)}." if gone else "There is nothing to forget: no job is over.")
 
 
 def _over(found: Sequence[ReplicaStatus]) -> list[ReplicaStatus]:

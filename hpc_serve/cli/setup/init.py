@@ -115,8 +115,8 @@ def _write(path: Path, text: str, *, replace: bool) -> None:
         elif not create_private(path, text):
             raise click.ClickException(f"{path} has just been made by another program; --force replaces it.")
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise click.ClickException(f"{path} cannot be written: {reason}. --output FILE writes elsewhere.") from error
+        reason = f"{path} cannot be written: {error.strerror}." if error.strerror else str(error)
+        raise click.ClickException(f"{reason} --output FILE writes elsewhere.") from error
 
 
 def _show(facts: ClusterFacts, settings: Sequence[Setting]) -> None:

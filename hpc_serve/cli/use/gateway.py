@@ -56,8 +56,8 @@ def key_command(
 
     hpc-serve key add alice --tokens-a-day 1000000
 
-    A gateway that asks for a key takes these beside its own, at once and without a restart. `add` prints the key, once.
-    `list` shows the limits of each person and the use of today. `revoke` takes a key back within 5 seconds.
+    A gateway that asks for a key takes these beside its own within 2 seconds, without a restart. `add` prints the key,
+    once. `list` shows the limits of each person and the use of today. `revoke` takes a key back within 5 seconds.
     """
     from hpc_serve.gateway.personal_keys import add_person, read_people, read_use, revoke_key, today
     from hpc_serve.rendezvous.store import default_home

@@ -71,6 +71,13 @@ def read_yaml(path: Path) -> yaml.Node | None:
         raise ValueError(" ".join(str(error).split())) from error
 
 
+def unread(error: Exception) -> str:
+    """Return why `read_yaml` failed, for a person."""
+    if isinstance(error, OSError):
+        return f"cannot be read: {error.strerror or error}."
+    return f"is not YAML: {error}"
+
+
 def place_of(node: yaml.Node, path: Path) -> str:
     """Return where a value stands, for a person."""
     return f"{path}:{node.start_mark.line + 1}"
@@ -271,7 +278,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     try:
         document = read_yaml(path)
     except (OSError, ValueError) as error:
-        raise SiteFileError(f"site file {path} cannot be read, or is not YAML: {error}") from error
+        raise SiteFileError(f"site file {path} {unread(error)}") from error
     settings = dict(fields_of(document, SiteProfile, path)) if document is not None else {}
     for some in (settings, *settings.get("machines", {}).values()):
         some |= {name: os.path.expanduser(some[name]) for name in _PATHS if some.get(name)}

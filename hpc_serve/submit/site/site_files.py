@@ -17,7 +17,7 @@ from hpc_serve.errors import InvalidRequestError, SiteFileError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.ownership import check_chosen, fault
 from hpc_serve.submit.request.options import check_env
-from hpc_serve.submit.site.site import PYTHONS, SiteProfile, fields_of, place_of, read_settings, read_yaml
+from hpc_serve.submit.site.site import PYTHONS, SiteProfile, fields_of, place_of, read_settings, read_yaml, unread
 from hpc_serve.vllm.arguments import names_in, without
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def load_site_models(path: str | None) -> Mapping[str, SiteModel]:
     try:
         document = read_yaml(Path(path))
     except (OSError, ValueError) as error:
-        raise SiteFileError(f"models file {path} cannot be read: {error}") from error
+        raise SiteFileError(f"models file {path} {unread(error)}") from error
     if document is None:
         return {}
     import yaml

@@ -92,6 +92,11 @@ def test_help_is_quick_and_imports_nothing_heavy(argv):
             ([name, "8b", "--", "--max-num-seq", "4"], ["write --max-num-seqs"])
             for name in ("plan", "render", "submit")
         ),
+        *(
+            ([name, "8b", "--enable-prefx-caching"], ["Did you mean '--enable-prefix-caching'?"])
+            for name in ("plan", "render", "submit")
+        ),
+        (["plan", "8b", "--nodez", "2"], ["Did you mean '--nodes'?"]),
         (["forget"], ["--ended"]),
         (["forget", "8b", "--ended"], ["--ended"]),
         (["help", "sumbit"], ["Did you mean submit?"]),

@@ -131,6 +131,7 @@ def test_what_is_not_over_stays(store, stand_ins, ran):
     stand_ins.queue(("9", "PENDING", "Resources"))
     assert "8b (job 9) is pending, not over: hpc-serve stop 9 first." in ran(["forget", "9"], 2).err
     assert ran(["forget", "--ended"]).out == "Forgotten: 7.\n"
+    assert ran(["forget", "8b"]).out == "There is nothing to forget: no job is over.\n"
     assert [job.job_id for job in store.read_submitted("8b")] == ["9"]
 
 
@@ -238,7 +239,7 @@ def test_it_wins_over_one_of_the_catalogue_and_is_listed_first(site_models, ran)
         ("- a", "models.yaml:1 must hold settings"),
         ("a: b", "must be a list of entries"),
         ("- {name: a, model: b}\n- {name: A, model: c}", "A is there twice"),
-        ("[", "cannot be read"),
+        ("[", "is not YAML"),
     ],
 )
 def test_what_cannot_be_in_the_file_is_refused_with_its_place(text, words, site_models, ran):

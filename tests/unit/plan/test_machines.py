@@ -81,9 +81,9 @@ def test_a_slice_has_several_names(name: str, same: str) -> None:
     [
         ("v6e-7", "v6e-8"),
         ("v5p-4x4", "not an accelerator"),
-        ("h100-8", "h100-8 is not offered: use h100"),
+        ("h100-80", "not an accelerator in the catalogue. Did you mean h100-80gb"),
         ("v6e:3x3", "2x4"),
-        ("h100:2x2", "no topology"),
+        ("h100:2x2", "write h100 alone"),
     ],
 )
 def test_what_is_not_offered_is_told_with_what_is(name: str, says: str) -> None:

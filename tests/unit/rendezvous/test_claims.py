@@ -1,5 +1,6 @@
 """Claims: whose a service's name is, and until when."""
 
+import errno
 import subprocess
 import sys
 import threading
@@ -116,3 +117,13 @@ def test_a_lock_that_is_held_is_waited_for_and_then_explained(store):
     store.ensure_service("405b")
     with locked(store, "405b"), pytest.raises(StoreError, match=r"cannot lock .*\.lock within"):
         locked(ServiceStore(store.home), "405b", timeout_s=0.1).__enter__()
+
+
+def test_a_full_disk_is_not_taken_for_a_lock_that_is_held(store, monkeypatch):
+    def refuse(lease):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    store.ensure_service("405b")
+    monkeypatch.setattr("filelock.SoftFileLease.acquire", refuse)
+    with pytest.raises(StoreError, match=r"cannot lock .*\.lock: Disk quota exceeded\. .*free space"):
+        locked(store, "405b").__enter__()

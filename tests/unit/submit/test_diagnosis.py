@@ -120,10 +120,13 @@ def test_lines_keep_their_numbers_behind_one_that_is_read_in_pieces(tmp_path):
 
 
 def test_of_several_replicas_the_one_in_trouble_is_meant(tmp_path):
-    ready, hung, old = (failed(tmp_path, state=state) for state in ("ready", "unresponsive", "failed"))
+    states = ("ready", "unresponsive", "failed", "stopped")
+    ready, hung, old, stopped = (failed(tmp_path, state=state) for state in states)
     assert choose_replica([old, hung, ready]) is hung
     assert choose_replica([ready, old]) is old
     assert choose_replica([old, ready]) is ready
+    assert choose_replica([ready, stopped]) is ready
+    assert choose_replica([old, stopped]) is stopped
 
 
 def texts_of(bundle: Path) -> dict[str, str]:
