@@ -70,7 +70,7 @@ def test_a_slice_and_its_hosts_are_fields(monkeypatch: pytest.MonkeyPatch) -> No
     assert (cluster_named(f"{name}:2x4").num_nodes, cluster_named(f"{name}:4x4").num_nodes) == (1, 4)
     assert plan_on(f"{name}:4x4").layout.num_gpus == 16
     assert max_num_batched_tokens(EngineConfig(), accelerator(name), 8192) == 768
-    with pytest.raises(InvalidRequestError, match="use 1x1, 2x4, 4x4"):
+    with pytest.raises(InvalidRequestError, match="write 1x1, 2x4, 4x4"):
         cluster_named(f"{name}:3x3")
 
 
