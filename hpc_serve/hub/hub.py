@@ -22,7 +22,7 @@ from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.given_files import is_plain_path, parse_json, read_bounded, read_json
 from hpc_serve.hub.hub_settings import HubSettings, read_hub_settings
 from hpc_serve.hub.local_weights import cached_folder, read_header, read_index, snapshot_folder
-from hpc_serve.hub.needed_files import SAFETENSORS_INDEX
+from hpc_serve.hub.needed_files import REPOSITORY, SAFETENSORS_INDEX
 from hpc_serve.plan import EngineConfig, ModelSpec, catalog, model_from_config
 from hpc_serve.plan.model.architectures import draft_from_config
 from hpc_serve.plan.model.checkpoint import AdapterFiles, StoredTensor, StoredWeights, match_checkpoint, read_adapter
@@ -87,7 +87,6 @@ def _check_answer(response: httpx.Response, repository: str, settings: HubSettin
 # -- models
 
 _EMBEDDERS_FILE = "modules.json"
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +124,7 @@ def find_model(name: str, *, environ: Mapping[str, str] = os.environ) -> FoundMo
     if looks_like_a_path:
         raise UnknownModelError(f"There is no folder or file {name!r}, so no model can be read from it.")
     try:
-        if not _REPOSITORY.fullmatch(name):
+        if not REPOSITORY.fullmatch(name):
             raise UnknownModelError(f"No model is known as {name!r}.")
         cached = cached_folder(name, environ)
         if cached is None:

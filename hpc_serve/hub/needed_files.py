@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # its name on the hub
+# Load formats that read the files of a repository as they are listed here; other formats find weights elsewhere.
+FROM_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral")
 _OTHER_FOLDERS = ("original/", "onnx/", "openvino/", "coreml/", "metal/", "gguf/", "runs/", ".git")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _NOT_READ = (

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hpc_serve.hub.needed_files import FROM_FILES
 from hpc_serve.job.preflight.facts import (
     CheckResult,
     CudaDevice,
@@ -161,8 +162,6 @@ def _version(text: str) -> tuple[int, int]:
 
 # -- weights
 
-# Load formats that read the files of a folder as this check does; other formats find weights elsewhere.
-_FROM_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral")
 # The hub's own names of refusals. Others, such as a proxy, refuse too. A repository without a config.json may be whole
 # (HTTP 404).
 _REFUSED = ("GatedRepo", "RepoNotFound")
@@ -182,7 +181,7 @@ def _weights(weights: WeightsFacts, needs: Needs) -> CheckResult:
         return found("weights unreadable", source=weights.source, error=weights.error)
     if needs.load_format == "dummy":
         return ok(f"{weights.source} has a config; the weights are random (--load-format dummy)")
-    if needs.load_format not in _FROM_FILES:
+    if needs.load_format not in FROM_FILES:
         return not_checked(f"--load-format {needs.load_format} reads them in its own way")
     if weights.damaged:
         more = len(weights.damaged) - 3

@@ -27,6 +27,7 @@ from typing import Any
 import hpc_serve
 from hpc_serve.hub.hub_settings import HubSettings, read_hub_settings
 from hpc_serve.hub.local_weights import cached_folder, damaged_files, lacks_tokenizer, missing_weights, weight_files
+from hpc_serve.hub.needed_files import REPOSITORY
 from hpc_serve.job.machine.network import interface_of
 from hpc_serve.job.machine.node_memory import (
     SHARED_MEMORY,
@@ -202,7 +203,6 @@ def _number(path: Path) -> int | None:
 
 # -- weights
 
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_S = 3.0
 _MOST_DAMAGED = 20
 _LONGEST_ERROR = 40
@@ -221,7 +221,7 @@ def gather_weights(
     error.
     """
     is_of_hub = not (Path(model).is_dir() or model.startswith("/"))
-    if is_of_hub and (not _REPOSITORY.fullmatch(model) or environ.get("VLLM_USE_MODELSCOPE")):
+    if is_of_hub and (not REPOSITORY.fullmatch(model) or environ.get("VLLM_USE_MODELSCOPE")):
         return None
     settings = read_hub_settings(environ)
     facts = WeightsFacts(

@@ -12,7 +12,6 @@ script of a service, but ends before an engine starts. `hpc_serve.job.preflight`
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.hub.hub import check_access
 from hpc_serve.hub.hub_settings import read_hub_settings
 from hpc_serve.hub.local_weights import PATTERNS, cached_folder, find_stand_in, missing_weights, tokenizer_tokens
+from hpc_serve.hub.needed_files import FROM_FILES, REPOSITORY
 from hpc_serve.job.weights.weights_place import find_weights
 from hpc_serve.plan import ServePlan
 from hpc_serve.rendezvous.names import record_file_name
@@ -69,8 +69,6 @@ def report_of(store: ServiceStore, status: ReplicaStatus) -> PreflightReport | N
 
 # -- the files on the login node
 
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-_FROM_FILES = (None, "auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral")
 # Arguments that name another place or another revision of the weights.
 _ELSEWHERE = frozenset({"--download-dir", "--revision", "--model-loader-extra-config"})
 
@@ -120,7 +118,7 @@ def _check_hub(request: ServeRequest, plan: ServePlan, environ: Mapping[str, str
 
     Raises InvalidRequestError if the job could not fetch them, and OSError.
     """
-    if not is_repository(plan.model) or request.load_format not in _FROM_FILES:
+    if not is_repository(plan.model) or request.load_format not in (None, *FROM_FILES):
         return None
     if _ELSEWHERE & request.engine_option_names:
         return None
@@ -207,4 +205,4 @@ def is_repository(model: str) -> bool:
     >>> is_repository("meta-llama/Llama-3.1-8B-Instruct"), is_repository("./llama")
     (True, False)
     """
-    return _REPOSITORY.fullmatch(model) is not None and not model.startswith(("/", "."))
+    return REPOSITORY.fullmatch(model) is not None and not model.startswith(("/", "."))
