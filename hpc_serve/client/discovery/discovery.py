@@ -248,8 +248,8 @@ class ServiceWatch:
     ) -> dict[str, ProbeResult]:
         """Probe the replicas in `asked_for`, those not verified lately, and those that do not renew their record.
 
-        A replica that has never answered and does not renew its record is asked once a minute. With `only_those`, of
-        the others only those that were never asked.
+        A replica that has never answered and does not renew its record is asked once a minute. With
+        `only_those`, every other replica that was asked before keeps that answer, however old.
         """
         if not records:
             return {}

@@ -126,7 +126,7 @@ class Proofs:
             known.verified = known.asked = None
 
     def keep_known(self, found: ServiceRecords) -> ServiceRecords:
-        """What was read, with the last records of the proven replicas whose own could not be read."""
+        """Return what was read. A proven replica whose record could not be read keeps its last record."""
         names = {record.name for record in found.records}
         with self._lock:
             for record in found.records:
