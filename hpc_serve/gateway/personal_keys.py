@@ -23,9 +23,8 @@ from typing import Any
 from hpc_serve.client.resume.stream import DEFAULT_MAX_TOKENS
 from hpc_serve.errors import InvalidRequestError, RecordError
 from hpc_serve.rendezvous.claims import lock_file
-from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Timestamp
+from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Timestamp, is_service_name
 from hpc_serve.rendezvous.files import list_folder, make_private_folder, read_json, remove_file, write_json
-from hpc_serve.rendezvous.names import is_service_name
 from hpc_serve.rendezvous.ownership import fault
 
 # -- what persons have used

@@ -23,8 +23,7 @@ from typing import Any
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError, UnknownModelError
 from hpc_serve.given_files import is_plain_path
-from hpc_serve.hub.hub_settings import HubSettings
-from hpc_serve.hub.local_weights import missing_weights, read_index, snapshot_folder
+from hpc_serve.hub.local_weights import HubSettings, missing_weights, read_index, snapshot_folder
 from hpc_serve.hub.needed_files import SAFETENSORS_INDEX, RepositoryFile, has_weights, needed_files
 from hpc_serve.units import GIB, readable_size
 

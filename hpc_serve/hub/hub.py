@@ -20,8 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.given_files import is_plain_path, parse_json, read_bounded, read_json
-from hpc_serve.hub.hub_settings import HubSettings, read_hub_settings
-from hpc_serve.hub.local_weights import cached_folder, read_header, read_index, snapshot_folder
+from hpc_serve.hub.local_weights import (
+    HubSettings,
+    cached_folder,
+    read_header,
+    read_hub_settings,
+    read_index,
+    snapshot_folder,
+)
 from hpc_serve.hub.needed_files import REPOSITORY, SAFETENSORS_INDEX
 from hpc_serve.plan import EngineConfig, ModelSpec, catalog, model_from_config
 from hpc_serve.plan.model.architectures import draft_from_config

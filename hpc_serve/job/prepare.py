@@ -23,8 +23,8 @@ from hpc_serve.job.machine.network import LOOPBACK, node_address
 from hpc_serve.job.run.node import ray_dir
 from hpc_serve.job.run.record_keeper import publish_failure
 from hpc_serve.rendezvous.claims import require_filelock
+from hpc_serve.rendezvous.fields import expanded_log_dir
 from hpc_serve.rendezvous.files import make_log_dir, remove_file
-from hpc_serve.rendezvous.names import expanded_log_dir
 from hpc_serve.rendezvous.ownership import require
 from hpc_serve.rendezvous.store import ServiceStore, default_home, drain_file
 

@@ -15,10 +15,10 @@ from typing import Any, Literal, TypeAlias
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware import AcceleratorKind, AcceleratorSpec
+from hpc_serve.plan.model.checkpoint import DEFAULT_LORA_RANK
 from hpc_serve.units import GIB, at_least_one
 
 PINNED_VERSION = "0.32.0"
-DEFAULT_LORA_RANK = 16  # vLLM's --max-lora-rank (config/lora.py)
 LONGEST_THAT_FITS = -1
 """The context for `--max-model-len auto`, as vLLM writes it: the model's, or as long as the machines hold."""
 LAYOUT_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.plan.choice.advice import plan_notes
 from hpc_serve.plan.choice.candidates import Candidate, Contexts, PlanInputs, contexts_of, minimum_gpus
 from hpc_serve.plan.choice.layout import layouts_on
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan, choose
@@ -18,10 +19,8 @@ from hpc_serve.plan.engine import LONGEST_THAT_FITS, Arrivals, EngineConfig, Wor
 from hpc_serve.plan.hardware import DEFAULT_GPU, AcceleratorSpec, ClusterSpec
 from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.model.spec import ModelSpec
-from hpc_serve.plan.report.notes import plan_notes
-from hpc_serve.plan.speed.drafts import known_draft
 from hpc_serve.plan.speed.estimate import ReplicaSpeeds, SpeedEstimate
-from hpc_serve.plan.speed.measured import MeasuredHere, MeasuredRun
+from hpc_serve.plan.speed.measured import MeasuredHere, MeasuredRun, known_draft
 from hpc_serve.plan.speed.step import Roofline
 from hpc_serve.plan.speed.throughput import Traffic
 

@@ -22,10 +22,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hpc_serve.errors import RecordError, StoreError
-from hpc_serve.rendezvous.acl import SHARED_FILE, SHARED_FOLDER, give_to_group, is_open_to_group, open_to_group
-from hpc_serve.rendezvous.fields import from_json_text, to_json_text
-from hpc_serve.rendezvous.names import check_log_path
-from hpc_serve.rendezvous.ownership import fault, require, stat_fault
+from hpc_serve.rendezvous.fields import check_log_path, from_json_text, to_json_text
+from hpc_serve.rendezvous.ownership import (
+    SHARED_FILE,
+    SHARED_FOLDER,
+    fault,
+    give_to_group,
+    is_open_to_group,
+    open_to_group,
+    require,
+    stat_fault,
+)
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

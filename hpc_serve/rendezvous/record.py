@@ -15,8 +15,15 @@ from typing import Annotated, Literal, get_args
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.redact import redact, redact_lines
-from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Bounds, SignedInt, Timestamp
-from hpc_serve.rendezvous.names import record_file_name, replica_name, validate_job_id
+from hpc_serve.rendezvous.fields import (
+    MAY_BE_MISSING,
+    Bounds,
+    SignedInt,
+    Timestamp,
+    record_file_name,
+    replica_name,
+    validate_job_id,
+)
 from hpc_serve.units import layout_text
 
 # -- LoRA adapters

@@ -13,11 +13,10 @@ import stat
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError, StoreError
-from hpc_serve.rendezvous import acl
-from hpc_serve.rendezvous.acl import is_shared_folder
+from hpc_serve.rendezvous import ownership
+from hpc_serve.rendezvous.fields import is_record_file_name
 from hpc_serve.rendezvous.files import list_folder, remove_file, share_folder
-from hpc_serve.rendezvous.names import is_record_file_name
-from hpc_serve.rendezvous.ownership import group_name
+from hpc_serve.rendezvous.ownership import group_name, is_shared_folder
 from hpc_serve.rendezvous.store import ServiceStore
 
 _LETS_THROUGH = 0o710
@@ -110,8 +109,8 @@ def _lets_through(folder: Path, group: int) -> bool:
         return True
     named = (str(group), group_name(group))
     return any(
-        one.kind == "group" and one.rights & acl.SEARCH and str(one.who).partition("@")[0] in named
-        for one in acl.grants(folder) or ()
+        one.kind == "group" and one.rights & ownership.SEARCH and str(one.who).partition("@")[0] in named
+        for one in ownership.grants(folder) or ()
     )
 
 

@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
 from hpc_serve.errors import HpcServeError, RecordError, StoreError
-from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Timestamp, from_json_text
+from hpc_serve.rendezvous.fields import (
+    MAY_BE_MISSING,
+    Timestamp,
+    array_of,
+    forgotten_file_name,
+    from_json_text,
+    is_record_file_name,
+    is_service_name,
+    validate_service_name,
+)
 from hpc_serve.rendezvous.files import (
     FileVersion,
     check_folder,
@@ -31,13 +40,6 @@ from hpc_serve.rendezvous.files import (
     remove_file,
     write_json,
     write_private,
-)
-from hpc_serve.rendezvous.names import (
-    array_of,
-    forgotten_file_name,
-    is_record_file_name,
-    is_service_name,
-    validate_service_name,
 )
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 

@@ -18,7 +18,7 @@ from typing import BinaryIO, Literal
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.diagnose.evidence import read_head
 from hpc_serve.errors import HpcServeError, StoreError
-from hpc_serve.hub.hub_settings import read_hub_settings
+from hpc_serve.hub.local_weights import read_hub_settings
 from hpc_serve.redact import secrets_of
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.vllm.log import EngineReport, read_report

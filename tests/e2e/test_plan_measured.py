@@ -13,7 +13,7 @@ import pytest
 from hpc_serve.demo_model import make_demo_model
 from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan import EngineConfig, accelerator, estimate_memory
-from hpc_serve.plan.memory.stages import pipeline_stages
+from hpc_serve.plan.memory.loaded import pipeline_stages
 from hpc_serve.units import GIB
 from hpc_serve.vllm.log import read_figures
 

@@ -20,7 +20,7 @@ import pytest
 
 from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan import EngineConfig, accelerator, estimate_memory
-from hpc_serve.plan.memory.stages import pipeline_stages
+from hpc_serve.plan.memory.loaded import pipeline_stages
 from hpc_serve.units import GIB
 from tests.cluster import wait_for
 from tests.e2e.jobs import ENDS_WITHIN_S, Record, User, send

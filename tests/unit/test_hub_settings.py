@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.hub.hub_settings import read_hub_settings
-from hpc_serve.hub.local_weights import cached_folder
+from hpc_serve.hub.local_weights import cached_folder, read_hub_settings
 
 TOKEN = "hf_secretsecretsecret"
 ENVIRONMENTS: tuple[dict[str, str], ...] = (

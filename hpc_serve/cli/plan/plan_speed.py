@@ -27,8 +27,8 @@ from hpc_serve.plan.report.speed import (
     time_of,
     waiting_text,
 )
-from hpc_serve.plan.speed.drafts import known_draft
 from hpc_serve.plan.speed.estimate import SpeedEstimate, class_texts, speed_range
+from hpc_serve.plan.speed.measured import known_draft
 
 _UNKNOWN = "Speed: no source confirms this accelerator's FLOP/s and bandwidth."
 OF_SPEECH = "Speed: not planned for models that attend to an encoder of sound."

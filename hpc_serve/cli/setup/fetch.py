@@ -24,7 +24,7 @@ from hpc_serve.units import about, duration, readable_size
 
 if TYPE_CHECKING:
     from hpc_serve.hub.fetch import ModelFiles
-    from hpc_serve.hub.hub_settings import HubSettings
+    from hpc_serve.hub.local_weights import HubSettings
 
 
 _RATE_OVER_S = 10.0
@@ -111,7 +111,7 @@ def _print_folder(repository: str, folder: Path, *, fetched_bytes: int, as_json:
 def _repository(model: str, site_file: str | None) -> tuple[str, HubSettings]:
     """The repository that a name stands for, and where jobs look for it. Raises InvalidRequestError."""
     from hpc_serve.cli.submit.request import site_model
-    from hpc_serve.hub.hub_settings import read_hub_settings
+    from hpc_serve.hub.local_weights import read_hub_settings
     from hpc_serve.plan import catalog
     from hpc_serve.submit.plans.preflight import is_repository
     from hpc_serve.submit.request.options import expanded

@@ -248,7 +248,7 @@ def make_requests(options: Mapping[str, Any]) -> list[ServeRequest]:
 
 def make_request(options: Mapping[str, Any]) -> ServeRequest:
     """The request that a command's options, the environment and the site file make together. Raises HpcServeError."""
-    from hpc_serve.hub.hub_settings import hub_cache
+    from hpc_serve.hub.local_weights import hub_cache
     from hpc_serve.submit.request.options import expanded, parse_env
     from hpc_serve.submit.site.site_files import read_site
 

@@ -20,7 +20,7 @@ from hpc_serve.cli.commands import SECONDS, print_json
 from hpc_serve.cli.complete import live_service_names
 from hpc_serve.errors import HpcServeError, ServiceNotFoundError
 from hpc_serve.printable import printable
-from hpc_serve.rendezvous.names import is_service_name
+from hpc_serve.rendezvous.fields import is_service_name
 from hpc_serve.rendezvous.shares import is_service_folder
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from hpc_serve.cli.complete import service_names
 from hpc_serve.cli.submit.request import make_requests
 from hpc_serve.cli.submit.submit import submit_command
 from hpc_serve.errors import HpcServeError, SiteFileError
-from hpc_serve.rendezvous.names import validate_service_name
+from hpc_serve.rendezvous.fields import validate_service_name
 
 if TYPE_CHECKING:
     import socket

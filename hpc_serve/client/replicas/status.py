@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from hpc_serve.rendezvous.names import replica_name
+from hpc_serve.rendezvous.fields import replica_name
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE, EndpointRecord, Progress, StartRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S
 from hpc_serve.units import duration

@@ -32,9 +32,8 @@ from typing import Literal, get_args
 from hpc_serve.errors import HpcServeError, InvalidRequestError, RecordError, StoreError
 from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.job.machine.network import PortsInUseError
-from hpc_serve.rendezvous.fields import to_json_text
+from hpc_serve.rendezvous.fields import run_name, to_json_text
 from hpc_serve.rendezvous.files import create_private, make_private_folder, read_json, read_private, write_private
-from hpc_serve.rendezvous.names import run_name
 from hpc_serve.rendezvous.ownership import fault, require
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, WEEK_S, ServiceStore
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.rendezvous.names import record_file_name, run_name
+from hpc_serve.rendezvous.fields import record_file_name, run_name
 from hpc_serve.units import MIB
 
 _Item = TypeVar("_Item")

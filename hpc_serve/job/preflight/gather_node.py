@@ -25,8 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import hpc_serve
-from hpc_serve.hub.hub_settings import HubSettings, read_hub_settings
-from hpc_serve.hub.local_weights import cached_folder, damaged_files, lacks_tokenizer, missing_weights, weight_files
+from hpc_serve.hub.local_weights import (
+    HubSettings,
+    cached_folder,
+    damaged_files,
+    lacks_tokenizer,
+    missing_weights,
+    read_hub_settings,
+    weight_files,
+)
 from hpc_serve.hub.needed_files import REPOSITORY
 from hpc_serve.job.machine.network import interface_of
 from hpc_serve.job.machine.node_memory import (

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from hpc_serve.errors import HpcServeError
 from hpc_serve.job.run.node import Node
+from hpc_serve.rendezvous.fields import replica_name
 from hpc_serve.rendezvous.files import write_private
-from hpc_serve.rendezvous.names import replica_name
 from hpc_serve.units import MIB
 
 _log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from hpc_serve.job.machine.network import LOOPBACK, PortsInUseError, reachable_a
 from hpc_serve.job.progress import StartStages
 from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.parts import Outcome, outcome_of
-from hpc_serve.rendezvous.names import array_of
+from hpc_serve.rendezvous.fields import array_of
 from hpc_serve.rendezvous.ownership import user_name
 from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress, SubmittedJob, predecessors_of
 from hpc_serve.rendezvous.start_times import last_start, remember_start

@@ -27,8 +27,7 @@ from pathlib import Path
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.given_files import open_regular
-from hpc_serve.hub.hub_settings import read_hub_settings
-from hpc_serve.hub.local_weights import damaged_files, snapshot_folder, weight_files
+from hpc_serve.hub.local_weights import damaged_files, read_hub_settings, snapshot_folder, weight_files
 from hpc_serve.hub.needed_files import RepositoryFile, needed_files
 from hpc_serve.job.machine.guarded_folders import (
     READY,

@@ -1,6 +1,6 @@
 """Chooses the layout: the fewest nodes, then the fewest GPUs, that hold the weights and the requests asked for.
 
-Sizes that were asked for are kept and checked. layout.py lists layouts, candidates.py evaluates them, suggestions.py
+Sizes that were asked for are kept and checked. layout.py lists layouts, candidates.py evaluates them, advice.py
 finds what would help where nothing fits.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hpc_serve.errors import DoesNotFitError
+from hpc_serve.plan.choice.advice import Remedy, suggestions
 from hpc_serve.plan.choice.candidates import (
     Candidate,
     MinimumGpus,
@@ -22,7 +23,6 @@ from hpc_serve.plan.choice.candidates import (
     that_queues,
 )
 from hpc_serve.plan.choice.layout import Layout, assumption, is_quantized_by_vllm, layouts, vllm_args
-from hpc_serve.plan.choice.suggestions import Remedy, suggestions
 from hpc_serve.plan.engine import EngineConfig, Workload, max_num_batched_tokens, max_num_seqs
 from hpc_serve.plan.hardware import AcceleratorSpec, ClusterSpec
 from hpc_serve.plan.memory.estimate import MemoryEstimate

@@ -20,6 +20,13 @@ from hpc_serve.plan.engine import (
 )
 from hpc_serve.plan.hardware import AcceleratorSpec
 from hpc_serve.plan.memory.kv_cache import CacheLayout, cache_layout
+from hpc_serve.plan.memory.loaded import (
+    check_decode_context,
+    check_layout,
+    offloaded_bytes,
+    pinned_bytes,
+    pipeline_stages,
+)
 from hpc_serve.plan.memory.overhead import (
     ProfileRun,
     activation_bytes,
@@ -27,13 +34,6 @@ from hpc_serve.plan.memory.overhead import (
     needs_state_blocks,
     non_torch_bytes,
     row_padding_bytes,
-)
-from hpc_serve.plan.memory.stages import (
-    check_decode_context,
-    check_layout,
-    offloaded_bytes,
-    pinned_bytes,
-    pipeline_stages,
 )
 from hpc_serve.plan.model.spec import ModelSpec
 

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from hpc_serve.plan.engine import EngineConfig, max_num_batched_tokens, max_num_seqs
 from hpc_serve.plan.hardware import AcceleratorSpec
-from hpc_serve.plan.memory.stages import PipelineStage
+from hpc_serve.plan.memory.loaded import PipelineStage
 from hpc_serve.plan.model.scheme import MXFP4
 from hpc_serve.plan.model.spec import Block, DecoderLayer, Linear, ModelSpec, distinct_layers
 from hpc_serve.units import GIB, MIB

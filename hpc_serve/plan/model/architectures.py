@@ -3,46 +3,161 @@
 The file names the function that describes one decoder layer, as "file.function", or describes an ordinary layer itself.
 A plan loads the files of its model alone. This module adds embeddings, output head and vision tower. An architecture
 that is not listed is an error that names it, never a guess.
+
+catalog/towers.json describes each tower: its weights, and what images need while vLLM profiles memory. Each pipeline
+stage holds the tower, and tensor parallelism divides it as it divides the decoder.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any, TypeAlias
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.catalog import architectures, gone_architectures
-from hpc_serve.plan.model.config import CheckedConfig, check_all_read
+from hpc_serve.plan.catalog import architectures, gone_architectures, load_data
+from hpc_serve.plan.model.config import CheckedConfig, check_all_read, missing
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.ordinary import ordinary_layer
 from hpc_serve.plan.model.quantization import quantization_from_config
 from hpc_serve.plan.model.scheme import plain_scheme
-from hpc_serve.plan.model.spec import Block, DecoderLayer, ModelSpec, Vocabulary, distinct_layers
+from hpc_serve.plan.model.spec import (
+    Block,
+    DecoderLayer,
+    ImageEncoder,
+    Linear,
+    ModelSpec,
+    Part,
+    Vector,
+    Vocabulary,
+    Weight,
+    distinct_layers,
+)
+
+
+def vision_tower(name: str, config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
+    """Return the weights of a tower and what its images need, by the model's vision_config.
+
+    Raises InvalidRequestError where the config lacks a size, or has sizes that do not go together.
+    """
+    about: Mapping[str, Any] = load_data("towers.json")["towers"][name]
+    sizes: dict[str, Any] = {"hidden": hidden_size}
+    for size, spec in about["sizes"].items():
+        sizes[size] = _size(spec, config, sizes)
+    layer = [weight for row in about["layers"] for weight in _weights(row, sizes)]
+    names = [f"{about['prefix']}.{index}" for index in range(sizes["count"])]
+    weights = [replace(weight, name=f"{name}.{weight.name}") for name in names for weight in layer]
+    weights += [weight for row in about["weights"] for weight in _weights(row, sizes)]
+    images = {field: _product_sum(text, sizes) for field, text in about["images"].items()}
+    return Block(weights=tuple(weights)), ImageEncoder(**images)
+
+
+def _weights(row: Sequence[Any], sizes: Mapping[str, Any]) -> Iterator[Weight]:
+    """Yield the weight of one row, as often as the row says."""
+    name, shape, options = (*row, {})[:3]
+    inputs, _, outputs = shape.partition(" -> ")
+    features = [_product_sum(text, sizes) for text in (inputs, *filter(None, outputs.split(", ")))]
+    for _ in range(_product_sum(options.get("times", "1"), sizes)):
+        if not outputs:
+            yield Vector(name=name, size=features[0])
+            continue
+        yield Linear(
+            name=name,
+            inputs=Part(features[0]),
+            outputs=tuple(map(Part, features[1:])),
+            split=options.get("split", "none"),
+            bias=bool(_product_sum(options.get("bias", "0"), sizes)),
+        )
+
+
+def _size(spec: Any, config: Mapping[str, Any], sizes: Mapping[str, Any]) -> Any:
+    """Return one of the sizes of a tower, by the fields of its config and the sizes before it."""
+    if isinstance(spec, str):
+        return _product_sum(spec, sizes)
+    if isinstance(spec, list):
+        return _first_field(spec, config, sizes)
+    if "given" in spec:
+        return int(bool(sizes[spec["given"]]))
+    if "length" in spec:
+        return len(config.get(spec["length"]) or ())
+    return spec.get(str(config.get(spec["field"]) or ""), spec["else"])
+
+
+def _first_field(spec: Sequence[Any], config: Mapping[str, Any], sizes: Mapping[str, Any]) -> Any:
+    for name in spec:
+        value = name
+        if isinstance(name, str):
+            value = _product_sum(name[1:], sizes) if name.startswith("=") else _field(name, config)
+        if value is not None:
+            return math.prod(value) if isinstance(value, (list, tuple)) else value
+    raise missing(f"vision_config.{spec[-1]}")
+
+
+def _field(path: str, config: Mapping[str, Any]) -> Any:
+    *outer, last = path.split(".")
+    for name in outer:
+        config = config.get(name) or {}
+    return config.get(last)
+
+
+def _product_sum(text: str, sizes: Mapping[str, Any]) -> int:
+    """Return the value of a sum of products.
+
+    >>> _product_sum("2*width + image/patch*width", {"width": 8, "image": 30, "patch": 14})
+    32
+    """
+    total = 0
+    for term in text.split(" + "):
+        first, *rest = re.split(r"([*/])", term)
+        value = _number(first, sizes)
+        for sign, name in zip(rest[::2], rest[1::2]):
+            value = value * _number(name, sizes) if sign == "*" else _divided(value, _number(name, sizes))
+        total += value
+    return math.floor(total)
+
+
+def _number(name: str, sizes: Mapping[str, Any]) -> Any:
+    return int(name) if name.isdigit() else sizes[name]
+
+
+def _divided(value: Any, by: Any) -> Any:
+    if not by:
+        raise InvalidRequestError("The config's vision_config has sizes that do not go together: one of them is 0.")
+    return value // by if type(by) is int else round(value / by)
+
 
 Family: TypeAlias = Callable[[LayerBuilder], DecoderLayer]
+
 """What describes one layer."""
 
 _PER_TOKEN = ("moe_k", "moe_top_k", "num_experts_per_token", "top_k_experts")
+
 """What some families call the number of experts of a token."""
 
 _PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 
 _QUANTIZATION = ("quantization_config", "compression_config")
+
 _LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "max_seq_length"),
     "seq_len",
 )
+
 """Names of the longest context. The least counts, and `model_max_length` before all, as in vLLM."""
 
 _UNSCALED = (None, "default", "mrope", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+
 """Kinds of rotary embedding whose factor is in max_position_embeddings already."""
 
 _CLASSIFIER = "ForSequenceClassification"
+
 _POOLING = (_CLASSIFIER, "EmbeddingModel", "Model")
+
 """Endings of the names of embedders and rerankers that are decoders without an output head."""
 
 
@@ -88,8 +203,6 @@ def model_from_config(
     tower, images = Block(), None
     where = about.get("tower_config", "vision_config")
     if "tower" in about and (of_tower := config.get(where) if where else config):
-        from hpc_serve.plan.model.vision import vision_tower  # for models with images or sound alone
-
         for key, default in about.get("tower_fields", {}).items():
             of_tower.setdefault(key, config.get(key, default))
         tower, images = vision_tower(about["tower"], of_tower, builder.hidden_size)

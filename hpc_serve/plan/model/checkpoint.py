@@ -18,11 +18,13 @@ from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.spec import DecoderLayer, Linear, ModelSpec, Vector
+from hpc_serve.vllm.arguments import read_arguments, value_of
 
 # -- adapters
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as --max-lora-rank (config/lora.py)."""
+DEFAULT_LORA_RANK = 16
 ON_CPUS = (
     "On CPUs vLLM 0.32 answers a request for the model itself with an adapter, if a request for one runs at the same "
     "moment. Requests for adapters alone are right."
@@ -109,6 +111,19 @@ def least_rank(rank: int) -> int:
     if rank > RANKS[-1]:
         raise InvalidRequestError(f"An adapter has the rank {rank}, and vLLM takes {RANKS[-1]} at most.")
     return next(one for one in RANKS if one >= rank)
+
+
+def check_room(files: AdapterFiles, engine_args: Sequence[str], engine: str) -> None:
+    """Raises InvalidRequestError if an engine with these options takes no such adapter."""
+    words = read_arguments(engine_args)
+    cure = f"submit it with -- --enable-lora --max-lora-rank {least_rank(files.rank)}"
+    if not value_of(words, "--enable-lora"):
+        raise InvalidRequestError(f"{engine} started without room for adapters: {cure}, or with --lora NAME=FOLDER.")
+    most = value_of(words, "--max-lora-rank") or DEFAULT_LORA_RANK
+    if files.rank > most:
+        raise InvalidRequestError(
+            f"{engine} started for ranks of {most} at most, and {files.path} has {files.rank}: {cure}."
+        )
 
 
 def check_shapes(adapter: AdapterFiles, model: ModelSpec) -> None:

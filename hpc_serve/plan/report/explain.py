@@ -15,9 +15,8 @@ from hpc_serve.plan.engine import gpu_memory_utilization, max_num_seqs
 from hpc_serve.plan.memory import overhead
 from hpc_serve.plan.memory.estimate import MemoryEstimate, profile_runs
 from hpc_serve.plan.memory.kv_cache import full_context_bytes, kv_cache_dtype
-from hpc_serve.plan.memory.loaded import kinds_read
+from hpc_serve.plan.memory.loaded import PipelineStage, kinds_read
 from hpc_serve.plan.memory.overhead import ProfileRun
-from hpc_serve.plan.memory.stages import PipelineStage
 from hpc_serve.plan.report.speed import lengths_text, measured_text
 from hpc_serve.plan.speed.estimate import SpeedEstimate
 from hpc_serve.plan.speed.step import FITTED, IDEAL, limit_lines

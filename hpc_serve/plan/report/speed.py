@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from hpc_serve.plan.catalog import speed_accuracy
 from hpc_serve.plan.hardware import AcceleratorKind
-from hpc_serve.plan.speed.drafts import KnownDraft
 from hpc_serve.plan.speed.estimate import OTHERS, ReplicaSpeeds, SpeedEstimate, range_class, speed_column, speed_range
+from hpc_serve.plan.speed.measured import KnownDraft
 from hpc_serve.plan.speed.step import ASSUMED_LINK_BYTES_PER_S, EXPECTED, IDEAL, Roofline
 from hpc_serve.plan.speed.throughput import Traffic, critical_batch
 

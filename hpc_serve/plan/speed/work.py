@@ -14,7 +14,7 @@ from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.plan.hardware import AcceleratorSpec
 from hpc_serve.plan.memory.kv_cache import kv_cache_dtype, layer_bytes_per_token
-from hpc_serve.plan.memory.stages import offloaded_bytes, pipeline_stages
+from hpc_serve.plan.memory.loaded import offloaded_bytes, pipeline_stages
 from hpc_serve.plan.model.scheme import Scheme
 from hpc_serve.plan.model.spec import DecoderLayer, LayerCache, Linear, ModelSpec, Vocabulary, Weight, distinct_layers
 

@@ -18,9 +18,9 @@ from typing import Any
 from hpc_serve.errors import DoesNotFitError, HpcServeError, InvalidRequestError
 from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan.catalog import parsers_of, reasoning_parsers, tool_parsers
+from hpc_serve.plan.choice.advice import Remedy
 from hpc_serve.plan.choice.layout import is_quantized_by_vllm
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan
-from hpc_serve.plan.choice.suggestions import Remedy
 from hpc_serve.plan.engine import EngineConfig, Workload
 from hpc_serve.plan.hardware import cluster_named, part_of_node
 from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan

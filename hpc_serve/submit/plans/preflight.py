@@ -19,12 +19,18 @@ from pathlib import Path
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.hub.hub import check_access
-from hpc_serve.hub.hub_settings import read_hub_settings
-from hpc_serve.hub.local_weights import PATTERNS, cached_folder, find_stand_in, missing_weights, tokenizer_tokens
+from hpc_serve.hub.local_weights import (
+    PATTERNS,
+    cached_folder,
+    find_stand_in,
+    missing_weights,
+    read_hub_settings,
+    tokenizer_tokens,
+)
 from hpc_serve.hub.needed_files import FROM_FILES, REPOSITORY
 from hpc_serve.job.weights.weights_place import find_weights
 from hpc_serve.plan import ServePlan
-from hpc_serve.rendezvous.names import record_file_name
+from hpc_serve.rendezvous.fields import record_file_name
 from hpc_serve.rendezvous.store import PreflightReport, ServiceStore, preflight_file, read_preflight
 from hpc_serve.submit.plans.planning import Planned
 from hpc_serve.submit.request.options import Environment

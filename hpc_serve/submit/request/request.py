@@ -13,7 +13,7 @@ from typing import Any, Literal
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.engine import Arrivals
 from hpc_serve.plan.hardware import DEFAULT_GPU
-from hpc_serve.rendezvous.names import expanded_log_dir, validate_service_name
+from hpc_serve.rendezvous.fields import expanded_log_dir, validate_service_name
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE
 from hpc_serve.submit.request.bounds import (
     begins_after_min,

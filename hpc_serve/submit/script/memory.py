@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from hpc_serve.hub.hub_settings import hub_cache
+from hpc_serve.hub.local_weights import hub_cache
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.units import GIB
 

@@ -21,10 +21,9 @@ from markupsafe import Markup
 import hpc_serve
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware import AcceleratorSpec
-from hpc_serve.rendezvous.names import log_dir_before_job
+from hpc_serve.rendezvous.fields import log_dir_before_job
 from hpc_serve.rendezvous.ownership import check_chosen
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE
-from hpc_serve.submit.request.bounds import shown_counts
 from hpc_serve.submit.request.options import SlurmOptions, option_words
 from hpc_serve.submit.request.request import OPTIONS, ServeRequest
 from hpc_serve.submit.script.memory import asked_parts, has_whole_nodes, memory_sum
@@ -303,7 +302,7 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
 
 def _asked_replicas(request: ServeRequest) -> str | int | None:
     if request.machine != DEFAULT_MACHINE:
-        return shown_counts({request.machine: request.replicas or 1})
+        return f"{request.machine}:{request.replicas or 1}"
     if request.max_replicas is None:
         return request.replicas
     return f"{request.replicas or 1}:{request.max_replicas}"

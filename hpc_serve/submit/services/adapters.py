@@ -13,15 +13,14 @@ from dataclasses import dataclass, replace
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import HpcServeError, InvalidRequestError, ServiceNotFoundError, WaitTimeoutError
 from hpc_serve.hub.hub import find_adapter, find_spec
-from hpc_serve.plan.engine import DEFAULT_LORA_RANK, EngineConfig
-from hpc_serve.plan.model.checkpoint import ON_CPUS, AdapterFiles, check_shapes, least_rank
+from hpc_serve.plan.engine import EngineConfig
+from hpc_serve.plan.model.checkpoint import ON_CPUS, AdapterFiles, check_room, check_shapes, least_rank
 from hpc_serve.rendezvous.claims import change_wanted, read_wanted
-from hpc_serve.rendezvous.names import replica_name
+from hpc_serve.rendezvous.fields import replica_name
 from hpc_serve.rendezvous.record import Adapter, EndpointRecord, check_adapter_name
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.submit.status.status_reader import find_report, replicas_here
-from hpc_serve.vllm.arguments import read_arguments, value_of
 
 _POLL_S = 0.5
 _KEPT = 64
@@ -187,19 +186,6 @@ def _check(store: ServiceStore, service: str, live: Sequence[ReplicaStatus], fil
             check_room(files, job.engine_args, f"{service} (job {job.job_id}) was")
     on_cpus = [ON_CPUS] if any(job.gpu.startswith("cpu") for job in jobs) else []
     return " ".join(filter(None, (_check_base(files, (jobs[-1] if jobs else live[-1].job).model), *on_cpus)))
-
-
-def check_room(files: AdapterFiles, engine_args: Sequence[str], engine: str) -> None:
-    """Raises InvalidRequestError if an engine with these options takes no such adapter."""
-    words = read_arguments(engine_args)
-    cure = f"submit it with -- --enable-lora --max-lora-rank {least_rank(files.rank)}"
-    if not value_of(words, "--enable-lora"):
-        raise InvalidRequestError(f"{engine} started without room for adapters: {cure}, or with --lora NAME=FOLDER.")
-    most = value_of(words, "--max-lora-rank") or DEFAULT_LORA_RANK
-    if files.rank > most:
-        raise InvalidRequestError(
-            f"{engine} started for ranks of {most} at most, and {files.path} has {files.rank}: {cure}."
-        )
 
 
 def _check_base(files: AdapterFiles, model: str) -> str:

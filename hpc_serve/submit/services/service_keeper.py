@@ -22,8 +22,8 @@ from pathlib import Path
 
 from hpc_serve.errors import HpcServeError
 from hpc_serve.rendezvous.claims import change_wanted, read_wanted
+from hpc_serve.rendezvous.fields import record_file_name
 from hpc_serve.rendezvous.files import read_json
-from hpc_serve.rendezvous.names import record_file_name
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore, default_home, drain_file, read_drain_request
 from hpc_serve.rendezvous.wanted import Wanted

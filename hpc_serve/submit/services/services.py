@@ -16,11 +16,11 @@ from types import MappingProxyType
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import HpcServeError
 from hpc_serve.plan import ServePlan
-from hpc_serve.plan.model.checkpoint import AdapterFiles, check_shapes
+from hpc_serve.plan.model.checkpoint import AdapterFiles, check_room, check_shapes
 from hpc_serve.rendezvous import shares
 from hpc_serve.rendezvous.claims import read_wanted
+from hpc_serve.rendezvous.fields import array_of, log_dir_before_job
 from hpc_serve.rendezvous.files import make_log_dir
-from hpc_serve.rendezvous.names import array_of, log_dir_before_job
 from hpc_serve.rendezvous.ownership import user_name
 from hpc_serve.rendezvous.record import Adapter, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore, default_home
@@ -31,7 +31,7 @@ from hpc_serve.submit.plans.preflight import check_before_plan, check_files
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.script.memory import asked_parts, memory_sum, small_memory_note
 from hpc_serve.submit.script.render import devices_per_node, render_script, replicas_of
-from hpc_serve.submit.services.adapters import check_room, want_adapters
+from hpc_serve.submit.services.adapters import want_adapters
 from hpc_serve.submit.services.carry_out import (
     JobScript,
     claimed,

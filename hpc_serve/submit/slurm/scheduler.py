@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc_serve.errors import SchedulerError, SchedulerUnavailableError
-from hpc_serve.rendezvous.names import array_of
+from hpc_serve.rendezvous.fields import array_of
 from hpc_serve.rendezvous.ownership import user_name
 from hpc_serve.rendezvous.record import SubmittedJob
 from hpc_serve.submit.slurm.slurm import (

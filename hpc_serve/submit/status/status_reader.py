@@ -26,7 +26,7 @@ from hpc_serve.client.replicas.status import (
 from hpc_serve.errors import RendezvousError, ServiceNotFoundError
 from hpc_serve.redact import redact, redact_lines
 from hpc_serve.rendezvous.claims import read_wanted_or_none
-from hpc_serve.rendezvous.names import array_of, is_service_name, validate_service_name
+from hpc_serve.rendezvous.fields import array_of, is_service_name, validate_service_name
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob, followers_of
 from hpc_serve.rendezvous.store import JobEntry, ServiceRecords, ServiceStore
 from hpc_serve.submit.logs import files_of, known_secrets, tail

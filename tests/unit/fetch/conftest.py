@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_serve.hub import fetch as fetched
-from hpc_serve.hub.hub_settings import HubSettings, read_hub_settings
+from hpc_serve.hub.local_weights import HubSettings, read_hub_settings
 from tests.support.fake_hub import FakeHub, model_files, running_hub
 
 MODEL = "org/model"

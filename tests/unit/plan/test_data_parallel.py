@@ -19,8 +19,7 @@ from hpc_serve.plan import (
 from hpc_serve.plan.choice.layout import layouts_on
 from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.memory.estimate import MemoryEstimate
-from hpc_serve.plan.memory.loaded import loaded_model
-from hpc_serve.plan.memory.stages import pipeline_stages
+from hpc_serve.plan.memory.loaded import loaded_model, pipeline_stages
 from hpc_serve.plan.speed.estimate import ReplicaSpeeds, requests_held, speed_column
 from hpc_serve.plan.speed.step import EXPECTED, IDEAL
 from hpc_serve.plan.speed.throughput import Traffic

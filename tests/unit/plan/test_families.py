@@ -12,8 +12,7 @@ from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import EngineConfig, ModelSpec, accelerator
 from hpc_serve.plan.catalog import architectures, load_data
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
-from hpc_serve.plan.memory.loaded import loaded_model
-from hpc_serve.plan.memory.stages import pipeline_stages
+from hpc_serve.plan.memory.loaded import loaded_model, pipeline_stages
 from hpc_serve.plan.model.architectures import function_named
 from hpc_serve.plan.speed.work import model_work
 from tests.support.configs import built, config_of, made, schemes_of

@@ -12,9 +12,9 @@ import pytest
 from hpc_serve.cli.main import run
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import EngineConfig, MemoryEstimate, ModelSpec, model_from_config, resolve
+from hpc_serve.plan.choice.advice import plan_notes
 from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.model.architectures import draft_from_config
-from hpc_serve.plan.report.notes import plan_notes
 from hpc_serve.units import GIB
 from tests.support.configs import config_of
 from tests.support.plans import estimate as estimate_on

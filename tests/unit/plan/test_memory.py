@@ -24,7 +24,7 @@ from hpc_serve.plan import (
 from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.engine import batches_in_flight
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
-from hpc_serve.plan.memory.stages import pipeline_stages
+from hpc_serve.plan.memory.loaded import pipeline_stages
 from hpc_serve.units import GIB
 from tests.support.plans import changed, estimate, spec
 

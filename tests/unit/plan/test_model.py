@@ -9,7 +9,7 @@ import pytest
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import model_from_config, resolve
 from hpc_serve.plan.catalog import models
-from hpc_serve.plan.memory.stages import pipeline_stages
+from hpc_serve.plan.memory.loaded import pipeline_stages
 from hpc_serve.plan.model.scheme import FP8_BLOCK, FP8_CHANNEL
 from hpc_serve.units import GIB
 from tests.support.configs import EXCEPTIONS, VLLM_BYTES, built, config_of, schemes_of, with_value

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.accuracy.speculation_gains import gains
 from hpc_serve.plan import EngineConfig, accelerator
-from hpc_serve.plan.speed.drafts import KnownDraft, known_draft, known_drafts
+from hpc_serve.plan.speed.measured import KnownDraft, known_draft, known_drafts
 from hpc_serve.plan.speed.step import IDEAL
 from tests.support.plans import roofline
 from tests.unit.plan.conftest import Plan, Told

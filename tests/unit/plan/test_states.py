@@ -9,7 +9,7 @@ import pytest
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan import EngineConfig, accelerator
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
-from hpc_serve.plan.memory.stages import check_decode_context, pipeline_stages
+from hpc_serve.plan.memory.loaded import check_decode_context, pipeline_stages
 from hpc_serve.plan.speed.work import model_work
 from hpc_serve.units import GIB
 from tests.support.configs import made

@@ -7,8 +7,13 @@ from typing import Any, get_args
 import pytest
 
 from hpc_serve.errors import InvalidRequestError, RecordError
-from hpc_serve.rendezvous.fields import from_json_text, to_json_text
-from hpc_serve.rendezvous.names import is_record_file_name, validate_job_id, validate_service_name
+from hpc_serve.rendezvous.fields import (
+    from_json_text,
+    is_record_file_name,
+    to_json_text,
+    validate_job_id,
+    validate_service_name,
+)
 from hpc_serve.rendezvous.record import (
     Adapter,
     EndpointRecord,

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.hub.hub_settings import HubSettings
+from hpc_serve.hub.local_weights import HubSettings
 from hpc_serve.job.machine import node_memory
 from hpc_serve.job.preflight import cuda_probe, gather_gpus, gather_node
 from hpc_serve.job.preflight.facts import CudaDevice, CudaFacts
