@@ -155,9 +155,9 @@ def _prepared(
     service = request.service
     planned = plan_request(request, stand_in=environ.get("HPC_SERVE_MODEL"))
     for files in adapters.values():
-        check_room(files, planned.plan.vllm_args, f"{service} would be")
         if not environ.get("HPC_SERVE_MODEL"):
             check_shapes(files, planned.result.model)
+        check_room(files, planned.plan.vllm_args, f"{service} would be")
     weights_note = check_files(planned, {**environ, **request.env}, ask_hub=ask_hub)
 
     plan = planned.plan
