@@ -42,6 +42,7 @@ _BY_NAME: dict[str, _Rule] = {
     "compilation_config's cudagraph_mode": (lambda value: str(value).upper() in _MODES, ", ".join(_MODES)),
     "compilation_config's cudagraph_capture_sizes": (lambda value: _are_sizes(value), "a list of sizes"),
     "compilation_config's max_cudagraph_capture_size": (lambda value: _are_sizes([value]), "a size"),
+    "limit_mm_per_prompt": (lambda value: _are_limits(value), 'a JSON object of numbers from 0 on, as {"image": 2}'),
     "optimization_level": (lambda value: value in ("0", "1", "2", "3"), "from 0 to 3"),
     "cpu_offload_gb": (lambda value: 0 <= value <= _LARGEST_GIB, f"from 0 to {_LARGEST_GIB:,} GiB"),
     "kv_offloading_size": (lambda value: 0 <= value <= _LARGEST_GIB, f"from 0 to {_LARGEST_GIB:,} GiB"),
@@ -52,6 +53,14 @@ _BY_NAME: dict[str, _Rule] = {
 
 def _is_count(value: object, least: int) -> bool:
     return type(value) is int and least <= value <= 1000
+
+
+def _are_limits(value: object) -> bool:
+    """Return whether each kind of input has a number, or {"count": NUMBER} with sizes."""
+    if not isinstance(value, Mapping):
+        return False
+    counts = [one.get("count", 0) if isinstance(one, Mapping) else one for one in value.values()]
+    return all(isinstance(count, int) and count >= 0 for count in counts)
 
 
 def _are_sizes(value: object) -> bool:
