@@ -20,7 +20,7 @@ from hpc_serve.plan.memory.loaded import is_left_out, is_text_only, kinds_read
 from hpc_serve.plan.model.checkpoint import ON_CPUS
 from hpc_serve.plan.model.scheme import FP8_TENSOR, Scheme, int_groups
 from hpc_serve.plan.model.spec import Linear, ModelSpec, Weight
-from hpc_serve.vllm.options import is_known, nearest_version
+from hpc_serve.vllm.arguments import is_known, nearest_version
 
 _WITHOUT_DRAFT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 

@@ -20,8 +20,7 @@ from hpc_serve.plan.engine import LAYOUT_SIZES, EngineConfig
 from hpc_serve.plan.hardware import ClusterSpec, is_offered, slice_with
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.units import layout_text
-from hpc_serve.vllm.arguments import read_arguments, value_of
-from hpc_serve.vllm.options import load_data
+from hpc_serve.vllm.arguments import load_data, read_arguments, value_of
 
 _MAX_NODES = 64
 """The search for a layout stops at this number of nodes."""

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.vllm.arguments import read_arguments, value_of
+from hpc_serve.vllm.arguments import load_data, options, read_arguments, value_of
 from hpc_serve.vllm.command import GATE, check_arguments, read_command, server_args
-from hpc_serve.vllm.options import load_data, options
 from tests.unit.vllm.conftest import Ask
 
 PORT = 9123

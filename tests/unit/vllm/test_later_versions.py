@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hpc_serve.vllm.options import known_versions, load_data, options, pinned_version
+from hpc_serve.vllm.arguments import known_versions, load_data, options, pinned_version
 from tests.support.vllm_options import as_text, with_later
 
 SEED: dict[str, Any] = {"names": ["--seed"], "values": "1", "kind": "integer"}
