@@ -291,14 +291,9 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
     if is_auto:
         contexts = _all_contexts(inputs.for_one_replica(), contexts, chosen)
     notes = plan_notes(model, asked.engine, on_cpus=found.cluster.accelerator.kind == "cpu")
+    plan = replace(chosen, reasons=(*reasons, *chosen.reasons, *filter(None, [found.warning]), *notes))
     return PlanResult(
-        asked=asked,
-        found=found,
-        inputs=inputs,
-        traffic=traffic,
-        measured=measured,
-        plan=replace(chosen, reasons=(*reasons, *chosen.reasons, *filter(None, [found.warning]), *notes)),
-        contexts=contexts,
+        asked=asked, found=found, inputs=inputs, traffic=traffic, measured=measured, plan=plan, contexts=contexts
     )
 
 
@@ -310,21 +305,14 @@ def _inputs(asked: PlanRequest, model: ModelSpec, cluster: ClusterSpec) -> tuple
     """
     is_auto = asked.workload.max_model_len == LONGEST_THAT_FITS
     workload = replace(asked.workload, max_model_len=None) if is_auto else asked.workload
-    inputs = PlanInputs(
-        model=model,
-        cluster=cluster,
-        engine=asked.engine,
-        workload=workload,
-        max_model_len=workload.max_model_len or model.max_model_len,
-    )
+    inputs = PlanInputs.of(model, cluster, asked.engine, workload)
     one = inputs.for_one_replica() if is_auto else inputs
     if not is_auto or not one.cluster.num_nodes:
         return inputs, {}
     contexts = contexts_of(one, layouts_on(one.cluster.num_nodes, one.cluster, one.engine))
     longest = max((max(lengths.values()) for lengths in contexts.values()), default=model.max_model_len)
     if longest < model.max_model_len:
-        workload = replace(workload, max_model_len=longest)
-        inputs = replace(inputs, workload=workload, max_model_len=longest)
+        inputs = PlanInputs.of(model, cluster, asked.engine, replace(workload, max_model_len=longest))
     return inputs, contexts
 
 
@@ -370,10 +358,7 @@ def _for_target(
     if target != SpeedTarget() and engine.max_num_seqs is None and traffic.concurrency == 1:
         # The target is met as long as no more requests share a step than that.
         engine = replace(engine, max_num_seqs=batch)
-        reasons = [
-            *reasons,
-            f"--max-num-seqs {batch}: further requests wait, so that the running ones meet the target.",
-        ]
+        reasons.append(f"--max-num-seqs {batch}: further requests wait, so that the running ones meet the target.")
     nodes = max(1, layout.num_gpus * option.replicas // cluster.node_size_of(layout.num_nodes))
     concurrency = -(-workload.concurrency // option.replicas)
     workload = replace(workload, replicas=option.replicas, concurrency=concurrency)

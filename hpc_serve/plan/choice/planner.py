@@ -98,14 +98,7 @@ def plan(
     NoLayoutError if no layout holds a single request of the longest context, and InvalidRequestError for a context
     longer than the model's.
     """
-    workload = workload or Workload()
-    inputs = PlanInputs(
-        model=model,
-        cluster=cluster,
-        engine=engine or EngineConfig(),
-        workload=workload,
-        max_model_len=workload.max_model_len or model.max_model_len,
-    )
+    inputs = PlanInputs.of(model, cluster, engine or EngineConfig(), workload or Workload())
     return choose(inputs, served_model_names=served_model_names)
 
 

@@ -118,16 +118,9 @@ def estimate_memory(
         )
     to_start = layout.for_one_to_start(batched_tokens)
     per_request = to_start.blocks_per_request(max_model_len, batched_tokens * batches)
-    estimates = [
-        _stage_estimate(run, layout, per_request)
-        for run in profile_runs(
-            model,
-            accelerator,
-            engine,
-            (tensor_parallel_size, pipeline_parallel_size, data_parallel_size),
-            max_model_len,
-        )
-    ]
+    sizes = tensor_parallel_size, pipeline_parallel_size, data_parallel_size
+    runs = profile_runs(model, accelerator, engine, sizes, max_model_len)
+    estimates = [_stage_estimate(run, layout, per_request) for run in runs]
     return min(estimates, key=lambda estimate: (estimate.num_blocks, estimate.kv_cache_bytes))
 
 

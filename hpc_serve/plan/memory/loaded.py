@@ -410,9 +410,8 @@ def _lora_slots(weight: Weight, engine: EngineConfig) -> Iterator[Linear]:
     has a whole B. Fully sharded LoRAs divide both. Sources: `create_lora_weights` in vLLM's lora/layers/base_linear.py,
     column_parallel_linear.py and fused_moe.py.
     """
-    if not isinstance(weight, Linear):
-        return
-    if not _is_target(weight.name, engine.lora_target_modules, is_fused=len(weight.outputs) > 1):
+    targets = engine.lora_target_modules
+    if not isinstance(weight, Linear) or not _is_target(weight.name, targets, is_fused=len(weight.outputs) > 1):
         return
     rank, sharded = engine.lora_rank * engine.lora_slots, engine.fully_sharded_loras and weight.split != "none"
     a_split = "row" if weight.split == "row" else "column" if sharded else "none"
