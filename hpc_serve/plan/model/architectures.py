@@ -26,18 +26,7 @@ from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.ordinary import ordinary_layer
 from hpc_serve.plan.model.quantization import quantization_from_config
 from hpc_serve.plan.model.scheme import plain_scheme
-from hpc_serve.plan.model.spec import (
-    Block,
-    DecoderLayer,
-    ImageEncoder,
-    Linear,
-    ModelSpec,
-    Part,
-    Vector,
-    Vocabulary,
-    Weight,
-    distinct_layers,
-)
+from hpc_serve.plan.model.spec import Block, DecoderLayer, ImageEncoder, Linear, ModelSpec, Part, Vector, Vocabulary
 
 
 def vision_tower(name: str, config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
@@ -57,7 +46,7 @@ def vision_tower(name: str, config: Mapping[str, Any], hidden_size: int) -> tupl
     return Block(weights=tuple(weights)), ImageEncoder(**images)
 
 
-def _weights(row: Sequence[Any], sizes: Mapping[str, Any]) -> Iterator[Weight]:
+def _weights(row: Sequence[Any], sizes: Mapping[str, Any]) -> Iterator[Linear | Vector]:
     """Yield the weight of one row, as often as the row says."""
     name, shape, options = (*row, {})[:3]
     inputs, _, outputs = shape.partition(" -> ")
@@ -324,7 +313,7 @@ def _experts(layers: tuple[DecoderLayer, ...]) -> tuple[int, int]:
     """Return (routed experts of a layer, inner size of one), the most of any layer. (0, 0) without experts."""
     found = [
         (weight.copies, weight.inputs.size)
-        for layer, _ in distinct_layers(layers)
+        for layer in layers
         for weight in layer.block.experts
         if weight.name.endswith("experts.down_proj")
     ]

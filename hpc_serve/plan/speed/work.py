@@ -224,7 +224,7 @@ def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineCon
     whole = engine.enable_expert_parallel and bool(model.num_experts)
     counting = _Counting(model, accelerator, engine, tensor, data, whole)
     found = []
-    for stage in pipeline_stages(model, tensor, pipeline, data_parallel_size=data, expert_parallel=whole):
+    for stage in pipeline_stages(model, tensor, pipeline, data, expert_parallel=whole):
         head = model.head or model.embedding
         is_idle = stage.rank == 0 and (model.head is not None or pipeline > 1 or engine.is_pooling)
         looked_up = model.embedding.bytes_per_rank(tensor) if is_idle else 0

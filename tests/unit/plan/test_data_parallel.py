@@ -31,8 +31,7 @@ R1, QWEN = "r1", "Qwen/Qwen3-30B-A3B"
 
 
 def weights(name: str, tp: int, dp: int, *, expert_parallel: bool = True) -> int:
-    stages = pipeline_stages(spec(name), tp, 1, data_parallel_size=dp, expert_parallel=expert_parallel)
-    return stages[0].weight_bytes
+    return pipeline_stages(spec(name), tp, 1, dp, expert_parallel=expert_parallel)[0].weight_bytes
 
 
 def memory(name: str, tp: int = 1, dp: int = 1, **options: Any) -> MemoryEstimate:

@@ -13,7 +13,7 @@ from hpc_serve.plan.memory.loaded import pipeline_stages
 from hpc_serve.plan.model.scheme import FP8_BLOCK, FP8_CHANNEL
 from hpc_serve.units import GIB
 from tests.support.configs import EXCEPTIONS, VLLM_BYTES, built, config_of, schemes_of, with_value
-from tests.support.plans import changed, spec
+from tests.support.plans import changed, estimate, spec
 
 KNOWN_DIFFERENCES = {name: more for name, (more, _) in EXCEPTIONS["published"].items()}
 
@@ -147,11 +147,11 @@ def test_float32_checkpoints_are_loaded_in_16_bit() -> None:
 
 def test_what_cannot_be_divided_is_named() -> None:
     with pytest.raises(DoesNotFitError, match=r"attention heads \(28\).*tensor parallel size \(8\)"):
-        pipeline_stages(spec("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"), 8, 1)
+        estimate("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", tp=8)
     with pytest.raises(DoesNotFitError, match="4 units of 128, which 7 ranks do not divide"):
         pipeline_stages(spec("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"), 7, 1)
     with pytest.raises(DoesNotFitError, match="200 stages"):
-        pipeline_stages(spec("8b"), 1, 200)
+        estimate("8b", pp=200)
     with pytest.raises(DoesNotFitError, match=r"experts.up_proj.*192 outputs.*blocks.*128"):
         pipeline_stages(spec("Qwen/Qwen3-235B-A22B-FP8"), 8, 1)
 

@@ -9,7 +9,7 @@ import pytest
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan import EngineConfig, accelerator
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
-from hpc_serve.plan.memory.loaded import check_decode_context, pipeline_stages
+from hpc_serve.plan.memory.loaded import pipeline_stages
 from hpc_serve.plan.speed.work import model_work
 from hpc_serve.units import GIB
 from tests.support.configs import made
@@ -73,9 +73,8 @@ def test_vllm_refuses_ranks_that_do_not_divide_falcon_h1s_groups_or_its_cache() 
     model = made("falcon-h1-34b-shape")
     with pytest.raises(DoesNotFitError, match="2 units of 256, which 4 ranks do not divide"):
         pipeline_stages(model, 4, 1)
-    shared = EngineConfig(decode_context_parallel_size=2)
     with pytest.raises(DoesNotFitError, match="layers with windows, states or a compressed cache"):
-        check_decode_context(made("falcon-h1-7b"), shared, 4)
+        estimate(made("falcon-h1-7b"), tp=4, decode_context_parallel_size=2)
 
 
 def test_kimi_k3_keeps_states_in_three_of_four_layers() -> None:
