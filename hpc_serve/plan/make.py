@@ -27,6 +27,9 @@ from hpc_serve.plan.speed.throughput import Traffic
 _DEFAULT_INPUT_TOKENS, _DEFAULT_OUTPUT_TOKENS = 1024, 256
 _DEFAULT_TEXT_TOKENS = 512
 """Of a text to embed or to score."""
+_OF_GENERATION = ("output_tokens", "longest_output_tokens", "decode_only", "prefix_hits", "acceptance_length", "target")
+_OF_ANY_SPEED = ("input_tokens", "requests", "arrivals", "ideal", "usd_per_gpu_hour")
+"""Options that describe generated text, and the others that say of what the speed is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,29 +128,15 @@ def _acceptance_length(asked: PlanRequest, model: ModelSpec) -> float:
     return asked.acceptance_length
 
 
-def _options_of_generation(asked: PlanRequest) -> list[str]:
-    """Return the options asked for that describe generated text."""
-    given = {
-        "--output-tokens": asked.output_tokens,
-        "--longest-output-tokens": asked.longest_output_tokens,
-        "--decode-only": asked.decode_only,
-        "--prefix-hits": asked.prefix_hits,
-        "--acceptance-length": asked.acceptance_length,
-        "--target": asked.target,
-    }
-    return [option for option, value in given.items() if value]
+def _given(asked: PlanRequest, names: tuple[str, ...]) -> list[str]:
+    """Return the options of these names that were asked for."""
+    values = {f"--{name.replace('_', '-')}": getattr(asked, name) for name in names}
+    return [option for option, value in values.items() if value and value != "steady"]
 
 
 def _check_speech(asked: PlanRequest, model: ModelSpec) -> None:
     """Raise InvalidRequestError for options that a model with an encoder of sound cannot have."""
-    given = {
-        "--input-tokens": asked.input_tokens,
-        "--requests": asked.requests,
-        "--arrivals": asked.arrivals != "steady",
-        "--ideal": asked.ideal,
-        "--usd-per-gpu-hour": asked.usd_per_gpu_hour,
-    }
-    named = [*(option for option, value in given.items() if value), *_options_of_generation(asked)]
+    named = _given(asked, _OF_ANY_SPEED + _OF_GENERATION)
     if asked.engine.is_pooling:
         named.append("--runner pooling")
     if named:
@@ -158,7 +147,7 @@ def _check_speech(asked: PlanRequest, model: ModelSpec) -> None:
 
 def _pooling_traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
     """Return the texts that an embedder or a reranker gets. Raises InvalidRequestError for options of generation."""
-    if named := _options_of_generation(asked):
+    if named := _given(asked, _OF_GENERATION):
         raise InvalidRequestError(f"The model generates no text: leave out {', '.join(named)}.")
     tokens = asked.input_tokens or min(_DEFAULT_TEXT_TOKENS, max_model_len)
     if tokens > max_model_len:

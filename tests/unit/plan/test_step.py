@@ -197,7 +197,6 @@ def test_attention_has_a_share_of_the_peak_of_its_own() -> None:
 
 
 def test_answers_cut_off_end_more_rarely() -> None:
-    assert share_ending_per_step(100, None) == 1 / 100
     assert 0 < share_ending_per_step(100, 256) < 1 / 100
     assert share_ending_per_step(256, 256) == 0
 
