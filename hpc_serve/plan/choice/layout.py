@@ -203,10 +203,7 @@ def _layout_asked_for(tensor: int, pipeline: int, data: int, cluster: ClusterSpe
             why = f"but {nodes} x {size} {cluster.accelerator.unit}s are {nodes * size}"
         raise DoesNotFitError(f"{asked}, {why}; use {_larger_machines(ranks, cluster)}other sizes.")
     layout = Layout(
-        tensor_parallel_size=tensor,
-        pipeline_parallel_size=pipeline,
-        data_parallel_size=data,
-        num_nodes=nodes,
+        tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, data_parallel_size=data, num_nodes=nodes
     )
     if layout.cuts_ranks:
         raise DoesNotFitError(

@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.errors import DoesNotFitError
-from hpc_serve.plan import (
-    ClusterSpec,
-    EngineConfig,
-    ServePlan,
-    Workload,
-    accelerator,
-    plan,
-)
+from hpc_serve.plan import ClusterSpec, EngineConfig, ServePlan, Workload, accelerator, plan
 from hpc_serve.plan.choice.layout import layouts_on
 from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.memory.estimate import MemoryEstimate

@@ -27,9 +27,6 @@ def test_h100_has_less_than_its_label_times_gibibytes() -> None:
     assert gpu.label_bytes == 80_000_000_000
     assert gpu.total_bytes / GIB == pytest.approx(79.19)
     assert accelerator("h100") == accelerator("H100_80GB") == gpu
-
-
-def test_memory_may_be_told() -> None:
     assert accelerator("h100-80gb", total_bytes=79 * GIB).total_bytes == 79 * GIB
 
 
@@ -126,24 +123,10 @@ def test_a_plan_for_several_kinds(plan_json: Plan) -> None:
 # -- a new entry is planned for, and has scripts, without a change of code
 
 MODEL = spec("8b")
-GPU: dict[str, Any] = {
-    "name": "x900",
-    "aliases": [],
-    "product": "X900",
-    "vendor": "Newcomer",
-    "kind": "gpu",
-    "label_bytes": 100_000_000_000,
-    "total_gib": 93.0,
-    "bandwidth_bytes_per_s": 5e12,
-    "dense_flops": {"bf16": 1e15},
-    "link": "XLink",
-    "link_bytes_per_s": 4e11,
-    "gpus_per_node": 8,
-    "network_bytes_per_s": 5e10,
-    "confidence": "none",
-    "note": "made up",
-    "source": ["DERIVED"],
-}
+GPU: dict[str, Any] = {"name": "x900", "aliases": [], "product": "X900", "vendor": "Newcomer", "kind": "gpu"}
+GPU |= {"label_bytes": 100_000_000_000, "total_gib": 93.0, "bandwidth_bytes_per_s": 5e12, "dense_flops": {"bf16": 1e15}}
+GPU |= {"link": "XLink", "link_bytes_per_s": 4e11, "gpus_per_node": 8, "network_bytes_per_s": 5e10}
+GPU |= {"confidence": "none", "note": "made up", "source": ["DERIVED"]}
 
 
 def add(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> str:

@@ -106,10 +106,7 @@ UNKNOWN_QUANTIZATIONS: list[tuple[dict[str, Any], str]] = [
     (quark(**{**FP4, "group_size": 16}), "group_size 16: mxfp4 has groups of 32"),
     ({**quark(**FP4), "layer_quant_config": {"*.k": {"weight": {"dtype": "int8"}}}}, "weights of different kinds"),
     ({"quant_method": "modelopt", "quant_algo": "FP4_SPARSE"}, "quant_algo 'FP4_SPARSE'.*knows FP8, .*NVFP4"),
-    (
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
-        "32: NVFP4 has groups of 16",
-    ),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "32: NVFP4 has groups of 16"),
     ({"quant_method": "compressed-tensors", "config_groups": GROUPS}, "groups of different kinds, fp8 and mxfp4"),
 ]
 

@@ -85,14 +85,8 @@ def test_kimi_k3_keeps_states_in_three_of_four_layers() -> None:
 
 def test_groups_of_a_hybrid_as_vllm_printed_them() -> None:
     """Qwen3-Next on two H200, vLLM 0.10.2: block size 544; 44.59 GiB are 973,760 tokens, 14.77 x 262,144."""
-    found = estimate(
-        "Qwen/Qwen3-Next-80B-A3B-Instruct",
-        tp=2,
-        length=262144,
-        vllm_version="0.10.2",
-        gpu="h200",
-        kv_cache_memory_bytes=int(44.59 * GIB),
-    )
+    options: dict[str, Any] = {"vllm_version": "0.10.2", "kv_cache_memory_bytes": int(44.59 * GIB)}
+    found = estimate("Qwen/Qwen3-Next-80B-A3B-Instruct", "h200", tp=2, length=262144, **options)
     assert found.block_size == 544
     assert found.kv_cache_tokens == 973_760
     assert round(found.max_concurrency, 2) == 14.77

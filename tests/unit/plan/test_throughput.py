@@ -227,8 +227,7 @@ def test_an_ideal_step_is_the_books_formula() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "critical"),
-    [("h100-80gb", 989.4e12 / 3.35e12), ("a100-80gb", 312e12 / 2.039e12), ("v5e", 197e12 / 820e9)],
+    ("gpu", "critical"), [("h100-80gb", 989.4e12 / 3.35e12), ("a100-80gb", 312e12 / 2.039e12), ("v5e", 197e12 / 820e9)]
 )
 def test_the_critical_batch_of_a_dense_model_is_flops_over_bandwidth(gpu: str, critical: float) -> None:
     """With two bytes a weight and two operations for it, both cancel; the book has 240 for a v5e."""

@@ -110,11 +110,7 @@ def test_what_differs_is_stored_and_a_second_run_replaces_it() -> None:
     new = {"names": ["--new"], "values": "0", "kind": "switch"}
     once = with_later(pinned, "1.10.0", [SEED, any_kind, new])
     (later,) = once["later"]
-    assert later == {
-        "version": "1.10.0",
-        "gone": ["--eager"],
-        "options": [{"names": ["--kind"], "choices": None}, new],
-    }
+    assert later == {"version": "1.10.0", "gone": ["--eager"], "options": [{"names": ["--kind"], "choices": None}, new]}
     twice = with_later(with_later(once, "1.10.0", [SEED, EAGER, KIND]), "1.9.0", [SEED, EAGER, KIND, new])
     assert [(one["version"], len(one["options"])) for one in twice["later"]] == [("1.9.0", 1), ("1.10.0", 0)]
 
