@@ -85,11 +85,8 @@ def test_the_arithmetic_speaks_of_what_there_is(gpu: str, unit: str) -> None:
 
 
 def test_long_waits_are_in_seconds_and_keep_their_columns() -> None:
-    (line,) = (
-        line
-        for line in lines(planned("l4", workload=Workload(max_model_len=8192, concurrency=2000)))
-        if "first token" in line
-    )
+    result = planned("l4", workload=Workload(max_model_len=8192, concurrency=2000))
+    (line,) = (one for one in lines(result) if "first token" in one)
     assert re.fullmatch(r"  time to the first token +[\d,]+\.\d\d s +[\d,]+\.\d\d s", line)
 
 
@@ -165,9 +162,8 @@ def test_an_adapter_is_two_kernels_for_each_matrix_and_a_slot_of_weights() -> No
     one, many = (roofline("8b", enable_lora=True, max_lora_rank=16, max_loras=n).work.stages[0] for n in (1, 4))
     assert one.kernels - plain.kernels >= 32 * 2 * 4
     assert one.dense_bytes == pytest.approx(many.dense_bytes, rel=1e-6)
-    rank = (
-        16 * (2 * 4096 + 6144 + 4096 + 2 * 28672 + 4096 + 14336 + 4096) * 32
-    )  # by hand, about: A and B of four matrices
+    # by hand, about: A and B of four matrices
+    rank = 16 * (2 * 4096 + 6144 + 4096 + 2 * 28672 + 4096 + 14336 + 4096) * 32
     assert 0.5 * 2 * rank < one.dense_bytes - plain.dense_bytes < 2 * 2 * rank
 
 
