@@ -17,7 +17,7 @@ from hpc_serve.plan.engine import LONGEST_THAT_FITS
 from hpc_serve.printable import json_text
 from hpc_serve.submit.request.bounds import parse_counts
 from hpc_serve.units import GIB, parse_size
-from hpc_serve.vllm.options import read_size
+from hpc_serve.vllm.arguments import read_arguments, read_size
 
 # -- the values of options
 
@@ -181,8 +181,6 @@ class CommandWithVllmOptions(GroupedCommand):
 
 def _words_of_vllm(words: Sequence[str]) -> int:
     """How many of these words are an option of vLLM that the first one begins, and its values; 0: it begins none."""
-    from hpc_serve.vllm.arguments import read_arguments
-
     first = read_arguments(words)[0]
     return len(first.words) - len(first.stray) if first.option is not None else 0
 
@@ -193,8 +191,6 @@ def with_plain_sizes(words: Iterable[str]) -> tuple[str, ...]:
     >>> with_plain_sizes(["--kv-cache-memory-bytes", "30GiB", "--cpu-offload-gb=512MiB", "--max-num-seqs", "4"])
     ('--kv-cache-memory-bytes', '32212254720', '--cpu-offload-gb=0.5', '--max-num-seqs', '4')
     """
-    from hpc_serve.vllm.arguments import read_arguments
-
     plain: list[str] = []
     for argument in read_arguments(words):
         found, unit = list(argument.words), _UNITS.get(argument.name)

@@ -24,13 +24,9 @@ _SPEED_KEYS = ("ttft_s", "queue_s", "tpot_s", "requests_per_s", "output_tokens_p
 
 def result_json(result: PlanResult) -> dict[str, Any]:
     """Return a plan, or the lack of one, under stable keys. Sizes are bytes on the GPU of the tightest rank."""
-    about = {
-        "model": result.model.name,
-        "gpu": result.accelerator.name,
-        "parameters": result.model.parameters,
-        "active_parameters": result.model.active_parameters,
-        "model_weight_bytes": result.model.weight_bytes,
-    }
+    about: dict[str, Any] = {"model": result.model.name, "gpu": result.accelerator.name}
+    about |= _named(result.model, ("parameters", "active_parameters"))
+    about |= {"model_weight_bytes": result.model.weight_bytes}
     if result.plan is None:
         assert result.error is not None
         return {**about, "fits": False, **_no_plan(result.error), "performance": None}

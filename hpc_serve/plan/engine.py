@@ -118,12 +118,6 @@ class EngineConfig:
     uncounted: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self._check_values()
-        if not re.match(r"\d+\.\d+", self.vllm_version):
-            raise InvalidRequestError(f"vllm_version is {self.vllm_version!r}: write it as {PINNED_VERSION}.")
-
-    def _check_values(self) -> None:
-        """Raise InvalidRequestError for an option, or a key within it, whose value cannot be. None is no value."""
         by_type = {one.name: _BY_TYPE[str(one.type)] for one in fields(self) if str(one.type) in _BY_TYPE}
         for name, (is_right, wanted) in (by_type | _BY_NAME).items():
             option, _, key = name.partition("'s ")
@@ -131,6 +125,8 @@ class EngineConfig:
             value = (value or {}).get(key) if key else value
             if value is not None and not is_right(value):
                 raise InvalidRequestError(f"{name} is {str(value)[:40]}: it must be {wanted}.")
+        if not re.match(r"\d+\.\d+", self.vllm_version):
+            raise InvalidRequestError(f"vllm_version is {self.vllm_version!r}: write it as {PINNED_VERSION}.")
 
     def completed(self, options: Mapping[str, Any]) -> EngineConfig:
         """Return the same with these options, where they are not given."""

@@ -27,6 +27,9 @@ from hpc_serve.plan.speed.throughput import Traffic
 _DEFAULT_INPUT_TOKENS, _DEFAULT_OUTPUT_TOKENS = 1024, 256
 _DEFAULT_TEXT_TOKENS = 512
 """Of a text to embed or to score."""
+_OF_GENERATION = ("output_tokens", "longest_output_tokens", "decode_only", "prefix_hits", "acceptance_length", "target")
+_OF_ANY_SPEED = ("input_tokens", "requests", "arrivals", "ideal", "usd_per_gpu_hour")
+"""Options that describe generated text, and the others that say of what the speed is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,29 +128,15 @@ def _acceptance_length(asked: PlanRequest, model: ModelSpec) -> float:
     return asked.acceptance_length
 
 
-def _options_of_generation(asked: PlanRequest) -> list[str]:
-    """Return the options asked for that describe generated text."""
-    given = {
-        "--output-tokens": asked.output_tokens,
-        "--longest-output-tokens": asked.longest_output_tokens,
-        "--decode-only": asked.decode_only,
-        "--prefix-hits": asked.prefix_hits,
-        "--acceptance-length": asked.acceptance_length,
-        "--target": asked.target,
-    }
-    return [option for option, value in given.items() if value]
+def _given(asked: PlanRequest, names: tuple[str, ...]) -> list[str]:
+    """Return the options of these names that were asked for."""
+    values = {f"--{name.replace('_', '-')}": getattr(asked, name) for name in names}
+    return [option for option, value in values.items() if value and value != "steady"]
 
 
 def _check_speech(asked: PlanRequest, model: ModelSpec) -> None:
     """Raise InvalidRequestError for options that a model with an encoder of sound cannot have."""
-    given = {
-        "--input-tokens": asked.input_tokens,
-        "--requests": asked.requests,
-        "--arrivals": asked.arrivals != "steady",
-        "--ideal": asked.ideal,
-        "--usd-per-gpu-hour": asked.usd_per_gpu_hour,
-    }
-    named = [*(option for option, value in given.items() if value), *_options_of_generation(asked)]
+    named = _given(asked, _OF_ANY_SPEED + _OF_GENERATION)
     if asked.engine.is_pooling:
         named.append("--runner pooling")
     if named:
@@ -158,7 +147,7 @@ def _check_speech(asked: PlanRequest, model: ModelSpec) -> None:
 
 def _pooling_traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
     """Return the texts that an embedder or a reranker gets. Raises InvalidRequestError for options of generation."""
-    if named := _options_of_generation(asked):
+    if named := _given(asked, _OF_GENERATION):
         raise InvalidRequestError(f"The model generates no text: leave out {', '.join(named)}.")
     tokens = asked.input_tokens or min(_DEFAULT_TEXT_TOKENS, max_model_len)
     if tokens > max_model_len:
@@ -291,14 +280,9 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
     if is_auto:
         contexts = _all_contexts(inputs.for_one_replica(), contexts, chosen)
     notes = plan_notes(model, asked.engine, on_cpus=found.cluster.accelerator.kind == "cpu")
+    plan = replace(chosen, reasons=(*reasons, *chosen.reasons, *filter(None, [found.warning]), *notes))
     return PlanResult(
-        asked=asked,
-        found=found,
-        inputs=inputs,
-        traffic=traffic,
-        measured=measured,
-        plan=replace(chosen, reasons=(*reasons, *chosen.reasons, *filter(None, [found.warning]), *notes)),
-        contexts=contexts,
+        asked=asked, found=found, inputs=inputs, traffic=traffic, measured=measured, plan=plan, contexts=contexts
     )
 
 
@@ -310,21 +294,14 @@ def _inputs(asked: PlanRequest, model: ModelSpec, cluster: ClusterSpec) -> tuple
     """
     is_auto = asked.workload.max_model_len == LONGEST_THAT_FITS
     workload = replace(asked.workload, max_model_len=None) if is_auto else asked.workload
-    inputs = PlanInputs(
-        model=model,
-        cluster=cluster,
-        engine=asked.engine,
-        workload=workload,
-        max_model_len=workload.max_model_len or model.max_model_len,
-    )
+    inputs = PlanInputs.of(model, cluster, asked.engine, workload)
     one = inputs.for_one_replica() if is_auto else inputs
     if not is_auto or not one.cluster.num_nodes:
         return inputs, {}
     contexts = contexts_of(one, layouts_on(one.cluster.num_nodes, one.cluster, one.engine))
     longest = max((max(lengths.values()) for lengths in contexts.values()), default=model.max_model_len)
     if longest < model.max_model_len:
-        workload = replace(workload, max_model_len=longest)
-        inputs = replace(inputs, workload=workload, max_model_len=longest)
+        inputs = PlanInputs.of(model, cluster, asked.engine, replace(workload, max_model_len=longest))
     return inputs, contexts
 
 
@@ -370,10 +347,7 @@ def _for_target(
     if target != SpeedTarget() and engine.max_num_seqs is None and traffic.concurrency == 1:
         # The target is met as long as no more requests share a step than that.
         engine = replace(engine, max_num_seqs=batch)
-        reasons = [
-            *reasons,
-            f"--max-num-seqs {batch}: further requests wait, so that the running ones meet the target.",
-        ]
+        reasons.append(f"--max-num-seqs {batch}: further requests wait, so that the running ones meet the target.")
     nodes = max(1, layout.num_gpus * option.replicas // cluster.node_size_of(layout.num_nodes))
     concurrency = -(-workload.concurrency // option.replicas)
     workload = replace(workload, replicas=option.replicas, concurrency=concurrency)

@@ -1,25 +1,209 @@
-"""The one reader of the arguments of `vllm serve`: words of a command line or of a file become options with values.
+"""The options of `vllm serve`, and the one reader of its arguments: words of a command line or of a file become values.
 
-It reads them as vLLM's own parser does (FlexibleArgumentParser): `--name value`, `--name=value`, underscores for
-dashes, short forms, `--no-name`, several values, `--name.key value` for JSON, `-O3`. Which of them may be used is
-decided in `command`.
+The options are data (`data/options.json`), made from vLLM's own parser by `python -m tests.support.vllm_options`: those
+of the version that hpc-serve pins, and for each later version what differs. Arguments are read as vLLM's parser does
+(FlexibleArgumentParser): `--name value`, `--name=value`, underscores for dashes, short forms, `--no-name`, several
+values, `--name.key value` for JSON, `-O3`. Which of them may be used is decided in `command`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.given_files import parse_json
-from hpc_serve.vllm.options import Option, completions, convert, options, read_size
 
 ARGS_FILE = "hpc-serve-args.txt"
 """The file in a model's folder whose words are appended where that folder stands in for a model (HPC_SERVE_MODEL)."""
+
+# -- options
+
+Kind = Literal[
+    "switch", "text", "integer", "number", "size", "size or auto", "name", "json", "json or text", "json with sizes"
+]
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)([kKmMgGtT])")
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_JSON_STRING = re.compile(r'("(?:[^"\\]|\\.)*")')
+_EXPECTED = {
+    "integer": "a whole number",
+    "number": "a number",
+    "size": "a whole number, or one with k, m, g (powers of 1000) or K, M, G (powers of 1024)",
+    "size or auto": "a whole number, or one with k (1000) or K (1024), or auto",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option, by its entry in the data. `names` are its spellings, first the long one; `negated` switch it off.
+
+    `values` says how many values follow: none ("0"), one ("1"), one or none ("?"), one or more ("+"). If `optional`,
+    "None" stands for no value. If it `repeats`, each use adds a value. `choices` is empty where vLLM's parser takes
+    any. `version` is vLLM's, "" for the option as all known versions have it.
+    """
+
+    names: tuple[str, ...]
+    values: Literal["0", "1", "?", "+"]
+    kind: Kind
+    negated: tuple[str, ...] = ()
+    optional: bool = False
+    repeats: bool = False
+    choices: tuple[str | int, ...] = ()
+    version: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def takes_json(self) -> bool:
+        return "json" in self.kind
+
+
+@cache
+def load_data(name: str) -> Any:
+    """Return what one of the data files of this package holds."""
+    return json.loads((Path(__file__).with_name("data") / name).read_text(encoding="utf-8"))
+
+
+@cache
+def known_versions() -> tuple[str, ...]:
+    """Return the versions of vLLM with data, oldest first: the pinned one, and later ones."""
+    data = load_data("options.json")
+    return (data["version"], *(later["version"] for later in data["later"]))
+
+
+def pinned_version() -> str:
+    """Return the version of vLLM that hpc-serve is tested with."""
+    return known_versions()[0]
+
+
+def nearest_version(version: str) -> str:
+    """Return the newest version with data that is not newer than `version`. Before the pinned version it is this one.
+
+    >>> nearest_version("0.11.2"), nearest_version("0.33.1"), nearest_version("1.0")
+    ('0.32.0', '0.33.0', '0.33.0')
+    """
+    older = (known for known in known_versions() if _minor(known) <= _minor(version))
+    return max(older, key=_minor, default=pinned_version())
+
+
+def is_known(version: str) -> bool:
+    """Return whether there is data of this version. The last number does not count."""
+    return _minor(nearest_version(version)) == _minor(version)
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+@cache
+def options(version: str = "") -> Mapping[str, Option]:
+    """Return every option of a known version, by each of its spellings.
+
+    "" stands for all known versions: command lines are read with it. A value is a choice if one version takes it.
+    """
+    entries: dict[str, dict[str, Any]] = {}
+    for known in (version,) if version else known_versions():
+        for name, entry in _entries(known).items():
+            before = entries.get(name, {}).get("choices") or ()
+            choices = dict.fromkeys((*before, *(entry.get("choices") or ())))
+            entries[name] = {**entry, "choices": choices, "version": version}
+    found: dict[str, Option] = {}
+    for entry in entries.values():
+        given: dict[str, Any] = {key: one if isinstance(one, (str, bool)) else tuple(one) for key, one in entry.items()}
+        option = Option(**given)
+        found |= dict.fromkeys((*option.names, *option.negated), option)
+    return found
+
+
+def _entries(version: str) -> dict[str, dict[str, Any]]:
+    """Return the data of a version's options, by name: the pinned version's, with what differs in a later one."""
+    data = load_data("options.json")
+    entries = {entry["names"][0]: entry for entry in data["options"]}
+    for later in data["later"]:
+        if later["version"] == version:
+            entries = {name: entry for name, entry in entries.items() if name not in later["gone"]}
+            for change in later["options"]:
+                name = change["names"][0]
+                entries[name] = {**entries.get(name, {}), **change}
+    return entries
+
+
+def completions(spelling: str) -> tuple[str, ...]:
+    """Return the spellings that vLLM's parser would complete `spelling` to: argparse's abbreviations, and `-n2` for `-n
+    2`.
+
+    >>> completions("--max-num-seq"), completions("-t"), completions("-n2")
+    (('--max-num-seqs',), ('-tp',), ('-n',))
+    """
+    if len(spelling) < 2 or spelling == "--" or spelling in options():
+        return ()
+    joined = (spelling[:2],) if spelling[1] != "-" and spelling[:2] in options() else ()
+    return (*joined, *(known for known in options() if known.startswith(spelling)))
+
+
+def convert(option: Option, text: str) -> Any:
+    """Convert one value as vLLM's parser does. Raises ValueError, which says what the value must be.
+
+    >>> convert(options()["--max-num-batched-tokens"], "8k"), convert(options()["--max-model-len"], "32K")
+    (8000, 32768)
+    """
+    if option.optional and text in ("", "None"):
+        return None
+    try:
+        value = _convert(option.kind, text)
+    except ValueError:
+        raise ValueError(f"it must be {_EXPECTED.get(option.kind, 'JSON')}") from None
+    if option.choices and value not in option.choices:
+        raise ValueError(f"{f'vLLM {option.version}'.strip()} takes {', '.join(map(str, option.choices))}")
+    return value
+
+
+def _convert(kind: Kind, text: str) -> Any:
+    if kind == "integer":
+        return int(text)
+    if kind == "number":
+        return float(text)
+    if kind == "size or auto" and text.strip().lower() in ("auto", "-1"):
+        return -1
+    if kind in ("size", "size or auto"):
+        return read_size(text)
+    if kind == "name":
+        return text.lower().replace("-", "_")
+    if kind == "json with sizes":
+        return parse_json(_expand_sizes(text))
+    if kind == "json" or (kind == "json or text" and text.strip().startswith("{") and text.strip().endswith("}")):
+        return parse_json(text)
+    return text
+
+
+def read_size(text: str) -> int:
+    """Read a number as vLLM does: `8k` is 8,000 and `8K` is 8,192. Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        return int(text)
+    number, suffix = match.groups()
+    count = float(number) if suffix.islower() else int(number)  # powers of 1024 take no fraction
+    return int(count * _UNITS[suffix])
+
+
+def _expand_sizes(text: str) -> str:
+    """Replace sizes as `80g` by numbers outside of strings, as vLLM does in the JSON of its own settings."""
+    parts = _JSON_STRING.split(text)
+    for index in range(0, len(parts), 2):
+        parts[index] = re.sub(rf"\b{_SIZE.pattern}\b", lambda match: str(read_size(match[0])), parts[index])
+    return "".join(parts)
+
+
+# -- arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +245,11 @@ def read_arguments(words: Iterable[str]) -> tuple[Argument, ...]:
     >>> [argument.name for argument in read_arguments(["-tp", "2", "--max_num_seqs=4", "--enforce-eager"])]
     ['--tensor-parallel-size', '--max-num-seqs', '--enforce-eager']
     """
-    return tuple(_read(tuple(words)))
+    given, found, place = tuple(words), [], 0
+    while place < len(given):
+        argument, place = _read_one(given, place)
+        found.append(argument)
+    return tuple(found)
 
 
 def value_of(arguments: Iterable[Argument], name: str) -> Any:
@@ -140,9 +328,9 @@ def check_value(argument: Argument) -> None:
     option = argument.option
     assert option is not None
     if option.values == "0" and "=" in argument.words[0]:
-        raise InvalidRequestError(f"{argument.spelling} takes no value: write it alone{_negation(option)}.")
-    if argument.stray:
-        raise _stray(argument)
+        instead = f", or {option.negated[0]}" if option.negated else ""
+        raise InvalidRequestError(f"{argument.spelling} takes no value: write it alone{instead}.")
+    _check_stray(argument)
     if not argument.keys:
         _converted(argument)
 
@@ -157,26 +345,14 @@ def check_keys(argument: Argument) -> None:
     written = argument.words[0]
     if not argument.values or ("=" not in written and _begins_option(argument.values[0])):
         raise InvalidRequestError(f"{written} needs a value: write {written}=VALUE.")
-    if argument.stray:
-        raise _stray(argument)
+    _check_stray(argument)
     if argument.option is not None and not argument.option.takes_json:
         raise InvalidRequestError(f"{argument.name} takes no JSON, so it has no keys after a point.")
 
 
-def _stray(argument: Argument) -> InvalidRequestError:
-    stray = shlex.join(argument.stray)
-    return InvalidRequestError(f"{stray} after {argument.words[0]} belongs to no option: vLLM would not read it.")
-
-
-def _negation(option: Option) -> str:
-    return f", or {option.negated[0]}" if option.negated else ""
-
-
-def _read(words: Sequence[str]) -> Iterator[Argument]:
-    place = 0
-    while place < len(words):
-        argument, place = _read_one(words, place)
-        yield argument
+def _check_stray(argument: Argument) -> None:
+    if stray := shlex.join(argument.stray):
+        raise InvalidRequestError(f"{stray} after {argument.words[0]} belongs to no option: vLLM would not read it.")
 
 
 def _read_one(words: Sequence[str], place: int) -> tuple[Argument, int]:
@@ -189,29 +365,22 @@ def _read_one(words: Sequence[str], place: int) -> tuple[Argument, int]:
     head, equals, value = _optimization_level(word).partition("=")
     spelling, *keys = _with_dashes(head).split(".")
     option = options().get(spelling)
-    values = [value] if equals else []
-    if keys:
-        # vLLM takes the next word whatever it is.
-        taken = 0 if equals else 1
-        values += words[place : place + taken]
-        place = min(place + taken, len(words))
-    after = _end_of_values(words, place)
+    end = place
+    if keys and not equals:
+        end = min(place + 1, len(words))  # vLLM takes the next word whatever it is
+    after = _end_of_values(words, end)
     if not keys and not equals:
         count = {"0": 0, "1": 1, "?": 1}.get(option.values, after) if option else after
-        taken_to = min(place + count, after)
-        values += words[place:taken_to]
-        place = taken_to
-    return (
-        Argument(
-            words=tuple(words[start:after]),
-            spelling=spelling,
-            option=option,
-            keys=tuple(keys),
-            values=tuple(values),
-            stray=tuple(words[place:after]),
-        ),
-        after,
+        end = min(place + count, after)
+    argument = Argument(
+        words=tuple(words[start:after]),
+        spelling=spelling,
+        option=option,
+        keys=tuple(keys),
+        values=(*([value] if equals else []), *words[place:end]),
+        stray=tuple(words[end:after]),
     )
+    return argument, after
 
 
 def _end_of_values(words: Sequence[str], place: int) -> int:

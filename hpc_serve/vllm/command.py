@@ -11,10 +11,9 @@ pinned version does not know are passed on: the vLLM of the job may be another o
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.units import layout_text
@@ -23,12 +22,17 @@ from hpc_serve.vllm.arguments import (
     Argument,
     check_keys,
     check_value,
+    completions,
+    known_versions,
+    load_data,
     names_in,
+    nearest_version,
+    options,
+    pinned_version,
     read_arguments,
     value_of,
     without,
 )
-from hpc_serve.vllm.options import completions, known_versions, load_data, nearest_version, options, pinned_version
 
 # -- which options may be used, and where they may come from
 
@@ -36,14 +40,8 @@ OVERRULE = "--allow-unknown-vllm-options"
 """The option of `submit` and `render` that accepts options which the pinned version does not know."""
 # The launcher reads these from the engine's command line; an abbreviation would hide them.
 _READ_BY_LAUNCHER = (
-    "--tensor-parallel-size",
-    "--pipeline-parallel-size",
-    "--data-parallel-size",
-    "--data-parallel-hybrid-lb",
-    "--served-model-name",
-    "--port",
-    "--api-server-count",
-    "--distributed-executor-backend",
+    *("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--data-parallel-hybrid-lb"),
+    *("--served-model-name", "--port", "--api-server-count", "--distributed-executor-backend"),
 )
 
 
@@ -67,7 +65,7 @@ def check_arguments(words: Iterable[str], *, allow_unknown: bool, version: str =
             _check_unknown(argument, allow_unknown, version)
         elif not allow_unknown:
             _check_value(replace(argument, option=option))
-    for name, reason in _classes()["only_one"].items():
+    for name, reason in load_data("classes.json")["only_one"].items():
         if (size := value_of(arguments, name)) is not None and size != 1:
             raise InvalidRequestError(f"{name} {size} cannot be given to the engine: {reason}.")
 
@@ -102,27 +100,17 @@ def check_file_arguments(words: Iterable[str]) -> None:
                 f"{ARGS_FILE} holds {argument.spelling or argument.words[0]!r}, which vLLM {pinned_version()} does not "
                 "have: a file may hold only options that are known to name no code. Give it on the command line."
             )
-        if reason := _classes()["owner"].get(argument.name):
+        if reason := load_data("classes.json")["owner"].get(argument.name):
             raise InvalidRequestError(
                 f"{ARGS_FILE} holds {argument.name}, and {reason}: give it on the command line, or in the script."
             )
         _check_free_keys(argument)
 
 
-def classes() -> Mapping[str, str]:
-    """Return the class of every option, by its name: free, owner, ours, refused or only_one."""
-    return {name: kind for kind in ("free", "owner", "ours", "refused", "only_one") for name in _classes()[kind]}
-
-
-@lru_cache(maxsize=1)
-def _classes() -> Mapping[str, Any]:
-    data: Mapping[str, Any] = load_data("classes.json")
-    return data
-
-
 def _check_not_refused(argument: Argument) -> None:
+    classes = load_data("classes.json")
     for name in (argument.name, *_meant(argument)):
-        if reason := _classes()["ours"].get(name) or _classes()["refused"].get(name):
+        if reason := classes["ours"].get(name) or classes["refused"].get(name):
             raise InvalidRequestError(f"{name} cannot be given to the engine: {reason}.")
 
 
@@ -171,7 +159,7 @@ def _check_value(argument: Argument) -> None:
 
 
 def _hint(spelling: str) -> str:
-    if successor := _classes()["successors"].get(spelling):
+    if successor := load_data("classes.json")["successors"].get(spelling):
         return f": {successor}"
     near = closest_option(spelling)
     return f": did you mean {near}?" if near and near != spelling else ""
@@ -185,7 +173,7 @@ def closest_option(spelling: str, others: Iterable[str] = ()) -> str | None:
 
 
 def _check_free_keys(argument: Argument) -> None:
-    free = _classes()["free_keys"].get(argument.name)
+    free = load_data("classes.json")["free_keys"].get(argument.name)
     if free is None:
         return
     given = value_of([argument], argument.name)

@@ -36,12 +36,6 @@ class EngineReport:
     waiting: int
     cache_use: float | None = None
 
-    @property
-    def does_next_to_nothing(self) -> bool:
-        """Whether no request runs or waits, and hardly a token came or went."""
-        tokens_per_s = max(self.prompt_tokens_per_s, self.generation_tokens_per_s)
-        return not (self.running or self.waiting) and tokens_per_s <= _IDLE_TOKENS_PER_S
-
     def plus(self, other: EngineReport | None) -> EngineReport:
         """Add the report of another part of the engine, made at the same moment."""
         if other is None:
@@ -181,9 +175,11 @@ def read_figures(line: str) -> dict[str, float]:
 
 
 def is_idle_report(line: str) -> bool:
-    """Return whether `line` is vLLM's report, every ten seconds, of an engine that does next to nothing."""
+    """Return whether `line` is vLLM's report that no request runs or waits, and that hardly a token came or went."""
     report = read_report(line)
-    return report is not None and report.does_next_to_nothing
+    if report is None or report.running or report.waiting:
+        return False
+    return max(report.prompt_tokens_per_s, report.generation_tokens_per_s) <= _IDLE_TOKENS_PER_S
 
 
 def is_decoder_note(line: str) -> bool:

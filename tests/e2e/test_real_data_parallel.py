@@ -125,7 +125,7 @@ def workers(alice: User, host: str) -> list[int]:
 def check_figures(log: str, folder: Path, tp: int, dp: int, *, expert_parallel: bool) -> None:
     """What the plan says of a rank is what each rank of the engine logs, to the byte."""
     _, spec, _ = find_spec(str(folder), EngineConfig(dtype="float32"))
-    stages = pipeline_stages(spec, tp, 1, data_parallel_size=dp, expert_parallel=expert_parallel)
+    stages = pipeline_stages(spec, tp, 1, dp, expert_parallel=expert_parallel)
     found = re.findall(r"Weights of this rank: (\d+) bytes", log)
     assert found == [str(stages[0].weight_bytes)] * tp * dp
     planned = estimate_memory(

@@ -1,4 +1,4 @@
-"""Writes what every model of the catalogue is planned as: the numbers that tests/unit/plan/test_numbers.py compares.
+"""Writes what every model of the catalogue is planned as: the numbers that tests/unit/plan/test_plan.py compares.
 
 Run it when a change of a plan is meant. The difference in git then names the models and the numbers:
 

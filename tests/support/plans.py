@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import pytest
-
-from hpc_serve.cli.main import run
 from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan import (
     EngineConfig,
@@ -123,10 +119,3 @@ def made_plan(model: str | ModelSpec, gpu: str = "h100-80gb", **asked: Any) -> P
     return make_plan(
         PlanRequest(model=found.name, gpu=gpu, **asked), FoundParts(model=found, cluster=cluster_named(gpu))
     )
-
-
-def printed_plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    """What `hpc-serve plan --json` prints."""
-    assert run(["plan", "--json", *words]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found

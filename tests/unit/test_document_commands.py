@@ -11,7 +11,7 @@ import click
 import pytest
 
 from hpc_serve.cli import main
-from hpc_serve.vllm.options import options as vllm_options
+from hpc_serve.vllm.arguments import options as vllm_options
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *sorted(str(path.relative_to(CHECKOUT)) for path in CHECKOUT.glob("docs/**/*.md"))]

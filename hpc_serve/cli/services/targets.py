@@ -36,7 +36,7 @@ def targets_command(
     from its file, so it has to run as you.
     """
     if dashboard:
-        from hpc_serve.vllm.options import load_data
+        from hpc_serve.vllm.arguments import load_data
 
         print_json(load_data("grafana.json"))
         return

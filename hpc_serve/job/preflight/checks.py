@@ -30,8 +30,8 @@ from hpc_serve.job.preflight.facts import (
 )
 from hpc_serve.rendezvous.store import Level
 from hpc_serve.units import GIB, MIB
+from hpc_serve.vllm.arguments import is_known, nearest_version
 from hpc_serve.vllm.command import options_of_others
-from hpc_serve.vllm.options import is_known, nearest_version
 
 # -- GPUs
 

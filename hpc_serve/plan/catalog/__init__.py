@@ -122,18 +122,6 @@ def architectures() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
-def gone_architectures() -> Mapping[str, str]:
-    """Return the last version of vLLM that had an architecture which it has no more."""
-    found: Mapping[str, str] = load_data("architectures.json")["gone"]
-    return found
-
-
-def ordinary_layers() -> Mapping[str, Mapping[str, Any]]:
-    """Return the descriptions of ordinary decoder layers by name."""
-    found: Mapping[str, Mapping[str, Any]] = load_data("architectures.json")["layers"]
-    return found
-
-
 def config_fields() -> Mapping[str, Any]:
     """Return the fields of configs to check, and the fields that change no size of any model."""
     return load_data("config_fields.json")

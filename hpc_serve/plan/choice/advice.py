@@ -20,7 +20,7 @@ from hpc_serve.plan.memory.loaded import is_left_out, is_text_only, kinds_read
 from hpc_serve.plan.model.checkpoint import ON_CPUS
 from hpc_serve.plan.model.scheme import FP8_TENSOR, Scheme, int_groups
 from hpc_serve.plan.model.spec import Linear, ModelSpec, Weight
-from hpc_serve.vllm.options import is_known, nearest_version
+from hpc_serve.vllm.arguments import is_known, nearest_version
 
 _WITHOUT_DRAFT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
@@ -45,7 +45,7 @@ def plan_notes(model: ModelSpec, engine: EngineConfig, *, on_cpus: bool) -> Iter
         )
     method, draft = engine.speculative_method, (engine.speculative_config or {}).get("model")
     if engine.speculates_with_own_layers:
-        yield (f"--speculative-config: {model.draft_layers} prediction layers with their cache are counted.")
+        yield f"--speculative-config: {model.draft_layers} prediction layers with their cache are counted."
     elif engine.draft_model and model.draft_layers:
         yield (
             f"--speculative-config: weights and cache of the draft model {draft} are counted ({model.draft_layers} "
@@ -101,10 +101,8 @@ def plan_notes(model: ModelSpec, engine: EngineConfig, *, on_cpus: bool) -> Iter
             "--limit-mm-per-prompt: a step holds as many images as its tokens allow, whatever the limit. The tower is "
             "left out only where all its kinds of input are 0."
         )
-    for option, asked in (
-        ("--kv-transfer-config", engine.kv_transfer_config),
-        ("--kv-offloading-size", engine.kv_offloading_size),
-    ):
+    transfer, offloading = engine.kv_transfer_config, engine.kv_offloading_size
+    for option, asked in (("--kv-transfer-config", transfer), ("--kv-offloading-size", offloading)):
         if asked:
             yield f"Not counted: buffers and copies of {option}, in GPU memory and in the table's speed."
     if engine.all2all_backend != EngineConfig.all2all_backend:
@@ -219,8 +217,7 @@ def _more_nodes(asked: PlanInputs) -> Remedy | None:
         return None
     one = replace(asked.workload, replicas=None)
     free = replace(asked, cluster=replace(cluster, num_nodes=None), workload=one)
-    layout = _first_that_fits(free)
-    if layout is None:
+    if (layout := _first_that_fits(free)) is None:
         return None
     size = layout.gpus_per_node if layout.num_nodes > 1 else free.cluster.node_size
     options = {"--nodes": str(layout.num_nodes * replicas), "--gpus-per-node": str(size)}
@@ -244,8 +241,7 @@ def _other_sizes(asked: PlanInputs) -> Remedy | None:
     if not engine.has_asked_layout:
         return None
     free = replace(asked, engine=without_layout(engine))
-    first = _first_that_fits(free)
-    if first is None:
+    if (first := _first_that_fits(free)) is None:
         return None
     free = free.for_one_replica()
 

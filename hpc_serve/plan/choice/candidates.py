@@ -45,6 +45,12 @@ class PlanInputs:
     workload: Workload
     max_model_len: int
 
+    @classmethod
+    def of(cls, model: ModelSpec, cluster: ClusterSpec, engine: EngineConfig, workload: Workload) -> PlanInputs:
+        """Return the inputs with the context that the load asks for, else with the model's own."""
+        length = workload.max_model_len or model.max_model_len
+        return cls(model=model, cluster=cluster, engine=engine, workload=workload, max_model_len=length)
+
     def for_one_replica(self) -> PlanInputs:
         """Return the same with the machines of one replica.
 

@@ -20,8 +20,7 @@ from hpc_serve.plan.engine import LAYOUT_SIZES, EngineConfig
 from hpc_serve.plan.hardware import ClusterSpec, is_offered, slice_with
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.units import layout_text
-from hpc_serve.vllm.arguments import read_arguments, value_of
-from hpc_serve.vllm.options import load_data
+from hpc_serve.vllm.arguments import load_data, read_arguments, value_of
 
 _MAX_NODES = 64
 """The search for a layout stops at this number of nodes."""
@@ -204,10 +203,7 @@ def _layout_asked_for(tensor: int, pipeline: int, data: int, cluster: ClusterSpe
             why = f"but {nodes} x {size} {cluster.accelerator.unit}s are {nodes * size}"
         raise DoesNotFitError(f"{asked}, {why}; use {_larger_machines(ranks, cluster)}other sizes.")
     layout = Layout(
-        tensor_parallel_size=tensor,
-        pipeline_parallel_size=pipeline,
-        data_parallel_size=data,
-        num_nodes=nodes,
+        tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, data_parallel_size=data, num_nodes=nodes
     )
     if layout.cuts_ranks:
         raise DoesNotFitError(

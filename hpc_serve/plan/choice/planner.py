@@ -9,19 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hpc_serve.errors import DoesNotFitError
+from hpc_serve.plan.choice import candidates
 from hpc_serve.plan.choice.advice import Remedy, suggestions
-from hpc_serve.plan.choice.candidates import (
-    Candidate,
-    MinimumGpus,
-    PlanInputs,
-    alternatives,
-    cache_room_text,
-    closest_to_fitting,
-    minimum_gpus,
-    next_smaller,
-    on_most_gpus,
-    that_queues,
-)
+from hpc_serve.plan.choice.candidates import Candidate, MinimumGpus, PlanInputs, minimum_gpus
 from hpc_serve.plan.choice.layout import Layout, assumption, is_quantized_by_vllm, layouts, vllm_args
 from hpc_serve.plan.engine import EngineConfig, Workload, max_num_batched_tokens, max_num_seqs
 from hpc_serve.plan.hardware import AcceleratorSpec, ClusterSpec
@@ -29,7 +19,7 @@ from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.units import GIB
 
-_SHOWN_WHEN_NOTHING_FITS = 4
+_MOST_SHOWN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +88,7 @@ def plan(
     NoLayoutError if no layout holds a single request of the longest context, and InvalidRequestError for a context
     longer than the model's.
     """
-    workload = workload or Workload()
-    inputs = PlanInputs(
-        model=model,
-        cluster=cluster,
-        engine=engine or EngineConfig(),
-        workload=workload,
-        max_model_len=workload.max_model_len or model.max_model_len,
-    )
+    inputs = PlanInputs.of(model, cluster, engine or EngineConfig(), workload or Workload())
     return choose(inputs, served_model_names=served_model_names)
 
 
@@ -120,7 +103,7 @@ def choose(asked: PlanInputs, *, served_model_names: tuple[str, ...] = ()) -> Se
             if candidate.verdict == "fits":
                 return _plan(inputs, replace(candidate, verdict="chosen"), tried, served_model_names)
             tried.append(candidate)
-        if (queues := that_queues(tried)) is not None:
+        if (queues := candidates.that_queues(tried)) is not None:
             others = [candidate for candidate in tried if candidate is not queues]
             helps = tuple(suggestions(asked, [queues.layout]))
             return _plan(inputs, replace(queues, verdict="chosen"), others, served_model_names, helps)
@@ -143,7 +126,7 @@ def _plan(
     if inputs.cluster.accelerator.kind == "cpu" and engine.kv_cache_memory_bytes is None:
         # By default vLLM takes its share of the whole machine, even where the job has a part of it.
         engine = replace(engine, kv_cache_memory_bytes=memory.kv_cache_bytes)
-    others = alternatives(inputs, layout, {candidate.layout for candidate in tried})
+    others = candidates.alternatives(inputs, layout, {candidate.layout for candidate in tried})
     minimum = minimum_gpus(inputs, at_most=layout.num_gpus)
     reasons, of_candidates = _reasons(inputs, chosen, tried, others, minimum)
     return ServePlan(
@@ -160,7 +143,7 @@ def _plan(
         suggestions=suggestions,
         minimum_gpus=minimum,
         quantizes_files=model.quantization.is_assumed and is_quantized_by_vllm(engine, model),
-        candidates=(*next_smaller(tried, layout), chosen, *others),
+        candidates=(*candidates.next_smaller(tried, layout), chosen, *others),
     )
 
 
@@ -185,7 +168,7 @@ def _reasons(
         f"{inputs.model.weight_bytes / 1e9:.1f} GB of weights: {minimum.weights} x {gpu.name} by the label "
         f"({gpu.label_bytes / 1e9:.0f} GB), {minimum.full_context} with one request of the longest context{usable}."
     ]
-    of_candidates = [f"Not {below.layout}: {below.reason}." for below in on_most_gpus(tried)]
+    of_candidates = [f"Not {below.layout}: {below.reason}." for below in candidates.on_most_gpus(tried)]
     reasons += of_candidates
     if gpu.kind == "tpu" and layout.num_nodes > 1:
         reasons.append(f"{layout}: tensor parallelism goes over the links between chips, which span hosts.")
@@ -202,7 +185,7 @@ def _reasons(
     if layout.num_nodes > 1 and layout.gpus_per_node < size:
         idle = size - layout.gpus_per_node
         reasons.append(f"{layout}: a job takes several nodes whole, so {idle} of {size} {gpu.unit}s of each stay idle.")
-    leaves = f"{layout} leaves {cache_room_text(memory, layout)}."
+    leaves = f"{layout} leaves {candidates.cache_room_text(memory, layout)}."
     reasons.append(leaves)
     if memory.least_blocks and memory.max_num_seqs != max_num_seqs(inputs.engine, gpu):
         reasons.append(
@@ -249,7 +232,7 @@ def _nothing_fits(asked: PlanInputs, tried: list[Candidate]) -> NoLayoutError:
     """Return the error where no layout holds a single request of the longest context."""
     asked = replace(asked, workload=replace(asked.workload, concurrency=1))
     inputs = asked.for_one_replica()
-    shown = [inputs.evaluate(candidate.layout) for candidate in closest_to_fitting(tried, _SHOWN_WHEN_NOTHING_FITS)]
+    shown = [inputs.evaluate(candidate.layout) for candidate in candidates.closest_to_fitting(tried, _MOST_SHOWN)]
     helps = suggestions(asked, [candidate.layout for candidate in shown])
     cluster = inputs.cluster
     nodes = f"{cluster.num_nodes or 'any number of'} node{'' if cluster.num_nodes == 1 else 's'}"

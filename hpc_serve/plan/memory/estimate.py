@@ -19,22 +19,10 @@ from hpc_serve.plan.engine import (
     max_num_seqs,
 )
 from hpc_serve.plan.hardware import AcceleratorSpec
+from hpc_serve.plan.memory import overhead
 from hpc_serve.plan.memory.kv_cache import CacheLayout, cache_layout
-from hpc_serve.plan.memory.loaded import (
-    check_decode_context,
-    check_layout,
-    offloaded_bytes,
-    pinned_bytes,
-    pipeline_stages,
-)
-from hpc_serve.plan.memory.overhead import (
-    ProfileRun,
-    activation_bytes,
-    cuda_graph_bytes,
-    needs_state_blocks,
-    non_torch_bytes,
-    row_padding_bytes,
-)
+from hpc_serve.plan.memory.loaded import check_layout, offloaded_bytes, pinned_bytes, pipeline_stages
+from hpc_serve.plan.memory.overhead import ProfileRun
 from hpc_serve.plan.model.spec import ModelSpec
 
 
@@ -106,8 +94,7 @@ def estimate_memory(
         raise InvalidRequestError(
             f"max_model_len is {max_model_len}, but {model.name} has at most {model.max_model_len} positions."
         )
-    check_layout(model, tensor_parallel_size, pipeline_parallel_size)
-    check_decode_context(model, engine, tensor_parallel_size)
+    check_layout(model, engine, tensor_parallel_size, pipeline_parallel_size)
     layout = cache_layout(model, engine, tensor_parallel_size, kind=accelerator.kind)
     batched_tokens = max_num_batched_tokens(engine, accelerator, max_model_len)
     batches = batches_in_flight(engine, accelerator.kind, pipeline_parallel_size)
@@ -118,16 +105,9 @@ def estimate_memory(
         )
     to_start = layout.for_one_to_start(batched_tokens)
     per_request = to_start.blocks_per_request(max_model_len, batched_tokens * batches)
-    estimates = [
-        _stage_estimate(run, layout, per_request)
-        for run in profile_runs(
-            model,
-            accelerator,
-            engine,
-            (tensor_parallel_size, pipeline_parallel_size, data_parallel_size),
-            max_model_len,
-        )
-    ]
+    sizes = tensor_parallel_size, pipeline_parallel_size, data_parallel_size
+    runs = profile_runs(model, accelerator, engine, sizes, max_model_len)
+    estimates = [_stage_estimate(run, layout, per_request) for run in runs]
     return min(estimates, key=lambda estimate: (estimate.num_blocks, estimate.kv_cache_bytes))
 
 
@@ -157,19 +137,19 @@ def profile_runs(
             engine=engine,
             max_model_len=max_model_len,
         )
-        for stage in pipeline_stages(model, tensor, pipeline, data_parallel_size=data, expert_parallel=expert_parallel)
+        for stage in pipeline_stages(model, tensor, pipeline, data, expert_parallel=expert_parallel)
     ]
 
 
 def _stage_estimate(run: ProfileRun, layout: CacheLayout, per_request: int) -> MemoryEstimate:
     engine, stage, total = run.engine, run.stage, run.accelerator.total_bytes
     sequences = max_num_seqs(engine, run.accelerator)
-    counts_blocks = run.model.has_states and needs_state_blocks(engine) and run.accelerator.kind == "gpu"
+    counts_blocks = run.model.has_states and overhead.needs_state_blocks(engine) and run.accelerator.kind == "gpu"
     requested = math.ceil(total * gpu_memory_utilization(engine))
-    activation, graphs = activation_bytes(run), cuda_graph_bytes(run)
-    non_torch, offloaded = non_torch_bytes(run), offloaded_bytes(stage, engine)
+    activation, graphs = overhead.activation_bytes(run), overhead.cuda_graph_bytes(run)
+    non_torch, offloaded = overhead.non_torch_bytes(run), offloaded_bytes(stage, engine)
     weights = stage.weight_bytes - offloaded
-    padding = row_padding_bytes(run.model, stage.layers, run.accelerator, run.ranks, run.expert_ranks)
+    padding = overhead.row_padding_bytes(run.model, stage.layers, run.accelerator, run.ranks, run.expert_ranks)
     loading = stage.loading_bytes + padding
     taken = weights + loading + activation + non_torch
     if engine.subtracts_cuda_graphs:

@@ -32,10 +32,8 @@ class LayerPage:
         """Kind and window, or a state's bytes: layers with the same need as many tokens (`is_uniform_type` in vLLM)."""
         if self.cache.kind == "state":
             return "state", self.page_bytes
-        return (
-            "full" if self.cache.kind == "mla" else self.cache.kind,
-            self.cache.window or self.cache.encoder_positions,
-        )
+        kind = "full" if self.cache.kind == "mla" else self.cache.kind
+        return kind, self.cache.window or self.cache.encoder_positions
 
     def raised_to(self, page_bytes: int) -> LayerPage:
         """Return the page with so many bytes: of more tokens, or padded where the ratio is no whole number.
@@ -282,12 +280,9 @@ def cache_layout(model: ModelSpec, engine: EngineConfig, ranks: int, *, kind: Ac
     for a model without attention.
     """
     dtype = kv_cache_dtype(model, engine)
-    mla_align = 256 if engine.is_v0 else 1
     caches = [None if layer.cache and layer.cache.kind == "encoder" else layer.cache for layer in model.layers]
-    known: dict[LayerCache, int] = {}
-    for cache in caches:
-        if cache is not None and cache not in known:
-            known[cache] = layer_bytes_per_token(cache, ranks, dtype, mla_align=mla_align)
+    align, different = 256 if engine.is_v0 else 1, dict.fromkeys(filter(None, caches))
+    known = {cache: layer_bytes_per_token(cache, ranks, dtype, mla_align=align) for cache in different}
     per_token = tuple(known[cache] if cache is not None else 0 for cache in caches)
     if any(cache.kind == "compressed" for cache in known):
         return _compressed_layout(caches, per_token, engine.kv_cache_dtype)
@@ -346,12 +341,8 @@ def _compressed_layout(caches: list[LayerCache | None], per_token: tuple[int, ..
     if asked != "auto" and not asked.startswith("fp8"):
         raise InvalidRequestError(f"kv_cache_dtype is {asked!r}: vLLM keeps this cache in fp8, use auto or fp8.")
     groups = _packed_groups(caches)
-    return CacheLayout(
-        groups=groups,
-        block_size=max(group.block_size for group in groups),
-        bytes_per_token=per_token,
-        state_blocks=0,
-    )
+    largest = max(group.block_size for group in groups)
+    return CacheLayout(groups=groups, block_size=largest, bytes_per_token=per_token, state_blocks=0)
 
 
 def full_context_bytes(model: ModelSpec, engine: EngineConfig, tokens: int) -> int:

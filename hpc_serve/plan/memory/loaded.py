@@ -27,7 +27,6 @@ from hpc_serve.plan.model.spec import (
     Vocabulary,
     Weight,
     distinct_layers,
-    round_up,
 )
 from hpc_serve.units import GIB, MIB
 
@@ -65,43 +64,42 @@ def pipeline_layers(num_hidden_layers: int, pipeline_parallel_size: int) -> list
     return layers
 
 
-def check_layout(model: ModelSpec, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
+def check_layout(model: ModelSpec, engine: EngineConfig, tensor: int, pipeline: int) -> None:
     """Raise DoesNotFitError for sizes that vLLM refuses whatever the memory, in vLLM's own words.
 
     Source: `verify_with_parallel_config` in vLLM's config/model.py.
     """
     heads, layers = model.num_attention_heads, model.num_hidden_layers
-    if heads % tensor_parallel_size:
+    if heads % tensor:
         possible = ", ".join(str(size) for size in range(1, min(heads, 64) + 1) if heads % size == 0)
         raise DoesNotFitError(
             f"vLLM refuses it: Total number of attention heads ({heads}) must be divisible by tensor parallel size "
-            f"({tensor_parallel_size}); {possible} are possible"
+            f"({tensor}); {possible} are possible"
         )
-    if pipeline_parallel_size > 1 and model.is_one_stage:
+    if pipeline > 1 and model.is_one_stage:
         raise DoesNotFitError(
             f"vLLM refuses it: Pipeline parallelism is not supported for this model ({model.architecture})"
         )
-    if pipeline_parallel_size > layers:
-        raise DoesNotFitError(f"{pipeline_parallel_size} stages cannot share {layers} layers")
+    if pipeline > layers:
+        raise DoesNotFitError(f"{pipeline} stages cannot share {layers} layers")
+    if (ranks := engine.decode_context_parallel_size or 1) > 1:
+        _check_decode_context(model, tensor, ranks)
 
 
-def check_decode_context(model: ModelSpec, engine: EngineConfig, tensor_parallel_size: int) -> None:
+def _check_decode_context(model: ModelSpec, tensor: int, ranks: int) -> None:
     """Raise DoesNotFitError for a --decode-context-parallel-size that vLLM refuses: the same source.
 
     Its ranks are those of tensor parallelism that would hold the same part of the cache.
     """
-    ranks = engine.decode_context_parallel_size or 1
-    if ranks == 1:
-        return
     if any(layer.cache and (layer.cache.kind not in ("full", "mla") or layer.cache.state) for layer in model.layers):
         raise DoesNotFitError(
             "vLLM refuses it: --decode-context-parallel-size divides the cache of full attention alone, and "
             f"{model.name} has layers with windows, states or a compressed cache"
         )
-    copies = tensor_parallel_size if model.is_mla else max(1, tensor_parallel_size // model.num_key_value_heads)
-    if copies < ranks or tensor_parallel_size % ranks:
+    copies = tensor if model.is_mla else max(1, tensor // model.num_key_value_heads)
+    if copies < ranks or tensor % ranks:
         raise DoesNotFitError(
-            f"vLLM refuses it: TP={tensor_parallel_size} holds each part of the cache {copies} times, and "
+            f"vLLM refuses it: TP={tensor} holds each part of the cache {copies} times, and "
             f"--decode-context-parallel-size {ranks} is more, or does not divide TP"
         )
     queries = model.num_attention_heads // model.num_key_value_heads
@@ -113,14 +111,9 @@ def check_decode_context(model: ModelSpec, engine: EngineConfig, tensor_parallel
 
 
 def pipeline_stages(
-    model: ModelSpec,
-    tensor_parallel_size: int,
-    pipeline_parallel_size: int,
-    *,
-    data_parallel_size: int = 1,
-    expert_parallel: bool = False,
+    model: ModelSpec, tensor: int, pipeline: int, data: int = 1, *, expert_parallel: bool = False
 ) -> tuple[PipelineStage, ...]:
-    """Return all stages of a layout.
+    """Return all stages of a layout with these sizes of tensor, pipeline and data parallelism.
 
     Data-parallel ranks each have all weights but the experts, which they and their tensor-parallel ranks divide: as
     whole experts with expert parallelism, else as parts of each expert (`FusedMoEParallelConfig.make` in vLLM's
@@ -129,10 +122,9 @@ def pipeline_stages(
     tensor is rounded up to a power of two. Raises DoesNotFitError, which names what cannot be divided, where vLLM
     refuses it.
     """
-    check_layout(model, tensor_parallel_size, pipeline_parallel_size)
-    all_ranks = tensor_parallel_size * data_parallel_size
+    all_ranks = tensor * data
     expert_ranks = all_ranks if expert_parallel else 1
-    is_mixed = expert_parallel and tensor_parallel_size > 1 and data_parallel_size > 1
+    is_mixed = expert_parallel and tensor > 1 and data > 1
     whole = _SHARED_EXPERT if is_mixed and model.has_whole_shared_experts else None
 
     def sizes(block: Block | Vocabulary) -> list[int]:
@@ -140,7 +132,7 @@ def pipeline_stages(
         found = []
         for weight in block.weights if isinstance(block, Block) else (block,):
             is_expert = isinstance(weight, Linear) and weight.is_expert
-            ranks = all_ranks if is_expert else 1 if whole and whole in weight.name else tensor_parallel_size
+            ranks = all_ranks if is_expert else 1 if whole and whole in weight.name else tensor
             found.append(weight.bytes_per_rank(ranks, expert_ranks))
         return found
 
@@ -152,11 +144,11 @@ def pipeline_stages(
 
     known = {id(layer): layer_sizes(layer) for layer, _ in distinct_layers(model.layers)}
     found, start = [], 0
-    counts = pipeline_layers(model.num_hidden_layers - model.draft_layers, pipeline_parallel_size)
+    counts = pipeline_layers(model.num_hidden_layers - model.draft_layers, pipeline)
     counts[-1] += model.draft_layers
     for rank, count in enumerate(counts):
         layers = model.layers[start : start + count]
-        is_last = rank == pipeline_parallel_size - 1
+        is_last = rank == pipeline - 1
         ends = _outside_layers(model, is_first=rank == 0, is_last=is_last)
         of_layers = [known[id(layer)] for layer in layers]
         of_ends = [size for end in ends for size in sizes(end)]
@@ -221,7 +213,7 @@ def allocator_rounding(tensor_bytes: int) -> int:
     """
     if tensor_bytes < 10 * MIB:
         return 0
-    rest = round_up(tensor_bytes, 2 * MIB) - tensor_bytes
+    rest = -tensor_bytes % (2 * MIB)
     return rest if rest <= MIB else 0
 
 
@@ -410,9 +402,8 @@ def _lora_slots(weight: Weight, engine: EngineConfig) -> Iterator[Linear]:
     has a whole B. Fully sharded LoRAs divide both. Sources: `create_lora_weights` in vLLM's lora/layers/base_linear.py,
     column_parallel_linear.py and fused_moe.py.
     """
-    if not isinstance(weight, Linear):
-        return
-    if not _is_target(weight.name, engine.lora_target_modules, is_fused=len(weight.outputs) > 1):
+    targets = engine.lora_target_modules
+    if not isinstance(weight, Linear) or not _is_target(weight.name, targets, is_fused=len(weight.outputs) > 1):
         return
     rank, sharded = engine.lora_rank * engine.lora_slots, engine.fully_sharded_loras and weight.split != "none"
     a_split = "row" if weight.split == "row" else "column" if sharded else "none"

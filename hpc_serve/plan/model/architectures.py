@@ -17,27 +17,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import Any, TypeAlias
+from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.catalog import architectures, gone_architectures, load_data
+from hpc_serve.plan.catalog import architectures, load_data
 from hpc_serve.plan.model.config import CheckedConfig, check_all_read, missing
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.ordinary import ordinary_layer
 from hpc_serve.plan.model.quantization import quantization_from_config
 from hpc_serve.plan.model.scheme import plain_scheme
-from hpc_serve.plan.model.spec import (
-    Block,
-    DecoderLayer,
-    ImageEncoder,
-    Linear,
-    ModelSpec,
-    Part,
-    Vector,
-    Vocabulary,
-    Weight,
-    distinct_layers,
-)
+from hpc_serve.plan.model.spec import Block, DecoderLayer, ImageEncoder, Linear, ModelSpec, Part, Vector, Vocabulary
 
 
 def vision_tower(name: str, config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
@@ -57,7 +46,7 @@ def vision_tower(name: str, config: Mapping[str, Any], hidden_size: int) -> tupl
     return Block(weights=tuple(weights)), ImageEncoder(**images)
 
 
-def _weights(row: Sequence[Any], sizes: Mapping[str, Any]) -> Iterator[Weight]:
+def _weights(row: Sequence[Any], sizes: Mapping[str, Any]) -> Iterator[Linear | Vector]:
     """Yield the weight of one row, as often as the row says."""
     name, shape, options = (*row, {})[:3]
     inputs, _, outputs = shape.partition(" -> ")
@@ -131,10 +120,6 @@ def _divided(value: Any, by: Any) -> Any:
     return value // by if type(by) is int else round(value / by)
 
 
-Family: TypeAlias = Callable[[LayerBuilder], DecoderLayer]
-
-"""What describes one layer."""
-
 _PER_TOKEN = ("moe_k", "moe_top_k", "num_experts_per_token", "top_k_experts")
 
 """What some families call the number of experts of a token."""
@@ -180,7 +165,7 @@ def model_from_config(
     architecture, is_pooling = _generating(named)
     about = architectures()[architecture]
     config = CheckedConfig(_flat(config))
-    text = _text_config(config)
+    text: CheckedConfig = config.get("text_config") or config.get("llm_config") or config
     if about.get("decoder_by_name"):
         about = {**architectures()[_known_architecture(text, name, is_draft=False)], **about}
     is_pooling = is_pooling or about.get("runner") == "pooling"
@@ -205,7 +190,7 @@ def model_from_config(
     if "tower" in about and (of_tower := config.get(where) if where else config):
         for key, default in about.get("tower_fields", {}).items():
             of_tower.setdefault(key, config.get(key, default))
-        tower, images = vision_tower(about["tower"], of_tower, builder.hidden_size)
+        tower, images = vision_tower(about["tower"], of_tower, width)
     beside = list(about.get("beside", ()))
     if named != architecture and named.endswith(_CLASSIFIER):
         beside.append("ordinary.classifier_of_decoder")
@@ -216,8 +201,8 @@ def model_from_config(
         architecture=named,
         dtype=chosen,
         dtype_asked=dtype not in ("auto", ""),
-        hidden_size=builder.hidden_size,
-        vocab_size=builder.vocab_size,
+        hidden_size=width,
+        vocab_size=rows,
         num_attention_heads=builder.heads,
         num_key_value_heads=builder.kv_heads,
         max_model_len=_max_model_len(builder),
@@ -284,7 +269,7 @@ def _known_architecture(config: Mapping[str, Any], name: str, *, is_draft: bool)
     """Return the architecture that a config names. Raises InvalidRequestError for one that is not known."""
     architecture = _named(config)
     known = [one for one, about in architectures().items() if is_draft or not about.get("is_draft_head")]
-    if last := gone_architectures().get(architecture):
+    if last := load_data("architectures.json")["gone"].get(architecture):
         raise InvalidRequestError(
             f"{name} has the architecture {architecture}: vLLM had it until {last} and has it no more. Choose another "
             "model of its kind, as Llama 4 or Qwen3-VL for images."
@@ -326,12 +311,11 @@ def draft_from_config(config: Mapping[str, Any], *, name: str, method: str, dtyp
 
 def _experts(layers: tuple[DecoderLayer, ...]) -> tuple[int, int]:
     """Return (routed experts of a layer, inner size of one), the most of any layer. (0, 0) without experts."""
-    inner = "experts.down_proj"
     found = [
         (weight.copies, weight.inputs.size)
-        for layer, _ in distinct_layers(layers)
+        for layer in layers
         for weight in layer.block.experts
-        if weight.name.endswith(inner)
+        if weight.name.endswith("experts.down_proj")
     ]
     return max(found, default=(0, 0))
 
@@ -344,7 +328,7 @@ def _experts_per_token(builder: LayerBuilder, experts: int) -> int:
     return chosen if experts else 0
 
 
-def _layers(builder: LayerBuilder, family: Family) -> tuple[DecoderLayer, ...]:
+def _layers(builder: LayerBuilder, family: Callable[[LayerBuilder], DecoderLayer]) -> tuple[DecoderLayer, ...]:
     """Return all layers. Equal layers are one object, so that everything is computed once for them."""
     known: dict[DecoderLayer, DecoderLayer] = {}
     layers = (family(builder.layer(index)) for index in range(builder.num_layers))
@@ -356,12 +340,6 @@ def _flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = config.get("thinker_config")
     own = {name: value for name, value in config.items() if name != "thinker_config"}
     return {**own, **inner} if isinstance(inner, Mapping) else config
-
-
-def _text_config(config: CheckedConfig) -> CheckedConfig:
-    """Return the part of the config that describes the decoder."""
-    text: CheckedConfig = config.get("text_config") or config.get("llm_config") or config
-    return text
 
 
 def _dtype(config: CheckedConfig, text: CheckedConfig, asked: str) -> str:

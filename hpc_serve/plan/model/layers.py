@@ -121,10 +121,8 @@ class LayerBuilder:
         `plain`: it is never quantised. `experts`: it is one tensor with the matrices of so many experts.
         """
         if scheme is None:
-            fused = len(outputs) > 1
-            scheme = (
-                self.quantization.plain if plain else self.quantization.scheme_of(self.prefix + name, is_fused=fused)
-            )
+            known, is_fused = self.quantization, len(outputs) > 1
+            scheme = known.plain if plain else known.scheme_of(self.prefix + name, is_fused=is_fused)
         return Linear(
             name=name,
             inputs=inputs if isinstance(inputs, Part) else Part(inputs),
@@ -214,9 +212,7 @@ class LayerBuilder:
     ) -> list[Weight]:
         """Return the router, which chooses experts: in `scheme` or unquantised, and with a 32-bit bias where
         `correction`."""
-        gate = self.linear(
-            f"{prefix}.gate", self.hidden_size, [count], bias=bias, scheme=scheme or self.quantization.plain
-        )
+        gate = self.linear(f"{prefix}.gate", self.hidden_size, [count], bias=bias, plain=True, scheme=scheme)
         if not correction:
             return [gate]
         return [gate, self.vector(f"{prefix}.gate.e_score_correction_bias", count, element_bytes=4)]
@@ -314,9 +310,8 @@ def deepseek_feed_forward(builder: LayerBuilder, prefix: str) -> list[Weight]:
     count = builder.either("n_routed_experts", "num_experts", 0)
     if not count:
         return builder.mlp(prefix, builder.intermediate_size)
-    correction = ("topk_method", "noaux_tc", None)
     named = "n_routed_experts" if builder.config.peek("n_routed_experts") is not None else "num_experts"
-    shared = "n_shared_experts"
+    correction, shared = ("topk_method", "noaux_tc", None), "n_shared_experts"
     return experts_or_dense(
         builder, prefix, count=named, dense_by_layer=True, correction=correction, shared_count=shared
     )

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.catalog import ordinary_layers
+from hpc_serve.plan.catalog import load_data
 from hpc_serve.plan.model.config import CheckedConfig
 from hpc_serve.plan.model.layers import (
     LayerBuilder,
@@ -160,7 +160,7 @@ _FEED_FORWARD = {"qwen": qwen_feed_forward, "deepseek": deepseek_feed_forward}
 
 def ordinary_layer(builder: LayerBuilder, *, name: str) -> DecoderLayer:
     """Return a layer of the family that architectures.json describes under that name."""
-    about = ordinary_layers()[name]
+    about = load_data("architectures.json")["layers"][name]
     window = _window(builder, about.get("window_pattern"))
     builder = _with_own_heads(builder, about, has_window=window > 0)
     bias, output_bias = (_flag(builder, about.get(key, _NO)) for key in ("bias", "output_bias"))

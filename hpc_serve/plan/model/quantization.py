@@ -33,8 +33,7 @@ from hpc_serve.plan.model.scheme import (
 
 QUANTIZATION_FILE = "hf_quant_config.json"
 _SKIP_KEYS = (
-    *("modules_to_not_convert", "ignored_layers", "ignore", "exclude", "exclude_modules"),
-    "llm_int8_skip_modules",
+    *("modules_to_not_convert", "ignored_layers", "ignore", "exclude", "exclude_modules", "llm_int8_skip_modules"),
 )
 _BEFORE_LAYERS = re.compile(r"^.*?(?=layers\.\d+\.|lm_head$)")
 _DEFAULT_CONFIGS: dict[str, dict[str, Any]] = {

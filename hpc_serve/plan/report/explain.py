@@ -44,9 +44,8 @@ def explain_lines(estimate: SpeedEstimate) -> Iterator[str]:
     work = roofline.work.stages
     word = "decoding alone" if traffic.decode_only else f"{traffic.arrivals} arrivals"
     yield (
-        f"Speed of one replica, {traffic.concurrency} requests in flight {lengths_text(traffic)} ("
-        f"{word}, {estimate.batch:.0f} run, the cache holds "
-        f"{estimate.capacity:.0f}):"
+        f"Speed of one replica, {traffic.concurrency} requests in flight {lengths_text(traffic)} ({word}, "
+        f"{estimate.batch:.0f} run, the cache holds {estimate.capacity:.0f}):"
     )
     yield f"  {'':34}{'ideal':>12}{'expected':>12}"
     read = sum(stage.weight_bytes(estimate.batch / len(work)) for stage in work)
@@ -139,13 +138,9 @@ def explain(
     inputs: PlanInputs, layout: Layout, memory: MemoryEstimate, minimum: MinimumGpus, *, note: str | None = None
 ) -> list[str]:
     """Return lines of text: the model, its cache, the fewest GPUs for it, and the tightest GPU of the layout."""
-    runs = profile_runs(
-        inputs.model,
-        inputs.cluster.accelerator,
-        replace(inputs.engine_for(layout), max_num_seqs=memory.max_num_seqs),
-        (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size),
-        inputs.max_model_len,
-    )
+    engine = replace(inputs.engine_for(layout), max_num_seqs=memory.max_num_seqs)
+    sizes = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size
+    runs = profile_runs(inputs.model, inputs.cluster.accelerator, engine, sizes, inputs.max_model_len)
     run = runs[memory.pipeline_rank]
     return [
         *_model_lines(inputs),
@@ -202,10 +197,8 @@ def _minimum_lines(inputs: PlanInputs, minimum: MinimumGpus) -> Iterator[str]:
     label, weights = gpu.label_bytes, model.weight_bytes
     both = weights + full_context_bytes(model, inputs.engine, inputs.max_model_len)
     yield f"Fewest {gpu.name}, by the label of {label / 1e9:.0f} GB:"
-    for text, size, count in (
-        ("weights alone", weights, minimum.weights),
-        ("with one long request", both, minimum.full_context),
-    ):
+    rows = ("weights alone", weights, minimum.weights), ("with one long request", both, minimum.full_context)
+    for text, size, count in rows:
         yield f"  {text:22} {size / 1e9:.1f} / {label / 1e9:.0f} = {size / label:.2f} -> {count}"
     if minimum.usable:
         yield f"  vLLM can start on      {minimum.usable} (driver's memory x utilisation, less the overheads below)"

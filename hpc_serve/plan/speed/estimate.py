@@ -113,15 +113,10 @@ def speed_range(roofline: Roofline, traffic: Traffic) -> dict[str, Any] | None:
 
     `measured_by_printed` are the bounds, `sources` their number. None where too few were published.
     """
-    found = speed_accuracy()[traffic.arrivals].get(roofline.accelerator.kind)
-    ranges: dict[str, dict[str, Any]] = {} if found is None or not _is_published(roofline, traffic) else found["ranges"]
-    return ranges.get(range_class(roofline))
-
-
-def _is_published(roofline: Roofline, traffic: Traffic) -> bool:
-    """Return whether runs of such a kind were published that the plan was held against."""
+    found = speed_accuracy()[traffic.arrivals].get(roofline.accelerator.kind, {"ranges": {}})
     has_terms = traffic.decode_only or traffic.prefix_hits or roofline.engine.speculative_tokens
-    return traffic.generates and not has_terms
+    ranges: dict[str, dict[str, Any]] = found["ranges"] if traffic.generates and not has_terms else {}
+    return ranges.get(range_class(roofline))
 
 
 def case_of(roofline: Roofline, traffic: Traffic, running: float) -> Case:

@@ -99,8 +99,7 @@ class Factors:
 
     def times(self, ratio: float) -> Factors:
         """Return the factors of an engine that is so many times as fast: every time of a step is divided by it."""
-        shares = {name: getattr(self, name) * (1 / ratio if name.endswith("_s") else ratio) for name in _NAMES}
-        return Factors(**shares)
+        return Factors(**{name: getattr(self, name) * (1 / ratio if name.endswith("_s") else ratio) for name in _NAMES})
 
 
 _NAMES = tuple(one.name for one in fields(Factors))

@@ -60,8 +60,6 @@ class Traffic:
             raise InvalidRequestError(
                 f"prefix_hits is {self.prefix_hits:g}: it must be a share from 0 to less than 1, without --decode-only."
             )
-        if not self.acceptance_length >= 1:
-            raise InvalidRequestError(f"acceptance_length is {self.acceptance_length:g}: it must be at least 1.")
         longest = self.longest_output_tokens
         if longest is not None and longest < self.output_tokens:
             raise InvalidRequestError(
@@ -287,13 +285,11 @@ def burst_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Fac
 
 
 @lru_cache(maxsize=512)
-def share_ending_per_step(mean: float, longest: float | None) -> float:
+def share_ending_per_step(mean: float, longest: float) -> float:
     """Return the share of answers that end at each step. Lengths are geometric with that mean, cut off at `longest`.
 
     Solves mean = (1 - exp(-r·longest)) ÷ r. 0 where all answers have the longest length.
     """
-    if longest is None:
-        return 1 / mean
     low, high = 0.0, 1 / mean
     if mean >= 0.99 * longest:
         return low

@@ -222,11 +222,9 @@ def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineCon
     """Return the work of a layout. Raises DoesNotFitError where vLLM refuses the layout."""
     tensor, pipeline, data = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size
     whole = engine.enable_expert_parallel and bool(model.num_experts)
-    counting = _Counting(
-        model=model, accelerator=accelerator, engine=engine, ranks=tensor, data_ranks=data, whole=whole
-    )
+    counting = _Counting(model, accelerator, engine, tensor, data, whole)
     found = []
-    for stage in pipeline_stages(model, tensor, pipeline, data_parallel_size=data, expert_parallel=whole):
+    for stage in pipeline_stages(model, tensor, pipeline, data, expert_parallel=whole):
         head = model.head or model.embedding
         is_idle = stage.rank == 0 and (model.head is not None or pipeline > 1 or engine.is_pooling)
         looked_up = model.embedding.bytes_per_rank(tensor) if is_idle else 0
@@ -241,8 +239,8 @@ def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineCon
             )
         )
     draft, passes = counting.draft()
-    hidden_bytes = model.hidden_size * model.dtype_bytes
-    return ModelWork(stages=tuple(found), hidden_bytes=hidden_bytes, draft=draft, draft_passes=passes)
+    hidden = model.hidden_size * model.dtype_bytes
+    return ModelWork(stages=tuple(found), hidden_bytes=hidden, draft=draft, draft_passes=passes)
 
 
 @dataclass(frozen=True)
@@ -315,11 +313,8 @@ class _Counting:
         tables = {weight.name: weight for weight in weights if isinstance(weight, Vocabulary)}
         head = tables.get("draft.lm_head") or tables.get("lm_head") or next(iter(tables.values()), model.head)
         head = head or model.embedding
-        own = [
-            one
-            for one in weights
-            if not isinstance(one, Vocabulary) and not (isinstance(one, Linear) and one.is_expert)
-        ]
+        experts = [one for layer in layers for one in layer.block.experts]
+        own = [one for one in weights if not isinstance(one, Vocabulary) and one not in experts]
         read = sum(weight.bytes_per_rank(self.ranks) for weight in (*own, head))
         one = self.layers(layers)
         one = replace(one, dense_bytes=one.dense_bytes + read, head_flops=2 * head.parameters / self.ranks)

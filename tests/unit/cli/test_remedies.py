@@ -10,7 +10,7 @@ import click
 import pytest
 
 from hpc_serve.cli.main import cli, run
-from hpc_serve.vllm.options import options
+from hpc_serve.vllm.arguments import options
 from tests.unit.cli.conftest import Plan
 
 Options = dict[str, str]

@@ -15,7 +15,7 @@ from hpc_serve.cli.services import targets
 from hpc_serve.client.engine_work import scrape_config, target_groups
 from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus, assess_replica, assess_submitted
 from hpc_serve.trust.certificates import authority_certificate
-from hpc_serve.vllm.options import load_data
+from hpc_serve.vllm.arguments import load_data
 from tests.support.stubs import make_record, make_submitted
 
 WELL = ProbeResult(status="ready", host="10.0.0.1")

@@ -173,8 +173,5 @@ def test_the_printed_table_names_each_entry_and_answer() -> None:
         assert f"  {entry.where} " in table
         assert entry.why in table
     assert "  chips for 240 sequences of 32k                        86        85  rounded    85: " in table
-    assert [line[:9] for line in table.splitlines() if line.startswith("Problem")] == [
-        "Problem 1",
-        "Problem 2",
-        "Problem 3",
-    ]
+    problems = [line[:9] for line in table.splitlines() if line.startswith("Problem")]
+    assert problems == ["Problem 1", "Problem 2", "Problem 3"]

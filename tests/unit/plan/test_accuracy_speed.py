@@ -9,40 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy.speed_accuracy import (
-    accuracy,
-    arrivals_of,
-    class_accuracy,
-    document,
-    every_case,
-    kind_of,
-    scored_rows,
-)
+from benchmarks.accuracy import speed_accuracy as study
+from benchmarks.accuracy import speed_scores as scores
 from benchmarks.accuracy.speed_asked import answers, differing
 from benchmarks.accuracy.speed_case import Case
 from benchmarks.accuracy.speed_cases import load
 from benchmarks.accuracy.speed_cases_later import load_later
-from benchmarks.accuracy.speed_scores import (
-    by_source,
-    error,
-    fit,
-    is_fitted,
-    leave_one_out,
-    loss,
-    median_errors,
-    saturating_losses,
-    table,
-)
 from benchmarks.accuracy.speed_unseen import unseen
 from hpc_serve.plan.catalog import SPEED_ACCURACY
-from hpc_serve.plan.speed.estimate import (
-    class_texts,
-    measured_classes,
-    own_classes,
-    speed_column,
-    speed_range,
-    wide_classes,
-)
+from hpc_serve.plan.speed import estimate as printed
 from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Factors
 
 PAGE = " ".join((Path(__file__).parents[3] / "docs/evidence/accuracy.md").read_text(encoding="utf-8").split())
@@ -61,13 +36,13 @@ def later() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def folds() -> Folds:
-    return leave_one_out(every_case())
+    return scores.leave_one_out(study.every_case())
 
 
 def test_accuracy_on_sources_the_factors_were_not_fitted_on(folds: Folds, show_table: Callable[[str], None]) -> None:
-    show_table(table(every_case(), folds))
-    medians = median_errors(folds)
-    fitted = {one.source for one in every_case() if one.roofline and not one.left_out and is_fitted(one)}
+    show_table(scores.table(study.every_case(), folds))
+    medians = scores.median_errors(folds)
+    fitted = {one.source for one in study.every_case() if one.roofline and not one.left_out and scores.is_fitted(one)}
     assert len(fitted) >= 70
     median = statistics.median(medians[name] for name in fitted)
     assert median <= 20
@@ -79,18 +54,18 @@ def test_accuracy_on_sources_the_factors_were_not_fitted_on(folds: Folds, show_t
 
 def test_what_plan_says_of_each_kind_of_arrivals_is_what_the_study_finds(folds: Folds) -> None:
     """`python -m benchmarks.accuracy.speed_accuracy` writes the file again."""
-    assert SPEED_ACCURACY.read_text(encoding="utf-8") == document(scored_rows(folds))
+    assert SPEED_ACCURACY.read_text(encoding="utf-8") == study.document(study.scored_rows(folds))
 
 
 def test_each_measurement_lies_in_the_spread_that_plan_prints_for_its_classes(folds: Folds) -> None:
     """No row of a class that is off by a third is silent: `plan` says how far the rows of its classes were off."""
     off = 0
-    for case, factors in scored_rows(folds):
+    for case, factors in study.scored_rows(folds):
         assert case.roofline
         if case.format_not_told:
             continue
         ratio = case.measured / case.tokens_per_s(factors)
-        classes = measured_classes(case.roofline)
+        classes = printed.measured_classes(case.roofline)
         for figures in classes.values():
             low, high = figures["measured_by_printed"]
             assert low - 0.005 <= ratio <= high + 0.005, case.id
@@ -106,7 +81,7 @@ def test_the_range_of_the_time_to_the_first_token_holds_for_sources_that_it_is_n
     arrivals: str, folds: Folds
 ) -> None:
     """It is the middle half of what was measured. Of rows of other sources nearly half lie in it too."""
-    figures = accuracy(scored_rows(folds))[arrivals]["gpu"]
+    figures = study.accuracy(study.scored_rows(folds))[arrivals]["gpu"]
     low, high = figures["measured_by_printed_ttft_quartiles"]
     assert figures["ttft_rows"] >= 35
     assert 0.8 <= low <= high <= 2.4
@@ -116,8 +91,12 @@ def test_the_range_of_the_time_to_the_first_token_holds_for_sources_that_it_is_n
 @pytest.mark.parametrize("arrivals", ["steady", "burst"])
 def test_the_range_beside_a_speed_holds_eight_of_ten_sources(arrivals: str, folds: Folds) -> None:
     """Of sources that neither the factors nor the range are made of, and of each class with five sources or more."""
-    rows = [row for row in scored_rows(folds) if arrivals_of(row[0]) == arrivals and kind_of(row[0]) == "gpu"]
-    for figures in accuracy(rows)[arrivals]["gpu"]["ranges"].values():
+    rows = [
+        row
+        for row in study.scored_rows(folds)
+        if study.arrivals_of(row[0]) == arrivals and study.kind_of(row[0]) == "gpu"
+    ]
+    for figures in study.accuracy(rows)[arrivals]["gpu"]["ranges"].values():
         low, high = figures["measured_by_printed"]
         assert figures["sources"] < 5 or figures["sources_in_bounds_of_others"] >= 0.8 * figures["sources"]
         assert high / low <= 4.2  # one that says nothing is no range
@@ -125,12 +104,12 @@ def test_the_range_beside_a_speed_holds_eight_of_ten_sources(arrivals: str, fold
     for case, factors in rows:
         assert case.roofline
         assert case.traffic
-        found = speed_range(case.roofline, case.traffic)
+        found = printed.speed_range(case.roofline, case.traffic)
         if found is None:
             assert case.roofline.layout.pipeline_parallel_size > 1
             continue
         low, high = found["measured_by_printed"]
-        for name in (*own_classes(case.roofline), *wide_classes(case.roofline)):
+        for name in (*printed.own_classes(case.roofline), *printed.wide_classes(case.roofline)):
             ratio = case.measured / case.tokens_per_s(factors)
             by_class.setdefault(name, {}).setdefault(case.source, []).append((ratio, low <= ratio <= high))
     wide = {name: sources for name, sources in by_class.items() if len(sources) >= 5}
@@ -141,9 +120,9 @@ def test_the_range_beside_a_speed_holds_eight_of_ten_sources(arrivals: str, fold
 
 
 def test_rows_whose_format_is_assumed_count_in_no_class_of_one_format(folds: Folds) -> None:
-    rows = scored_rows(folds)
+    rows = study.scored_rows(folds)
     told = [row for row in rows if not row[0].format_not_told]
-    everything, without = class_accuracy(rows), class_accuracy(told)
+    everything, without = study.class_accuracy(rows), study.class_accuracy(told)
     assert len(rows) - len(told) == 9
     differing = {name for name in everything if everything[name] != without.get(name)}
     assert differing == {"all models on mi300x"}
@@ -160,9 +139,7 @@ def test_the_start_of_a_run_counts_in_its_time_to_the_first_token(later: list[Ca
     assert replace(found, requests=None).ttft_s(EXPECTED) is None
 
 
-LONE = {
-    "accelmark-v5e-tp1-F-v0.13.3-offline",
-}
+LONE = {"accelmark-v5e-tp1-F-v0.13.3-offline"}
 """Rows that are off by a third and have fewer than two beside them in any class."""
 
 
@@ -182,7 +159,7 @@ def test_classes_that_are_off_by_a_third_are_named(
 ) -> None:
     found = next(one for one in (*cases, *later) if one.id.startswith(row))
     assert found.roofline
-    assert any(sentence in text for text in class_texts(found.roofline))
+    assert any(sentence in text for text in printed.class_texts(found.roofline))
 
 
 def test_plan_answers_for_published_runs_and_prints_what_is_scored(cases: list[Case], later: list[Case]) -> None:
@@ -200,13 +177,13 @@ def test_what_it_may_say_by_kind(folds: Folds) -> None:
     to a half below what is expected, of another engine. Of 17 with data-parallel ranks and 9 with pipeline stages a
     third are within a quarter."""
     found: dict[str, list[float]] = {"gpu": [], "tpu": [], "cpu": [], "ranks": [], "stages": []}
-    for one, factors in scored_rows(folds):
+    for one, factors in study.scored_rows(folds):
         assert one.roofline
         kind: str = one.roofline.accelerator.kind
         if one.engine.startswith("vLLM") or kind == "cpu":
             kind = "ranks" if one.roofline.layout.data_parallel_size > 1 else kind
             kind = "stages" if one.roofline.layout.pipeline_parallel_size > 1 else kind
-            found[kind].append(error(one, factors))
+            found[kind].append(scores.error(one, factors))
     within = {kind: sum(abs(value) <= 25 for value in values) / len(values) for kind, values in found.items()}
     counts = {kind: len(values) for kind, values in found.items()}
     assert counts == {"gpu": 310, "tpu": 21, "cpu": 8, "ranks": 17, "stages": 9}
@@ -232,13 +209,16 @@ def test_accuracy_on_sources_with_pipeline_stages(folds: Folds) -> None:
 
     medians = _medians(folds, lambda one: is_staged(one) and one.engine.startswith("vLLM"))
     assert f"Over {len(medians)} sources with pipeline stages it is {statistics.median(medians):.0f} %" in PAGE
-    staged = by_source([one for one in every_case() if is_staged(one)])
-    assert f"sources of other engines is {loss(staged, EXPECTED):.2f}" in PAGE
+    staged = scores.by_source([one for one in study.every_case() if is_staged(one)])
+    assert f"sources of other engines is {scores.loss(staged, EXPECTED):.2f}" in PAGE
 
 
 def _medians(folds: Folds, chosen: Callable[[Case], bool]) -> list[float]:
     """The median error of each source's rows that are chosen."""
-    rows = {name: [abs(error(one, factors)) for one in fold if chosen(one)] for name, (factors, fold) in folds.items()}
+    rows = {
+        name: [abs(scores.error(one, factors)) for one in fold if chosen(one)]
+        for name, (factors, fold) in folds.items()
+    }
     return [statistics.median(errors) for errors in rows.values() if errors]
 
 
@@ -263,7 +243,7 @@ def test_no_measurement_beats_the_ideal_of_decoding_alone(cases: list[Case], lat
         assert one.roofline
         assert one.traffic
         alone = replace(one.traffic, arrivals="steady", longest_output_tokens=None, decode_only=True)
-        ideal = speed_column(one.roofline, alone, one.batch, IDEAL).output_tokens_per_s
+        ideal = printed.speed_column(one.roofline, alone, one.batch, IDEAL).output_tokens_per_s
         assert one.replicas * ideal >= one.measured or one.id in ALIKE, one.id
 
 
@@ -275,8 +255,8 @@ def test_the_ideal_is_never_slower_than_the_expected(cases: list[Case]) -> None:
 
 
 def test_the_built_in_factors_are_nearly_those_that_fit_all_sources() -> None:
-    losses = saturating_losses(every_case())
-    best = fit(losses)
+    losses = scores.saturating_losses(study.every_case())
+    best = scores.fit(losses)
     assert statistics.fmean(losses(EXPECTED).values()) <= statistics.fmean(losses(best).values()) + 0.005
 
 

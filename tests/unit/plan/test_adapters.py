@@ -8,7 +8,7 @@ import pytest
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.checkpoint import RANKS, check_shapes, least_rank, read_adapter
-from hpc_serve.vllm.options import options
+from hpc_serve.vllm.arguments import options
 from tests.support.configs import built
 
 CONFIG = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "org/base"}

@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.errors import DoesNotFitError
-from hpc_serve.plan import (
-    ClusterSpec,
-    EngineConfig,
-    ServePlan,
-    Workload,
-    accelerator,
-    plan,
-)
+from hpc_serve.plan import ClusterSpec, EngineConfig, ServePlan, Workload, accelerator, plan
 from hpc_serve.plan.choice.layout import layouts_on
 from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.memory.estimate import MemoryEstimate
@@ -31,8 +24,7 @@ R1, QWEN = "r1", "Qwen/Qwen3-30B-A3B"
 
 
 def weights(name: str, tp: int, dp: int, *, expert_parallel: bool = True) -> int:
-    stages = pipeline_stages(spec(name), tp, 1, data_parallel_size=dp, expert_parallel=expert_parallel)
-    return stages[0].weight_bytes
+    return pipeline_stages(spec(name), tp, 1, dp, expert_parallel=expert_parallel)[0].weight_bytes
 
 
 def memory(name: str, tp: int = 1, dp: int = 1, **options: Any) -> MemoryEstimate:

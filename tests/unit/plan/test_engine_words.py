@@ -18,10 +18,10 @@ from hpc_serve.plan.engine import EngineConfig, Workload
 from hpc_serve.plan.hardware import cluster_named
 from hpc_serve.plan.make import FoundParts, PlanRequest, make_plan
 from hpc_serve.plan.model.config import with_overrides
-from hpc_serve.vllm.command import check_arguments, classes
-from hpc_serve.vllm.options import load_data
+from hpc_serve.vllm.arguments import load_data
+from hpc_serve.vllm.command import check_arguments
 
-PASSED_OVER = load_data("uncounted.json")
+PASSED_OVER, CLASSES = load_data("uncounted.json"), load_data("classes.json")
 MTP = '{"method": "mtp", "num_speculative_tokens": 1}'
 LORA = ("--enable-lora",)
 EXPERTS = ("--enable-expert-parallel", "--tensor-parallel-size", "4")
@@ -90,7 +90,7 @@ def said(model: str, words: tuple[str, ...]) -> tuple[Any, ...]:
 def test_every_option_is_counted_uncounted_or_without_effect() -> None:
     """A new version of vLLM has new options: say of each what it is."""
     lists = [set(COUNTED), set(PASSED_OVER["uncounted"]), set(PASSED_OVER["without_effect"])]
-    passing = {name for name, kind in classes().items() if kind in ("free", "owner")}
+    passing = {*CLASSES["free"], *CLASSES["owner"]}
     assert sum(len(one) for one in lists) == len(passing)
     assert set().union(*lists) == passing
 
@@ -122,7 +122,7 @@ def test_a_plan_says_by_name_what_it_does_not_count() -> None:
 
 
 def test_what_is_not_taken_is_refused_by_name() -> None:
-    for option in (name for name, kind in classes().items() if kind in ("ours", "refused")):
+    for option in (*CLASSES["ours"], *CLASSES["refused"]):
         with pytest.raises(InvalidRequestError, match=option):
             check_arguments([option, "1"], allow_unknown=False)
 

@@ -12,11 +12,11 @@ from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import EngineConfig, ModelSpec, accelerator
 from hpc_serve.plan.catalog import architectures, load_data
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
-from hpc_serve.plan.memory.loaded import loaded_model, pipeline_stages
+from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.model.architectures import function_named
 from hpc_serve.plan.speed.work import model_work
 from tests.support.configs import built, config_of, made, schemes_of
-from tests.support.plans import layout
+from tests.support.plans import estimate, layout
 
 
 def token_bytes(model: ModelSpec, **options: Any) -> list[int]:
@@ -85,7 +85,7 @@ def test_gemma_3n_has_a_cache_in_its_first_layers_and_one_stage() -> None:
     model = made("gemma-3n-e4b")
     assert sum(layer.cache is not None for layer in model.layers) == 20
     with pytest.raises(DoesNotFitError, match="Pipeline parallelism is not supported for this model"):
-        pipeline_stages(model, 1, 2)
+        estimate(model, pp=2)
     small, large = (made("gemma-3n-e4b-text", intermediate_size=size) for size in (8192, [16384] * 35))
     mixed = made("gemma-3n-text-of-two-sizes")
     assert (small.intermediate_size, mixed.intermediate_size) == (8192, 16384)

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.cli.main import run
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.plan import EngineConfig, MemoryEstimate, ModelSpec, model_from_config, resolve
+from hpc_serve.plan import EngineConfig, MemoryEstimate, model_from_config, resolve
 from hpc_serve.plan.choice.advice import plan_notes
 from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.model.architectures import draft_from_config
 from hpc_serve.units import GIB
 from tests.support.configs import config_of
 from tests.support.plans import estimate as estimate_on
-from tests.support.plans import printed_plan as planned
 from tests.support.plans import spec
+from tests.unit.conftest import Ran
+from tests.unit.plan.conftest import Plan, Told
 
 
 def estimate(name: str, tp: int = 1, pp: int = 1, **options: Any) -> MemoryEstimate:
@@ -57,7 +57,7 @@ def test_adapters_of_experts_are_as_many_as_experts() -> None:
     assert adapted.cuda_graph_bytes == 2 * plain.cuda_graph_bytes
 
 
-def test_offloaded_weights_are_room_for_the_cache_and_take_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_offloaded_weights_are_room_for_the_cache_and_take_time(plan_json: Plan) -> None:
     plain, offloaded = estimate("8b"), estimate("8b", cpu_offload_gb=4)
     assert plain.weight_bytes - offloaded.weight_bytes == 4 * GIB
     assert offloaded.kv_cache_bytes - plain.kv_cache_bytes == 4 * GIB
@@ -65,7 +65,7 @@ def test_offloaded_weights_are_room_for_the_cache_and_take_time(capsys: pytest.C
     assert everything.weight_bytes == pytest.approx(2 * 2 * 128256 * 4096, rel=1e-3)  # embedding and head stay
 
     def tpot(*words: str) -> float:
-        found = planned(capsys, "8b", *words)["performance"]["by_concurrency"][0]["expected"]["tpot_s"]
+        found = plan_json("8b", *words)["performance"]["by_concurrency"][0]["expected"]["tpot_s"]
         assert isinstance(found, float)
         return found
 
@@ -96,11 +96,7 @@ def test_models_whose_config_counts_no_prediction_layers_have_one(name: str) -> 
     assert silent.prediction_layers == 0
     drafting = loaded_model(silent, EngineConfig(speculative_config=speculation))
     assert (drafting.draft_layers, len(drafting.layers)) == (1, len(silent.layers) + 1)
-    assert planned_layers(spec(name), speculation) == planned_layers(silent, speculation)
-
-
-def planned_layers(model: ModelSpec, speculation: dict[str, Any]) -> int:
-    return loaded_model(model, EngineConfig(speculative_config=speculation)).draft_layers
+    assert loaded_model(spec(name), EngineConfig(speculative_config=speculation)).draft_layers == 1
 
 
 BALANCED: dict[str, Any] = {"enable_eplb": True, "enable_expert_parallel": True}
@@ -190,20 +186,19 @@ def test_a_head_of_eagle_shares_the_embedding() -> None:
         draft_from_config({**EAGLE_HEAD, "architectures": ["GemmaForCausalLM"]}, name="head", method="eagle3")
 
 
-def test_a_draft_model_is_found_by_its_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_draft_model_is_found_by_its_name(plan_json: Plan, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**EAGLE_HEAD, "draft_vocab_size": 32_000}))
-    plain = planned(capsys, "8b")["memory"]["weight_bytes"]
+    plain = plan_json("8b")["memory"]["weight_bytes"]
     for method, draft, least in (("draft_model", "meta-llama/Llama-3.2-1B", 2.4e9), ("eagle3", str(tmp_path), 0.8e9)):
         config = json.dumps({"method": method, "model": draft, "num_speculative_tokens": 3})
-        found = planned(capsys, "8b", "--", "--speculative-config", config)
+        found = plan_json("8b", "--", "--speculative-config", config)
         assert least < found["memory"]["weight_bytes"] - plain < 1.2 * least
         assert any(f"of the draft model {draft} are counted" in reason for reason in found["reasons"])
 
 
-def test_a_draft_models_folder_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_draft_models_folder_that_is_not_there_is_an_error(refused: Told) -> None:
     config = json.dumps({"method": "eagle3", "model": "./nosuch", "num_speculative_tokens": 3})
-    assert run(["plan", "8b", "--", "--speculative-config", config]) != 0
-    assert "There is no folder or file './nosuch'" in capsys.readouterr().err
+    assert "There is no folder or file './nosuch'" in refused("8b", "--", "--speculative-config", config)
 
 
 def test_a_tower_without_input_is_not_loaded() -> None:
@@ -234,13 +229,13 @@ def test_what_is_counted_in_part_or_not_at_all_is_said(options: dict[str, Any], 
     assert re.search(says, note)
 
 
-def test_what_stands_after_the_dashes_is_in_the_plan_and_in_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_stands_after_the_dashes_is_in_the_plan_and_in_the_command(plan_json: Plan) -> None:
     words = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "32", "--no-enable-prefix-caching"]
     words += ["--limit-mm-per-prompt", '{"image": 0}', "--lora-target-modules", "q_proj", "k_proj"]
-    found = planned(capsys, "gemma-3-27b", "--max-model-len", "8192", "--", *words)
+    found = plan_json("gemma-3-27b", "--max-model-len", "8192", "--", *words)
     assert set(words) <= set(found["vllm_args"])
     assert any("2 slots of rank 32" in reason for reason in found["reasons"])
-    again = planned(capsys, "gemma-3-27b", "--", *found["vllm_args"])
+    again = plan_json("gemma-3-27b", "--", *found["vllm_args"])
     assert again["memory"] == found["memory"]
 
 
@@ -253,31 +248,27 @@ def test_what_stands_after_the_dashes_is_in_the_plan_and_in_the_command(capsys: 
         ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
     ],
 )
-def test_a_plans_own_options_are_the_words_after_the_dashes(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert planned(capsys, "8b", *words) == planned(capsys, "8b", "--", *words)
+def test_a_plans_own_options_are_the_words_after_the_dashes(words: tuple[str, ...], plan_json: Plan) -> None:
+    assert plan_json("8b", *words) == plan_json("8b", "--", *words)
 
 
-def test_overrides_of_the_config_are_applied(capsys: pytest.CaptureFixture[str]) -> None:
+def test_overrides_of_the_config_are_applied(plan_json: Plan, refused: Told, ran: Ran) -> None:
     """Qwen2.5's card gives these words for contexts beyond 32,768 tokens."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     overrides = json.dumps({"rope_parameters": scaling, "max_position_embeddings": 131072})
     words = ["Qwen/Qwen2.5-7B-Instruct", "--max-model-len", "131072"]
-    assert run(["plan", *words]) == 2
-    assert "has at most 32768 positions" in capsys.readouterr().err
-    found = planned(capsys, *words, "--", "--hf-overrides", overrides)
+    assert "has at most 32768 positions" in refused(*words)
+    found = plan_json(*words, "--", "--hf-overrides", overrides)
     assert found["max_model_len"] == 131072
     assert overrides in found["vllm_args"]
-    assert run(["render", "--model", *words, "--", "--hf-overrides", overrides]) == 0
-    assert f"--hf-overrides '{overrides}'" in capsys.readouterr().out
+    script = ran(["render", "--model", *words, "--", "--hf-overrides", overrides]).out
+    assert f"--hf-overrides '{overrides}'" in script
 
 
-def test_words_after_the_dashes_come_last(capsys: pytest.CaptureFixture[str]) -> None:
-    both = planned(capsys, "8b", "--enable-lora", "--max-loras", "4", "--", "--max-loras", "8")
-    assert both == planned(capsys, "8b", "--enable-lora", "--max-loras", "8")
+def test_words_after_the_dashes_come_last(plan_json: Plan) -> None:
+    both = plan_json("8b", "--enable-lora", "--max-loras", "4", "--", "--max-loras", "8")
+    assert both == plan_json("8b", "--enable-lora", "--max-loras", "8")
 
 
-def test_data_parallelism_of_a_dense_model_is_replicas(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "8b", "--", "--data-parallel-size", "2"]) == 2
-    assert "ask for --replicas" in " ".join(capsys.readouterr().err.split())
+def test_data_parallelism_of_a_dense_model_is_replicas(refused: Told) -> None:
+    assert "ask for --replicas" in refused("8b", "--", "--data-parallel-size", "2")

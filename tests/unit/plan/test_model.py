@@ -13,7 +13,7 @@ from hpc_serve.plan.memory.loaded import pipeline_stages
 from hpc_serve.plan.model.scheme import FP8_BLOCK, FP8_CHANNEL
 from hpc_serve.units import GIB
 from tests.support.configs import EXCEPTIONS, VLLM_BYTES, built, config_of, schemes_of, with_value
-from tests.support.plans import changed, spec
+from tests.support.plans import changed, estimate, spec
 
 KNOWN_DIFFERENCES = {name: more for name, (more, _) in EXCEPTIONS["published"].items()}
 
@@ -106,10 +106,7 @@ UNKNOWN_QUANTIZATIONS: list[tuple[dict[str, Any], str]] = [
     (quark(**{**FP4, "group_size": 16}), "group_size 16: mxfp4 has groups of 32"),
     ({**quark(**FP4), "layer_quant_config": {"*.k": {"weight": {"dtype": "int8"}}}}, "weights of different kinds"),
     ({"quant_method": "modelopt", "quant_algo": "FP4_SPARSE"}, "quant_algo 'FP4_SPARSE'.*knows FP8, .*NVFP4"),
-    (
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
-        "32: NVFP4 has groups of 16",
-    ),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "32: NVFP4 has groups of 16"),
     ({"quant_method": "compressed-tensors", "config_groups": GROUPS}, "groups of different kinds, fp8 and mxfp4"),
 ]
 
@@ -147,11 +144,11 @@ def test_float32_checkpoints_are_loaded_in_16_bit() -> None:
 
 def test_what_cannot_be_divided_is_named() -> None:
     with pytest.raises(DoesNotFitError, match=r"attention heads \(28\).*tensor parallel size \(8\)"):
-        pipeline_stages(spec("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"), 8, 1)
+        estimate("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", tp=8)
     with pytest.raises(DoesNotFitError, match="4 units of 128, which 7 ranks do not divide"):
         pipeline_stages(spec("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"), 7, 1)
     with pytest.raises(DoesNotFitError, match="200 stages"):
-        pipeline_stages(spec("8b"), 1, 200)
+        estimate("8b", pp=200)
     with pytest.raises(DoesNotFitError, match=r"experts.up_proj.*192 outputs.*blocks.*128"):
         pipeline_stages(spec("Qwen/Qwen3-235B-A22B-FP8"), 8, 1)
 
@@ -175,12 +172,7 @@ def test_what_cannot_be_divided_is_named() -> None:
         ("nvidia/Llama-3_3-Nemotron-Super-49B-v1", "block_configs", [], "block_configs names 0 of its 80 layers"),
         *(("8b", size, None, f"no {size!r}") for size in ("hidden_size", "vocab_size", "num_hidden_layers")),
         ("8b", "num_attention_heads", None, "no 'num_attention_heads'"),
-        (
-            "8b",
-            "architectures",
-            ["Llama9ForCausalLM"],
-            "Llama9ForCausalLM, and this planner does not know it.* LlamaFor",
-        ),
+        ("8b", "architectures", ["Llama9ForCausalLM"], "Llama9ForCausalLM, and this planner does not.* LlamaFor"),
         ("8b", "architectures", ["MllamaForConditionalGeneration"], r"vLLM had it until 0\.10\.2"),
         ("8b", "layer_types", ["linear_attention"] * 32, "has 'linear_attention': use full_attention or sliding"),
         ("8b", "quantization", {"bits": 4, "group_size": 64}, r"has quantization \(an object of 2 fields\)"),  # MLX's
@@ -189,18 +181,8 @@ def test_what_cannot_be_divided_is_named() -> None:
         ("gemma-3n-e4b", "vision_config.architecture", "mobilenetv5_base", r"architecture \(mobilenetv5_base\)"),
         ("Mistral3ForConditionalGeneration", "vision_config.image_size", 7, "the largest image becomes 0 tokens"),
         ("internvl3.5-8b-shape", "llm_config.architectures", ["RwkvForCausalLM"], "architecture RwkvForCausalLM"),
-        (
-            "Qwen/Qwen3-30B-A3B",
-            "num_local_experts",
-            64,
-            "num_experts is 128 and its num_local_experts is 64: they must",
-        ),
-        (
-            "GlmMoeDsaForCausalLM",
-            "indexer_types",
-            ["full"] * 3 + ["shared"],
-            "index_topk_freq do not agree about layer 3",
-        ),
+        ("Qwen/Qwen3-30B-A3B", "num_local_experts", 64, "num_experts is 128 and its num_local_experts is 64: they"),
+        ("GlmMoeDsaForCausalLM", "indexer_types", [*["full"] * 3, "shared"], "topk_freq do not agree about layer 3"),
         ("falcon-h1-34b-shape", "mamba_d_ssm", 8192, "mamba_d_ssm is 8192 and its mamba_n_heads have 4096 in all"),
         ("MiMoV2FlashForCausalLM", "moe_layer_freq", [0, 2, 1, 1], "moe_layer_freq is"),
         ("MiMoV2FlashForCausalLM", "moe_layer_freq", [0], "moe_layer_freq names 1 of its 4 layers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -10,9 +11,12 @@ import pytest
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import ClusterSpec, EngineConfig, ServePlan, Workload, accelerator, plan, resolve
+from hpc_serve.plan.catalog import models
 from hpc_serve.plan.choice.candidates import compare_sharing, replica_options
 from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.report.explain import explain
+from tests.support.plan_numbers import NUMBERS
+from tests.support.plan_numbers import planned as numbers_of
 from tests.support.plans import layout as layout_with
 from tests.support.plans import plan_inputs, spec
 
@@ -297,3 +301,8 @@ def test_small_replicas_win_where_they_leave_no_less_cache() -> None:
     ways = replica_options(plan_inputs("Qwen/Qwen2.5-0.5B", length=2048))
     assert ways[-1].typical_requests >= ways[0].typical_requests
     assert "hold no less" in (compare_sharing(ways, 2048) or "")
+
+
+def test_the_plan_of_every_model_is_as_it_was(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))  # no weights that lie on this machine
+    assert {name: numbers_of(name) for name in sorted(models())} == json.loads(NUMBERS.read_text())

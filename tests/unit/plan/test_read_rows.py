@@ -39,6 +39,10 @@ def read(format_name: str, page: Page, **given: Any) -> list[tuple[dict[str, Any
     return list(rows_of(format_name, page, ABOUT, given))
 
 
+def fields(row: dict[str, Any], *names: str) -> list[Any]:
+    return [row[name] for name in names]
+
+
 def test_a_page_of_gpustack() -> None:
     text = LAB + "".join(
         [
@@ -55,13 +59,8 @@ def test_a_page_of_gpustack() -> None:
     row, reason = first
     assert reason is None
     assert row["source"] == "owner/name docs/performance-lab/x/h200.md@0123abcd"
-    assert (row["id"], row["engine"], row["engine_version"], row["date"]) == (
-        "name-x-h200-01",
-        "vLLM",
-        "0.17.1",
-        "2026-03-20",
-    )
-    assert (row["accelerator"], row["tp"], row["isl"], row["osl"]) == ("h200-141gb", 1, 342.1, 281.4)
+    assert fields(row, "id", "engine", "engine_version") == ["name-x-h200-01", "vLLM", "0.17.1"]
+    assert fields(row, "date", "accelerator", "tp", "isl", "osl") == ["2026-03-20", "h200-141gb", 1, 342.1, 281.4]
     assert row["out_tok_s"] == 5140.88  # tokens over seconds
     assert (row["concurrency"], row["max_num_seqs"]) == (1000, 512)  # all at once, 512 of them let in
     assert "ttft_ms_mean" not in row
@@ -79,18 +78,14 @@ def test_what_vllm_bench_serve_prints_on_a_page() -> None:
     command = "vllm serve Qwen/Qwen3-32B \\\n  --tensor-parallel-size 2 \\\n  --max-num-seqs 64"
     text = f"```bash\n{command}\n```\n{BLOCK.format(seconds=50)}"
     page = Page(path="Qwen/Qwen3.md", text=text)
-    (row, reason), (given, none) = (
-        read("serve-text", page)[0],
-        read("serve-text", page, engine_version="0.19.0", gpu="H200")[0],
-    )
+    row, reason = read("serve-text", page)[0]
+    given, none = read("serve-text", page, engine_version="0.19.0", gpu="H200")[0]
     assert reason == "no version of the engine; the catalogue does not have the accelerator, which is not said"
     assert (row["tp"], row["max_num_seqs"], row["concurrency"]) == (2, 64, 512)
     assert none is None
     assert given["command"] == "vllm serve Qwen/Qwen3-32B --tensor-parallel-size 2 --max-num-seqs 64"
     assert "said by hand: engine_version, gpu" in given["confidence"]
-    placeholder = (
-        "============ Serving Benchmark Result ============\nSuccessful requests:   xxx\n======================\n"
-    )
+    placeholder = "==== Serving Benchmark Result ====\nSuccessful requests:   xxx\n======================\n"
     assert "no tokens/s; no lengths" in str(read("serve-text", Page(path="a.md", text=placeholder))[0][1])
 
 
@@ -103,9 +98,8 @@ def test_a_saved_run_has_the_layout_of_its_servers_script() -> None:
     }
 
     def found(name: str) -> tuple[dict[str, Any], str | None]:
-        page = Page(
-            path=f"x/results/{name}", text=json.dumps(saved), show=scripts.__getitem__, names=lambda _: list(scripts)
-        )
+        files: dict[str, Any] = {"show": scripts.__getitem__, "names": lambda _: list(scripts)}
+        page = Page(path=f"x/results/{name}", text=json.dumps(saved), **files)
         return read("serve-json", page, gpu="H200", engine_version="0.16.0")[0]
 
     row, reason = found("q_vllm_tp8_isl1024_osl128_conc16.json")
@@ -116,46 +110,22 @@ def test_a_saved_run_has_the_layout_of_its_servers_script() -> None:
 
 
 def test_aggregated_results_are_of_one_gpu() -> None:
-    one = {
-        "hw": "mi300x",
-        "conc": 128,
-        "image": "vllm/vllm-openai:v0.19.0",
-        "model": "moonshotai/Kimi-K2.5",
-        "tp": 8,
-        "ep": 1,
-    }
-    one |= {
-        "framework": "vllm",
-        "precision": "fp8",
-        "isl": 1024,
-        "osl": 1024,
-        "output_tput_per_gpu": 130.2,
-        "mean_ttft": 2.84,
-    }
+    one = {"hw": "mi300x", "conc": 128, "image": "vllm/vllm-openai:v0.19.0", "model": "moonshotai/Kimi-K2.5"}
+    one |= {"tp": 8, "ep": 1, "framework": "vllm", "precision": "fp8", "isl": 1024, "osl": 1024}
+    one |= {"output_tput_per_gpu": 130.2, "mean_ttft": 2.84}
     rows = [one, one | {"ep": 8}, one | {"image": "vllm/vllm-openai:nightly"}, one | {"disagg": True}]
     (row, none), *left = read("inferencex", Page(path="agg.json", text=json.dumps(rows)))
     assert none is None
-    assert (row["out_tok_s"], row["ttft_ms_mean"], row["engine_version"], row["n_gpus"]) == (
-        1041.6,
-        2840.0,
-        "0.19.0",
-        8,
-    )
+    assert fields(row, "out_tok_s", "ttft_ms_mean", "engine_version", "n_gpus") == [1041.6, 2840.0, "0.19.0", 8]
     reasons = ["data or expert parallelism", "no version of the engine", "prefill and decode apart"]
     assert [reason for _, reason in left] == reasons
 
 
 def test_a_summary_of_mlperf_needs_its_layout_said() -> None:
     text = "Samples per second: 89.6972\nTokens per second: 27072.5\nResult is : VALID\n"
+    system = {"accelerator_model_name": "AMD Instinct MI300X", "accelerators_per_node": 8, "number_of_nodes": 1}
     files = {
-        "closed/S/systems/8xMI300X.json": json.dumps(
-            {
-                "accelerator_model_name": "AMD Instinct MI300X",
-                "accelerators_per_node": 8,
-                "number_of_nodes": 1,
-                "framework": "vLLM 0.9.0",
-            }
-        ),
+        "closed/S/systems/8xMI300X.json": json.dumps({**system, "framework": "vLLM 0.9.0"}),
         "closed/S/results/8xMI300X/llama2-70b-99/Offline/measurements.json": '{"weight_data_types": "fp8"}',
     }
     path = "closed/S/results/8xMI300X/llama2-70b-99/Offline/performance/run_1/mlperf_log_summary.txt"
@@ -168,27 +138,17 @@ def test_a_summary_of_mlperf_needs_its_layout_said() -> None:
 
 
 def test_an_offline_suite_of_accelmark() -> None:
-    run = {
-        "throughput_tokens_per_sec": 3908.22,
-        "throughput_tokens_per_sec_total": 6779.65,
-        "elapsed_seconds_median": 8.9,
-    }
-    found = {"suite_id": "suite_A", "chip": {"name": "NVIDIA H20-3e", "memory_gb": 140.4}}
-    found |= {
-        "software": {"framework": "vLLM", "framework_version": "0.20.1+transformers"},
-        "task": {"parallelism": {"tensor_parallel_size": 1}},
-    }
-    found |= {
-        "model": {"model_id": "meta-llama/Meta-Llama-3-8B-Instruct"},
-        "environment": {"collected_at": "2026-05-18T04"},
-    }
+    run = {"throughput_tokens_per_sec": 3908.22, "throughput_tokens_per_sec_total": 6779.65}
+    run["elapsed_seconds_median"] = 8.9
+    software = {"framework": "vLLM", "framework_version": "0.20.1+transformers"}
+    found = {"suite_id": "suite_A", "software": software, "task": {"parallelism": {"tensor_parallel_size": 1}}}
+    found |= {"environment": {"collected_at": "2026-05-18T04"}}
+    found |= {"model": {"model_id": "meta-llama/Meta-Llama-3-8B-Instruct"}}
     suite = '{"request_count": 100, "max_model_len": 4096, "output_tokens_max": 512}'
 
     def one(chip: str, **run_: float) -> tuple[dict[str, Any], str | None]:
-        text = json.dumps(
-            found
-            | {"chip": {"name": chip, "memory_gb": 140.4}, "metrics": {"offline": {"results_by_concurrency": [run_]}}}
-        )
+        metrics = {"offline": {"results_by_concurrency": [run_]}}
+        text = json.dumps(found | {"chip": {"name": chip, "memory_gb": 140.4}, "metrics": metrics})
         return read("accelmark", Page(path="results/verified/a/result.json", text=text, show=lambda _: suite))[0]
 
     row, none = one("NVIDIA H20-3e", **run)
@@ -205,12 +165,8 @@ def test_a_table_of_the_tpu_recipes() -> None:
     text = "  --max-concurrency=128\n\n1k/8k    | 5171.98 tok/s (1293.00 tok/s/chip)\n"
 
     def one(more: str) -> tuple[dict[str, Any], str | None]:
-        page = Page(
-            path="inference/ironwood/vLLM/Q/README.md",
-            text=text,
-            show=lambda _: manifest + more,
-            names=lambda _: ["a.yaml"],
-        )
+        files: dict[str, Any] = {"show": lambda _: manifest + more, "names": lambda _: ["a.yaml"]}
+        page = Page(path="inference/ironwood/vLLM/Q/README.md", text=text, **files)
         return read("tpu-recipes", page, engine_version="0.13.0")[0]
 
     row, none = one("")

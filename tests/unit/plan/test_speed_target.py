@@ -64,8 +64,7 @@ def test_what_cannot_be_reached_says_how_near_it_is_and_what_would_help(
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["8b", "70b", "405b", "deepseek-r1", "gpt-oss-20b", "gemma-3-27b", "Qwen/Qwen3-Next-80B-A3B-Instruct"],
+    "name", ["8b", "70b", "405b", "deepseek-r1", "gpt-oss-20b", "gemma-3-27b", "Qwen/Qwen3-Next-80B-A3B-Instruct"]
 )
 @pytest.mark.parametrize("gpu", ["h100", "a100", "mi300x", "v6e", "l40s"])
 def test_a_target_is_met_by_what_is_chosen_or_refused(name: str, gpu: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan import EngineConfig, accelerator
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
-from hpc_serve.plan.memory.loaded import check_decode_context, pipeline_stages
+from hpc_serve.plan.memory.loaded import pipeline_stages
 from hpc_serve.plan.speed.work import model_work
 from hpc_serve.units import GIB
 from tests.support.configs import made
@@ -73,9 +73,8 @@ def test_vllm_refuses_ranks_that_do_not_divide_falcon_h1s_groups_or_its_cache() 
     model = made("falcon-h1-34b-shape")
     with pytest.raises(DoesNotFitError, match="2 units of 256, which 4 ranks do not divide"):
         pipeline_stages(model, 4, 1)
-    shared = EngineConfig(decode_context_parallel_size=2)
     with pytest.raises(DoesNotFitError, match="layers with windows, states or a compressed cache"):
-        check_decode_context(made("falcon-h1-7b"), shared, 4)
+        estimate(made("falcon-h1-7b"), tp=4, decode_context_parallel_size=2)
 
 
 def test_kimi_k3_keeps_states_in_three_of_four_layers() -> None:
@@ -86,14 +85,8 @@ def test_kimi_k3_keeps_states_in_three_of_four_layers() -> None:
 
 def test_groups_of_a_hybrid_as_vllm_printed_them() -> None:
     """Qwen3-Next on two H200, vLLM 0.10.2: block size 544; 44.59 GiB are 973,760 tokens, 14.77 x 262,144."""
-    found = estimate(
-        "Qwen/Qwen3-Next-80B-A3B-Instruct",
-        tp=2,
-        length=262144,
-        vllm_version="0.10.2",
-        gpu="h200",
-        kv_cache_memory_bytes=int(44.59 * GIB),
-    )
+    options: dict[str, Any] = {"vllm_version": "0.10.2", "kv_cache_memory_bytes": int(44.59 * GIB)}
+    found = estimate("Qwen/Qwen3-Next-80B-A3B-Instruct", "h200", tp=2, length=262144, **options)
     assert found.block_size == 544
     assert found.kv_cache_tokens == 973_760
     assert round(found.max_concurrency, 2) == 14.77

@@ -10,7 +10,7 @@ from hpc_serve.submit.plans.planning import plan_service
 from hpc_serve.submit.request.options import JobSettings, SlurmOptions
 from hpc_serve.submit.script.memory import memory_parts, small_memory_note
 from hpc_serve.units import GIB
-from hpc_serve.vllm.options import options
+from hpc_serve.vllm.arguments import options
 from tests.unit.submit.service_8b import request, script
 
 

@@ -46,10 +46,5 @@ def of_node(
     line: str, *, backend: str, num_nodes: int = 1, rank: int = 0, device: Device = "GPU", file: str = "/engine.yaml"
 ) -> list[str]:
     """What a node of a job is told of its ranks."""
-    nodes: dict[str, Any] = {
-        "num_nodes": num_nodes,
-        "node_rank": rank,
-        "master_address": "10.0.0.1",
-        "settings_file": file,
-    }
-    return rank_args(read(line), device=device, backend=backend, **nodes)
+    nodes: dict[str, Any] = {"num_nodes": num_nodes, "node_rank": rank, "master_address": "10.0.0.1"}
+    return rank_args(read(line), device=device, backend=backend, settings_file=file, **nodes)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hpc_serve.units import GIB
+from hpc_serve.vllm.arguments import options
 from hpc_serve.vllm.load_strategy import STRATEGY, LoadStrategy, WeightsPlace, choose_strategy, foreseen_strategy
-from hpc_serve.vllm.options import options
 
 ALL = ("lazy", "eager", "prefetch", "torchao")
 EAGER, PREFETCH = (STRATEGY, "eager"), (STRATEGY, "prefetch")

@@ -1,4 +1,4 @@
-"""vLLM's log lines, as versions 0.6 to 0.32 print them, become phrases, figures and signs of life."""
+"""vLLM's log lines, as versions 0.6 to 0.32 print them, become phrases, figures, reports and signs of life."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.units import GIB, MIB
-from hpc_serve.vllm.log import StallWatch, StartPhrase, is_health_answer, is_idle_report, read_figures, read_phrase
+from hpc_serve.vllm import log
 
 LINES = json.loads(Path(__file__).with_name("log_lines.json").read_text(encoding="utf-8"))
 """Lines as vLLM printed them; sources as in benchmarks/accuracy/data/memory_cases.jsonl. Sizes are in GiB."""
@@ -16,13 +16,13 @@ LINES = json.loads(Path(__file__).with_name("log_lines.json").read_text(encoding
 
 @pytest.mark.parametrize(("line", "phrase"), LINES["phrases"])
 def test_phrase_of_a_line(line, phrase):
-    assert read_phrase(line) == (None if phrase is None else StartPhrase(*phrase))
+    assert log.read_phrase(line) == (None if phrase is None else log.StartPhrase(*phrase))
 
 
 @pytest.mark.parametrize(("line", "figures"), LINES["figures"])
 def test_figures_of_a_line(line, figures):
     wanted = {name: round(value * GIB) if name.endswith("_bytes") else value for name, value in figures.items()}
-    assert read_figures(line) == wanted
+    assert log.read_figures(line) == wanted
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def clock():
 
 @pytest.fixture
 def progress(clock):
-    return StallWatch(lambda: clock[0])
+    return log.StallWatch(lambda: clock[0])
 
 
 def look(progress, clock, seconds, bytes_at):
@@ -91,7 +91,7 @@ def test_a_report_of_next_to_nothing_is_known(prompt, generation, running, is_id
         f"Avg prompt throughput: {prompt} tokens/s, Avg generation throughput: {generation} tokens/s, "
         f"Running: {running} reqs, Waiting: 0 reqs, GPU KV cache usage: 0.0%, Prefix cache hit rate: 0.0%"
     )
-    assert is_idle_report(line) is is_idle
+    assert log.is_idle_report(line) is is_idle
 
 
 @pytest.mark.parametrize(
@@ -105,4 +105,42 @@ def test_a_report_of_next_to_nothing_is_known(prompt, generation, running, is_id
     ],
 )
 def test_answers_that_all_is_well_are_known(said, is_dropped):
-    assert is_health_answer(f"(APIServer pid=7) INFO:     10.0.0.1:4711 - {said}") is is_dropped
+    assert log.is_health_answer(f"(APIServer pid=7) INFO:     10.0.0.1:4711 - {said}") is is_dropped
+
+
+# -- the report of every ten seconds
+
+HEAD = "(APIServer pid=24920) INFO 11-22 14:19:46 [loggers.py:335] Engine 000: "
+RATES = "Avg prompt throughput: 347.3 tokens/s, Avg generation throughput: 124.2 tokens/s, "
+
+
+@pytest.mark.parametrize(
+    ("line", "running", "waiting", "cache_use"),
+    [
+        ("Running: 8 reqs, Waiting: 3 reqs, CPU KV cache usage: 0.1%, Prefix cache hit rate: 10.2%", 8, 3, 0.001),
+        ("Running: 8 reqs, Waiting: 3 reqs, Deferred: 1 reqs, Preemptions: 2, GPU KV cache usage: 50.0%", 8, 3, 0.5),
+        ("Running: 8 reqs, Swapped: 0 reqs, Pending: 2 reqs, GPU KV cache usage: 97.6%", 8, 0, 0.976),
+        ("Running: 1 reqs, Swapped: 0 reqs, Waiting: 2 reqs", 1, 2, None),
+    ],
+)
+def test_a_report(line, running, waiting, cache_use):
+    found = log.read_report(HEAD + RATES + line)
+    assert (found.prompt_tokens_per_s, found.generation_tokens_per_s) == (347.3, 124.2)
+    assert (found.running, found.waiting) == (running, waiting)
+    assert found.cache_use == pytest.approx(cache_use)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "Running: 8 reqs", RATES, RATES.replace("124.2", "1.2.4") + "Running: 1 reqs", f"{RATES * 2}Running: x reqs"],
+)
+def test_what_is_none(line):
+    assert log.read_report(line) is None
+
+
+def test_parts_of_an_engine_are_added():
+    one = log.EngineReport(prompt_tokens_per_s=1.0, generation_tokens_per_s=2.0, running=3, waiting=4, cache_use=0.5)
+    other = log.EngineReport(prompt_tokens_per_s=1.0, generation_tokens_per_s=2.0, running=3, waiting=4, cache_use=0.75)
+    both = log.EngineReport(prompt_tokens_per_s=2.0, generation_tokens_per_s=4.0, running=6, waiting=8, cache_use=0.75)
+    assert one.plus(other) == both
+    assert one.plus(None) is one

@@ -23,8 +23,7 @@ def test_running_and_waiting_of_all_parts_are_added():
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "vllm:num_requests_running 1.0\n", TEXT.replace(" 2.0", " NaN"), TEXT.replace(" 4.0", " many")],
+    "text", ["", "vllm:num_requests_running 1.0\n", TEXT.replace(" 2.0", " NaN"), TEXT.replace(" 4.0", " many")]
 )
 def test_what_the_engine_does_not_say_is_not_known(text):
     assert read_work(text).requests is None
