@@ -118,13 +118,21 @@ def _bring_to_count(
 
 
 def _end_all(wanted: Wanted, what_is: WhatIs, now: float) -> list[Decision]:
-    cause: Cause = "idle" if wanted.state == "asleep" else "person"
-    why = next((one.why for one in reversed(wanted.decided) if one.action == "count"), f"the service is {wanted.state}")
+    """End all jobs, with cause and words of the decision that no replica is wanted, if the file still has it."""
+    decided = next((one for one in reversed(wanted.decided) if one.action == "count"), None)
+    if decided is None or decided.count:
+        cause: Cause = "idle" if wanted.state == "asleep" else "person"
+        decided = Decision(action="count", cause=cause, why=f"the service is {wanted.state}")
     live = [job for job in what_is.jobs if job.is_live and job.state != "draining"]
-    draining = tuple(job.job_id for job in live if job.state == "ready" and job.job_id not in wanted.ending)
-    ending = tuple(job.job_id for job in live if job.state != "ready" and _may_be_told(job, wanted, now))
-    found = [Decision(action="drain", cause=cause, why=why, jobs=draining)] if draining else []
-    return found + ([Decision(action="end", cause=cause, why=why, jobs=ending)] if ending else [])
+    return _let_go([job for job in live if _may_be_told(job, wanted, now)], decided.cause, decided.why)
+
+
+def _let_go(jobs: Sequence[Job], cause: Cause, why: str) -> list[Decision]:
+    """End the jobs that do not serve, and let the others drain."""
+    ending = tuple(job.job_id for job in jobs if job.state != "ready")
+    serving = tuple(job.job_id for job in jobs if job.state == "ready")
+    found = [Decision(action="end", cause=cause, why=why, jobs=ending)] if ending else []
+    return found + ([Decision(action="drain", cause=cause, why=why, jobs=serving)] if serving else [])
 
 
 def _tell_again(wanted: Wanted, what_is: WhatIs, now: float) -> list[Decision]:
@@ -239,15 +247,12 @@ def _end_surplus(counting: Sequence[Job], over: int, cause: Cause, why: str) -> 
     """End or drain surplus jobs: those that do not serve yet, then the least loaded, the newest; the own job last."""
     newest_first = list(reversed(counting))
     order = sorted(newest_first, key=lambda job: (job.is_own, _SPARED_FIRST.index(job.state), job.requests))
-    coming: list[str] = []
-    serving: list[str] = []
+    surplus: list[Job] = []
     for job in order:
-        if job.replicas > over:
-            continue
-        over -= job.replicas
-        (serving if job.state == "ready" else coming).append(job.job_id)
-    found = [Decision(action="end", cause=cause, why=why, jobs=tuple(coming))] if coming else []
-    return found + ([Decision(action="drain", cause=cause, why=why, jobs=tuple(serving))] if serving else [])
+        if job.replicas <= over:
+            over -= job.replicas
+            surplus.append(job)
+    return _let_go(surplus, cause, why)
 
 
 def _requests(number: int) -> str:

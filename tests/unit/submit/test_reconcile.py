@@ -468,6 +468,16 @@ class TestPeople:
         (one,) = decide(Job(job_id="2", state="pending"), count=0, state="stopped")
         assert (one.action, one.cause, one.jobs) == ("end", "person", ("2",))
 
+    @pytest.mark.parametrize(
+        ("count", "told"),
+        [(0, ("person", "bounds set to 1:4")), (1, ("idle", "the service is asleep"))],
+        ids=["no_replica", "of_a_wake_that_failed"],
+    )
+    def test_cause_and_words_of_an_end_are_of_the_decision_that_no_replica_is_wanted(self, count, told):
+        decided = (Decision(action="count", cause="person", why="bounds set to 1:4", count=count),)
+        (one,) = decide(Job(job_id="2", state="pending"), count=0, state="asleep", decided=decided)
+        assert (one.cause, one.why) == told
+
     def test_what_another_program_submits_is_waited_for(self):
         claim = {"submitting": 1, "submitting_at": 100.0}
         assert [one.action for one in decide(now=150.0, **claim)] == ["wait"]
