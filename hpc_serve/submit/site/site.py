@@ -268,11 +268,6 @@ class SiteProfile(SbatchOptions):
         return JobSettings(**{name: environ.get(variable_of(name)) or getattr(self, name) for name in names})
 
 
-def load_site(path: Path) -> SiteProfile:
-    """Read one site file. Raises SiteFileError, naming file, line and setting."""
-    return SiteProfile(**read_settings(path))
-
-
 def read_settings(path: Path) -> dict[str, Any]:
     """Read the settings of a site file, by name, checked. Raises SiteFileError, naming file, line and setting."""
     try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpc_serve.errors import SiteFileError
-from hpc_serve.submit.site.site import SiteProfile, load_site
+from hpc_serve.submit.site.site import SiteProfile
+from tests.support.sites import load_site
 
 FULL = """
 partition: gpu
