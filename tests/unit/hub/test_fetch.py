@@ -17,7 +17,7 @@ from hpc_serve.errors import StoreError, UnknownModelError
 from hpc_serve.hub.fetch import HubConnectionError, cached_alone, look_for_model
 from hpc_serve.hub.local_weights import cached_folder, missing_weights
 from tests.support.fake_hub import COMMIT, model_files
-from tests.unit.fetch.conftest import MODEL
+from tests.unit.hub.conftest import MODEL
 
 SHARD = "model-00002-of-00003.safetensors"
 LARGE = 10_000
