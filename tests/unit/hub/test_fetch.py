@@ -247,12 +247,6 @@ def test_a_hub_that_is_away_leaves_what_the_cache_has(hub, settings):
     assert cached_alone(MODEL, settings, "main", "away") == folder
 
 
-def test_small_hubs_serve_models_of_one_file(hub, settings):
-    shard = model_files(shards=1, shard_bytes=LARGE)["model-00001-of-00001.safetensors"]
-    hub.models["org/small"] = {"config.json": b"{}", "model.safetensors": shard}
-    assert set(content_of(fetch(settings, "org/small"))) == {"config.json", "model.safetensors"}
-
-
 def test_the_cache_is_one_that_huggingface_hub_reads(hub, settings):
     hub_library = pytest.importorskip("huggingface_hub")
     folder = fetch(settings)

@@ -242,7 +242,6 @@ def test_weights_are_looked_for_where_the_job_will_look(tmp_path, monkeypatch):
     monkeypatch.setattr(services, "check_before_plan", lambda request, environ: None)
     with pytest.raises(InvalidRequestError, match="enough"):
         services.submit(
-            request(env={"HF_HOME": "/dev/shm/hf"}),
-            environ={"HF_HOME": "/home/me/hf", "HPC_SERVE_HOME": str(tmp_path)},
+            request(env={"HF_HOME": "/dev/shm/hf"}), environ={"HF_HOME": "/home/me/hf", "HPC_SERVE_HOME": str(tmp_path)}
         )
     assert seen == ["/dev/shm/hf"]

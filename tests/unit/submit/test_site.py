@@ -56,17 +56,11 @@ def test_it_becomes_sbatch_options_and_what_is_asked_for_wins(site_of):
     assert (options.gpu_directive, options.gres_type, options.exclusive) == ("gres", "h100", True)
     assert options.extra == ("--switches=1", "--mail-type=END")
     assert site.slurm_options(extra=("--begin=now",)).extra == ("--begin=now",)
-
-
-def test_a_flag_may_be_false_where_the_site_says_true(site_of):
-    site = site_of("exclusive: true\n")
     assert site.slurm_options(exclusive=False).exclusive is False
 
 
 def test_the_environment_is_the_site_s_unless_a_person_names_one():
-    site = SiteProfile(apptainer="/images/vllm.sif", binds=("/scratch",), modules=("apptainer",))
-    assert site.environment({}).kind == "apptainer"
-    assert site.environment({}).binds == ("/scratch",)
+    site = SiteProfile(apptainer="/images/vllm.sif", modules=("apptainer",))
     own = site.environment({"HPC_SERVE_ENV": "/home/alice/env"})
     assert (own.kind, own.modules) == ("auto", ("apptainer",))
 

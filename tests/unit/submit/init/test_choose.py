@@ -49,12 +49,7 @@ def decided(facts: ClusterFacts) -> dict:
 
 def test_a_plain_cluster():
     facts = facts_of(SLURM_22_05, environment="/home/alice/env", engine="0.32.0")
-    assert decided(facts) == {
-        "partition": "gpu",
-        "gpu": "h100-80gb",
-        "gpus_per_node": 8,
-        "venv": "/home/alice/env",
-    }
+    assert decided(facts) == {"partition": "gpu", "gpu": "h100-80gb", "gpus_per_node": 8, "venv": "/home/alice/env"}
     assert describe(facts.partitions[0]) == "3 nodes of 8 h100, 64 CPUs, 512 GiB, at most 7 d"
     assert "Slurm's default. Also here: lowprio (3 nodes" in settings_of(facts)["partition"].why
 
