@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,7 @@ class HubSettings:
     cache: Path
     endpoint: str
     is_offline: bool
-    token: str | None
-
-    def __repr__(self) -> str:
-        return f"HubSettings(cache={self.cache}, endpoint={self.endpoint}, is_offline={self.is_offline})"
+    token: str | None = field(repr=False)
 
 
 def read_hub_settings(environ: Mapping[str, str]) -> HubSettings:

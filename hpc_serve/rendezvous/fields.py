@@ -158,7 +158,7 @@ _LARGEST = 2**63 - 1
 
 _LONGEST_SHOWN = 60
 
-# Metadata of a field that files of earlier versions lack: its default stands in. All other fields must be there.
+# Metadata of a field that a writer may leave out: its default stands in. All other fields must be there.
 MAY_BE_MISSING: Mapping[str, Any] = {"may_be_missing": True}
 
 

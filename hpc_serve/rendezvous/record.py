@@ -8,7 +8,6 @@ Slurm decides when each begins, and job/run/record_keeper.py what a job does abo
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
@@ -16,10 +15,10 @@ from typing import Annotated, Literal, get_args
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.redact import redact, redact_lines
 from hpc_serve.rendezvous.fields import (
-    MAY_BE_MISSING,
     Bounds,
     SignedInt,
     Timestamp,
+    is_service_name,
     record_file_name,
     replica_name,
     validate_job_id,
@@ -34,7 +33,6 @@ ONE_REPLICA_ALONE = (
     "This would change one replica of the service, until its engine starts again. For all of them, and those to come: "
     "hpc-serve adapter add SERVICE NAME FOLDER, or hpc-serve adapter remove SERVICE NAME."
 )
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +49,7 @@ class Adapter:
 
 def check_adapter_name(name: str) -> None:
     """Raises InvalidRequestError for a name that is no model's name of this kind."""
-    if not _NAME.fullmatch(name):
+    if not is_service_name(name):
         raise InvalidRequestError(
             f"{name!r} cannot name an adapter: use 1 to 63 letters, digits, dots, dashes and underscores."
         )
@@ -158,17 +156,17 @@ class EndpointRecord:
     measured: Mapping[str, float] = field(default_factory=dict)
     predicted: Mapping[str, float] = field(default_factory=dict)
     certificate: str = ""
-    state_since: Timestamp | None = field(default=None, metadata=MAY_BE_MISSING)
-    engine_restarts: int = field(default=0, metadata=MAY_BE_MISSING)
-    cache: str = field(default="", metadata=MAY_BE_MISSING)
-    loading: str = field(default="", metadata=MAY_BE_MISSING)
-    replicas_per_job: Annotated[int, Bounds(1, 1024)] = field(default=1, metadata=MAY_BE_MISSING)
-    start: StartRecord | None = field(default=None, metadata=MAY_BE_MISSING)
-    signs: bool = field(default=False, metadata=MAY_BE_MISSING)
-    drain_cause: str = field(default="", metadata=MAY_BE_MISSING)
-    data_parallel_size: int = field(default=1, metadata=MAY_BE_MISSING)
-    adapters: Mapping[str, Adapter] = field(default_factory=dict, metadata=MAY_BE_MISSING)
-    weight_version: str = field(default="", metadata=MAY_BE_MISSING)
+    state_since: Timestamp | None = None
+    engine_restarts: int = 0
+    cache: str = ""
+    loading: str = ""
+    replicas_per_job: Annotated[int, Bounds(1, 1024)] = 1
+    start: StartRecord | None = None
+    signs: bool = False
+    drain_cause: str = ""
+    data_parallel_size: int = 1
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    weight_version: str = ""
     version: int = VERSION
 
     @property
@@ -233,8 +231,7 @@ class SubmittedJob:
 
     `pid` and `pid_start_time` (clock ticks since boot, field 22 of /proc/PID/stat) identify a local job's process on
     the host that submitted it. `submitted_at` is seconds since the epoch by the writer's clock. `engine_args` are the
-    options of `vllm serve` in the script, and `gpu` with `gpu_memory_bytes` is the accelerator that it was planned for;
-    both are empty where an earlier version wrote the file.
+    options of `vllm serve` in the script, and `gpu` with `gpu_memory_bytes` is the accelerator that it was planned for.
     `predecessor` is the job before it in a chain, from which it takes over; each job of one has `time_limit_s`.
     `machine` is the kind of machine that it was planned for, as the site file names it.
     """
@@ -253,14 +250,14 @@ class SubmittedJob:
     pid_start_time: int | None = None
     host: str | None = None
     predicted: Mapping[str, float] = field(default_factory=dict)
-    end: JobEnd | None = field(default=None, metadata=MAY_BE_MISSING)
-    replicas_per_job: Annotated[int, Bounds(1, 1024)] = field(default=1, metadata=MAY_BE_MISSING)
-    engine_args: tuple[str, ...] = field(default=(), metadata=MAY_BE_MISSING)
-    gpu: str = field(default="", metadata=MAY_BE_MISSING)
-    gpu_memory_bytes: int | None = field(default=None, metadata=MAY_BE_MISSING)
-    predecessor: str = field(default="", metadata=MAY_BE_MISSING)
-    time_limit_s: float = field(default=0.0, metadata=MAY_BE_MISSING)
-    machine: str = field(default=DEFAULT_MACHINE, metadata=MAY_BE_MISSING)
+    end: JobEnd | None = None
+    replicas_per_job: Annotated[int, Bounds(1, 1024)] = 1
+    engine_args: tuple[str, ...] = ()
+    gpu: str = ""
+    gpu_memory_bytes: int | None = None
+    predecessor: str = ""
+    time_limit_s: float = 0.0
+    machine: str = DEFAULT_MACHINE
     version: int = VERSION
 
     @property

@@ -441,7 +441,7 @@ class PreflightReport:
     verdicts: tuple[Verdict, ...]
     num_nodes: int
     took_s: float
-    began_at: Timestamp = field(default=0.0, metadata=MAY_BE_MISSING)
+    began_at: Timestamp = 0.0
 
     def of_level(self, level: Level) -> tuple[Verdict, ...]:
         return tuple(verdict for verdict in self.verdicts if verdict.level == level)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Bounds, Timestamp
+from hpc_serve.rendezvous.fields import Bounds, Timestamp
 from hpc_serve.rendezvous.record import Adapter
 
 _MOST_DECISIONS = 8
@@ -44,7 +44,7 @@ class Decision:
     jobs: tuple[str, ...] = ()
     count: int = 0
     at: Timestamp = 0.0
-    machine: str = field(default="", metadata=MAY_BE_MISSING)
+    machine: str = ""
 
     @property
     def sentence(self) -> str:
@@ -115,8 +115,8 @@ class Wanted:
     most_running: int = 0
     looked_at: Timestamp = 0.0
     decided: tuple[Decision, ...] = ()
-    adapters: Mapping[str, Adapter] = field(default_factory=dict, metadata=MAY_BE_MISSING)
-    machines: Mapping[str, MachineWanted] = field(default_factory=dict, metadata=MAY_BE_MISSING)
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    machines: Mapping[str, MachineWanted] = field(default_factory=dict)
 
     @property
     def is_elastic(self) -> bool:

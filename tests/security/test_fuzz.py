@@ -31,10 +31,10 @@ from hpc_serve.job.machine.network import choose_port, listen_on
 from hpc_serve.plan import model_from_config
 from hpc_serve.rendezvous.fields import from_json_text, to_json_text
 from hpc_serve.rendezvous.record import EndpointRecord, JobEnd, SubmittedJob
-from hpc_serve.submit.site.site import load_site
 from hpc_serve.vllm.arguments import read_args_file
 from hpc_serve.vllm.command import check_file_arguments
 from tests.support.asgi_server import served
+from tests.support.sites import load_site
 from tests.support.stubs import make_record, make_submitted
 
 SEEDS = {"fixed seed": 20_261_122, "seed of the day": int(datetime.now(timezone.utc).strftime("%Y%m%d"))}

@@ -17,8 +17,8 @@ from hpc_serve.hub.local_weights import damaged_files, missing_weights, snapshot
 from hpc_serve.hub.needed_files import RepositoryFile
 from hpc_serve.job.weights.staging import copy_files
 from hpc_serve.quantize.program import CannotQuantizeError, read_texts
-from hpc_serve.submit.site.site import load_site
 from hpc_serve.submit.site.site_files import load_site_models
+from tests.support.sites import load_site
 from tests.unit.conftest import Ran
 
 INDEX = "model.safetensors.index.json"

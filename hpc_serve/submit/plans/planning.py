@@ -235,10 +235,7 @@ def plan_for(asked: PlanRequest, *, stand_in: str | None = None) -> PlanResult:
         asked.model, asked.engine, stand_in=stand_in, allow_unknown_keys=asked.allow_unknown_config_keys
     )
     cluster = cluster_named(
-        asked.gpu,
-        total_bytes=asked.gpu_memory_bytes,
-        num_nodes=asked.num_nodes,
-        gpus_per_node=asked.gpus_per_node,
+        asked.gpu, total_bytes=asked.gpu_memory_bytes, num_nodes=asked.num_nodes, gpus_per_node=asked.gpus_per_node
     )
     if asked.engines_per_node > 1:
         cluster = part_of_node(cluster, asked.engines_per_node, is_whole=not asked.engine.has_asked_layout)

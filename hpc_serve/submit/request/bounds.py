@@ -22,14 +22,7 @@ _MOST_REPLICAS = 10_000  # the jobs that Slurm keeps, unless a site sets MaxJobC
 _MINUTE_S = 60.0
 
 
-def check_chain(
-    length: int,
-    overlap_s: float | None,
-    limit_s: float | None,
-    *,
-    notice_s: float,
-    cluster: str,
-) -> None:
+def check_chain(length: int, overlap_s: float | None, limit_s: float | None, *, notice_s: float, cluster: str) -> None:
     """Raises InvalidRequestError for a chain that cannot be.
 
     A job takes no new requests from `notice_s` before its time limit.

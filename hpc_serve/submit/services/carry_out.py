@@ -207,12 +207,7 @@ class Done:
 
 
 def step(
-    looker: Looker,
-    seen: Wanted,
-    *,
-    windows: Windows,
-    drain_s: float = _DRAIN_S,
-    decider: str = "",
+    looker: Looker, seen: Wanted, *, windows: Windows, drain_s: float = _DRAIN_S, decider: str = ""
 ) -> tuple[Wanted | None, Done]:
     """Look once, decide, and do it. Returns what is wanted then; None if somebody changed it since it was `seen`.
 

@@ -118,13 +118,21 @@ def _bring_to_count(
 
 
 def _end_all(wanted: Wanted, what_is: WhatIs, now: float) -> list[Decision]:
-    cause: Cause = "idle" if wanted.state == "asleep" else "person"
-    why = next((one.why for one in reversed(wanted.decided) if one.action == "count"), f"the service is {wanted.state}")
+    """End all jobs, with cause and words of the decision that no replica is wanted, if the file still has it."""
+    decided = next((one for one in reversed(wanted.decided) if one.action == "count"), None)
+    if decided is None or decided.count:
+        cause: Cause = "idle" if wanted.state == "asleep" else "person"
+        decided = Decision(action="count", cause=cause, why=f"the service is {wanted.state}")
     live = [job for job in what_is.jobs if job.is_live and job.state != "draining"]
-    draining = tuple(job.job_id for job in live if job.state == "ready" and job.job_id not in wanted.ending)
-    ending = tuple(job.job_id for job in live if job.state != "ready" and _may_be_told(job, wanted, now))
-    found = [Decision(action="drain", cause=cause, why=why, jobs=draining)] if draining else []
-    return found + ([Decision(action="end", cause=cause, why=why, jobs=ending)] if ending else [])
+    return _let_go([job for job in live if _may_be_told(job, wanted, now)], decided.cause, decided.why)
+
+
+def _let_go(jobs: Sequence[Job], cause: Cause, why: str) -> list[Decision]:
+    """End the jobs that do not serve, and let the others drain."""
+    ending = tuple(job.job_id for job in jobs if job.state != "ready")
+    serving = tuple(job.job_id for job in jobs if job.state == "ready")
+    found = [Decision(action="end", cause=cause, why=why, jobs=ending)] if ending else []
+    return found + ([Decision(action="drain", cause=cause, why=why, jobs=serving)] if serving else [])
 
 
 def _tell_again(wanted: Wanted, what_is: WhatIs, now: float) -> list[Decision]:
@@ -164,7 +172,7 @@ def _changed_count(
         room = _in_whole_jobs(wanted, wanted.most) - max(have, holding)
         more = min(room, math.ceil(load.surplus / max(1, load.most_running)))
         if more > 0:
-            why = f"{_requests(load.waiting)} waited for {duration(load.surplus_s)}"
+            why = f"{_number_of(load.waiting, 'request')} waited for {duration(load.surplus_s)}"
             return Decision(action="count", cause="load", why=why, count=min(wanted.count + more, wanted.most))
     if wanted.idle_stop_s is not None and load.is_known and load.idle_s >= wanted.idle_stop_s:
         return Decision(action="count", cause="idle", why=f"no request for {duration(load.idle_s)}")
@@ -174,7 +182,7 @@ def _changed_count(
     if fewer >= wanted.count or not is_seen or load.peak > _SPARE * load.most_running * left:
         return None
     others = "the other could" if left == 1 else "the others could"
-    most = f"{_requests(load.peak)} at once at most" if load.peak else "no request"
+    most = _number_of(load.peak, "request") + (" at once at most" if load.peak else "")
     why = f"{others} have carried the load for {duration(load.known_s)}: {most}"
     return Decision(action="count", cause="load", why=why, count=fewer)
 
@@ -207,7 +215,7 @@ def _submit(
         jobs = tuple(job.job_id for job in leaving)
         return [Decision(action="submit", cause="handover", why=why, jobs=jobs, count=missing)]
     if not why:
-        why = f"there {'were' if have > 1 else 'was'} {_replicas(have)}, of {count} that are wanted"
+        why = f"there {'were' if have > 1 else 'was'} {_number_of(have, 'replica')}, of {count} that are wanted"
     return [Decision(action="submit", cause=cause, why=why, count=missing)]
 
 
@@ -239,20 +247,13 @@ def _end_surplus(counting: Sequence[Job], over: int, cause: Cause, why: str) -> 
     """End or drain surplus jobs: those that do not serve yet, then the least loaded, the newest; the own job last."""
     newest_first = list(reversed(counting))
     order = sorted(newest_first, key=lambda job: (job.is_own, _SPARED_FIRST.index(job.state), job.requests))
-    coming: list[str] = []
-    serving: list[str] = []
+    surplus: list[Job] = []
     for job in order:
-        if job.replicas > over:
-            continue
-        over -= job.replicas
-        (serving if job.state == "ready" else coming).append(job.job_id)
-    found = [Decision(action="end", cause=cause, why=why, jobs=tuple(coming))] if coming else []
-    return found + ([Decision(action="drain", cause=cause, why=why, jobs=tuple(serving))] if serving else [])
+        if job.replicas <= over:
+            over -= job.replicas
+            surplus.append(job)
+    return _let_go(surplus, cause, why)
 
 
-def _requests(number: int) -> str:
-    return "1 request" if number == 1 else f"{number} requests"
-
-
-def _replicas(number: int) -> str:
-    return "no replica" if number == 0 else "1 replica" if number == 1 else f"{number} replicas"
+def _number_of(number: int, noun: str) -> str:
+    return f"{number or 'no'} {noun}{'s' if number > 1 else ''}"

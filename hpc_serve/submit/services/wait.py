@@ -43,7 +43,7 @@ def wait(
     """
     slurm = SchedulerView(max_age_s=_SCHEDULER_S)
     deadline = time.monotonic() + timeout_s if timeout_s is not None else None
-    shown: ReplicaStatus | None = None
+    shown: tuple[object, ...] = ()
     ended_at_s: float | None = None
     while True:
         report = read_status(store, service, slurm=slurm)
@@ -52,9 +52,10 @@ def wait(
             raise not_found_error(store, job_id or service)
         ready = [one for one in found if one.state == "ready"]
         status = ready[-1] if len(ready) >= replicas else _to_wait_for(without_successors(found), replicas)
-        if shown is None or _progress_key(status) != _progress_key(shown):
+        seen = (status.name, status.restart, status.state, status.stage, status.progress, status.start, status.reason)
+        if seen != shown:
             on_change(status)
-            shown = status
+            shown = seen
         if len(ready) >= replicas:
             return status
         if never_starts(status):
@@ -108,11 +109,6 @@ def _to_wait_for(found: Sequence[ReplicaStatus], wanted: int) -> ReplicaStatus:
         f"{service} has {left} replicas, so {wanted} will not be ready: "
         f"`hpc-serve scale {service} {wanted}` starts more."
     )
-
-
-def _progress_key(status: ReplicaStatus) -> tuple[object, ...]:
-    """What must differ between two statuses for the second to be shown."""
-    return (status.name, status.restart, status.state, status.stage, status.progress, status.start, status.reason)
 
 
 def _slurm_is_done_with(status: ReplicaStatus) -> bool:

@@ -71,11 +71,14 @@ def read_yaml(path: Path) -> yaml.Node | None:
         raise ValueError(" ".join(str(error).split())) from error
 
 
-def unread(error: Exception) -> str:
-    """Return why `read_yaml` failed, for a person."""
-    if isinstance(error, OSError):
-        return f"cannot be read: {error.strerror or error}."
-    return f"is not YAML: {error}"
+def read_site_yaml(path: Path, called: str) -> yaml.Node | None:
+    """Return what a YAML file of a site holds; None for an empty file. Raises SiteFileError."""
+    try:
+        return read_yaml(path)
+    except OSError as error:
+        raise SiteFileError(f"{called} {path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise SiteFileError(f"{called} {path} is not YAML: {error}") from error
 
 
 def place_of(node: yaml.Node, path: Path) -> str:
@@ -268,17 +271,9 @@ class SiteProfile(SbatchOptions):
         return JobSettings(**{name: environ.get(variable_of(name)) or getattr(self, name) for name in names})
 
 
-def load_site(path: Path) -> SiteProfile:
-    """Read one site file. Raises SiteFileError, naming file, line and setting."""
-    return SiteProfile(**read_settings(path))
-
-
 def read_settings(path: Path) -> dict[str, Any]:
     """Read the settings of a site file, by name, checked. Raises SiteFileError, naming file, line and setting."""
-    try:
-        document = read_yaml(path)
-    except (OSError, ValueError) as error:
-        raise SiteFileError(f"site file {path} {unread(error)}") from error
+    document = read_site_yaml(path, "site file")
     settings = dict(fields_of(document, SiteProfile, path)) if document is not None else {}
     for some in (settings, *settings.get("machines", {}).values()):
         some |= {name: os.path.expanduser(some[name]) for name in _PATHS if some.get(name)}

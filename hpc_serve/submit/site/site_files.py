@@ -17,7 +17,7 @@ from hpc_serve.errors import InvalidRequestError, SiteFileError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.ownership import check_chosen, fault
 from hpc_serve.submit.request.options import check_env
-from hpc_serve.submit.site.site import PYTHONS, SiteProfile, fields_of, place_of, read_settings, read_yaml, unread
+from hpc_serve.submit.site.site import PYTHONS, SiteProfile, fields_of, place_of, read_settings, read_site_yaml
 from hpc_serve.vllm.arguments import names_in, without
 
 if TYPE_CHECKING:
@@ -48,10 +48,7 @@ def load_site_models(path: str | None) -> Mapping[str, SiteModel]:
     """Return the models in the file, by their names in small letters. Raises SiteFileError, naming file and line."""
     if path is None:
         return {}
-    try:
-        document = read_yaml(Path(path))
-    except (OSError, ValueError) as error:
-        raise SiteFileError(f"models file {path} {unread(error)}") from error
+    document = read_site_yaml(Path(path), "models file")
     if document is None:
         return {}
     import yaml

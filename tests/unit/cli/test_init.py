@@ -8,8 +8,8 @@ import stat
 import pytest
 
 from hpc_serve.cli.main import run
-from hpc_serve.submit.site.site import load_site
 from tests.support.fake_cluster import FakeCluster
+from tests.support.sites import load_site
 from tests.unit.submit.init.printed import SLURM_24_11
 
 

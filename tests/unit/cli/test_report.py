@@ -14,7 +14,7 @@ from hpc_serve.pages.frame import Curve, over_time, stage_bar
 from hpc_serve.rendezvous.record import NodeRecord, StartRecord
 from tests.support.stubs import StubService, make_record, make_submitted
 from tests.unit.pages.test_frame import Parts
-from tests.unit.submit.test_log_history import LOG
+from tests.unit.submit.test_logs import LOG
 
 EVIL = '"><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[2J&'
 

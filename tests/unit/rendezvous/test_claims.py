@@ -3,9 +3,7 @@
 import errno
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,6 +11,7 @@ from hpc_serve.errors import ServiceConflictError, StoreError
 from hpc_serve.rendezvous.claims import claim, locked, release
 from hpc_serve.rendezvous.record import EndpointRecord, JobEnd
 from hpc_serve.rendezvous.store import ServiceStore
+from tests.support.at_once import at_once
 from tests.support.stubs import make_record, make_submitted
 
 
@@ -86,18 +85,14 @@ def test_a_damaged_claim_claims_nothing(store, content):
 
 
 def test_of_two_claims_at_once_one_wins(store):
-    start = threading.Barrier(2)
-
     def take(model):
-        start.wait(60)
         try:
             claim(store, "405b", model)
             return "taken"
         except ServiceConflictError:
             return "refused"
 
-    with ThreadPoolExecutor(2) as threads:
-        assert sorted(threads.map(take, ("m", "other"))) == ["refused", "taken"]
+    assert sorted(at_once(lambda: take("m"), lambda: take("other"))) == ["refused", "taken"]
 
 
 def test_the_lock_of_a_process_that_died_is_broken(store):

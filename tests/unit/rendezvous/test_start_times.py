@@ -28,36 +28,31 @@ def test_what_is_written_is_read_by_the_next_start(home):
     assert (home / FILE).stat().st_mode & 0o777 == 0o600
 
 
-def test_the_latest_of_the_same_service_comes_first_then_that_of_another_service(home):
-    other = replace(START, service="other", ready_at=9.0)
-    remember_start(home, other)
-    assert last_start(home, RECORD) == other
-    remember_start(home, START)
-    assert last_start(home, RECORD) == START
-    newer = replace(START, ready_at=5.0)
-    remember_start(home, newer)
-    assert last_start(home, RECORD) == newer
+def past(service: str = "8b", cache: str = "", at: float = 1.0) -> PastStart:
+    return replace(START, service=service, cache=cache, ready_at=at)
 
 
-def test_a_start_with_warm_caches_is_held_against_one_that_had_them(home):
-    cold, warm = replace(START, cache="cold", ready_at=9.0), replace(START, cache="warm")
-    remember_start(home, cold)
-    remember_start(home, warm)
-    for cache, past in (("warm, from /c on this node", warm), ("cold, kept in /c (empty)", cold), ("", cold)):
-        assert last_start(home, replace(RECORD, cache=cache)) == past
+WARM, COLD = "warm, from /c on this node", "cold, kept in /c (empty)"
 
 
-def test_of_starts_with_as_warm_caches_that_of_another_service_comes_before_its_own_of_the_other_kind(home):
-    own, other = replace(START, cache="warm", ready_at=9.0), replace(START, service="other", cache="cold")
-    for start in (own, other):
+@pytest.mark.parametrize(
+    ("known", "cache", "expected"),
+    [
+        ([past("other", at=9.0)], "", 0),
+        ([past("other", at=9.0), past()], "", 1),
+        ([past(), past("other", at=9.0), past(at=5.0)], "", 2),  # in the place of the one before
+        ([past(cache="cold", at=9.0), past(cache="warm")], WARM, 1),
+        ([past(cache="cold", at=9.0), past(cache="warm")], COLD, 0),
+        ([past(cache="cold", at=9.0), past(cache="warm")], "", 0),
+        ([past(cache="warm", at=9.0), past("other", cache="cold")], COLD, 1),
+        ([past(cache="warm")], COLD, None),  # it compiled nothing
+        ([past(cache="warm")], WARM, 0),
+    ],
+)
+def test_as_warm_caches_count_most_then_the_service_then_the_time(home, known, cache, expected):
+    for start in known:
         remember_start(home, start)
-    assert last_start(home, replace(RECORD, cache="cold, kept in /c (empty)")) == other
-
-
-def test_a_warm_start_does_not_tell_how_long_a_cold_one_takes(home):
-    remember_start(home, replace(START, cache="warm"))
-    assert last_start(home, replace(RECORD, cache="cold, kept in /c (empty)")) is None
-    assert last_start(home, replace(RECORD, cache="warm, from /c")) is not None
+    assert last_start(home, replace(RECORD, cache=cache)) == (None if expected is None else known[expected])
 
 
 @pytest.mark.parametrize(

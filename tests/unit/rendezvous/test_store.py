@@ -1,4 +1,4 @@
-"""The store: private files, records that cannot be trusted, keys, and what is swept."""
+"""The store: private files, records that cannot be trusted, what is live, and what is swept."""
 
 import errno
 import json
@@ -272,3 +272,83 @@ def test_a_job_stays_forgotten_for_a_week(store):
     os.utime(store.service_dir("405b") / "7.forgotten", (old, old))
     assert store.sweep("405b") == 1
     assert [store.is_forgotten("405b", job_id) for job_id in ("1_2", "7")] == [True, False]
+
+
+# What is live: all but the records that have ended, each of which is read once
+
+
+@pytest.fixture
+def six(store):
+    """The store with a record of each state; two have ended."""
+    for number, state in enumerate(["stopped", "failed", "ready", "starting", "draining", "unresponsive"]):
+        store.write(make_record(job_id=str(number), state=state, started_at=1000.0 + number))
+    return store
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The names of the records that were read."""
+    names, read_private = [], files.read_private
+
+    def read(path, **options):
+        names.append(path.name)
+        return read_private(path, **options)
+
+    monkeypatch.setattr("hpc_serve.rendezvous.store.read_private", read)
+    return names
+
+
+def jobs(found):
+    return [record.job_id for record in found.records]
+
+
+def test_what_has_ended_is_left_out_and_the_rest_is_what_the_store_reads(six):
+    found = six.live("405b").read_all()
+    assert found.records == tuple(record for record in six.read("405b").records if not record.is_final)
+    assert jobs(found) == ["2", "3", "4", "5"]
+    assert found.unreadable == frozenset()
+
+
+def test_an_ended_record_is_read_once(six, opened):
+    records = six.live("405b")
+    records.read_all()
+    assert len(opened) == 6
+    opened.clear()
+    records.read_all()
+    assert sorted(opened) == [f"{number}-r0-0.json" for number in (2, 3, 4, 5)]
+    opened.clear()
+    assert "0" in jobs(records.read_all({"0-r0-0.json"}))
+
+
+def test_a_file_that_takes_the_place_of_an_ended_record_is_read(six):
+    records = six.live("405b")
+    records.read_all()
+    six.write(make_record(job_id="0", state="ready", counter=7))
+    assert "0" in jobs(records.read_all())
+
+
+def test_what_was_written_last_comes_first(six):
+    for age_s, job_id in ((1, "3"), (0, "2")):  # a filesystem's clock may show the same time for both
+        six.write(make_record(job_id=job_id, state="ready"))
+        at_s = time.time() + 60 - age_s
+        os.utime(six.service_dir("405b") / f"{job_id}-r0-0.json", (at_s, at_s))
+    files, names = six.live("405b").files()
+    assert [name for name, _ in files[:2]] == ["2-r0-0.json", "3-r0-0.json"]
+    assert len(names) == 6
+
+
+def test_a_foreign_record_is_not_taken_for_an_ended_one(six):
+    record = six.service_dir("405b") / "0-r0-0.json"
+    give_away(record)
+    records = six.live("405b")
+    for _ in range(2):
+        assert "belongs to user 64999" in records.read_all().problems[0]
+
+
+def test_submitted_jobs_are_those_without_a_record(six):
+    for job in ("2", "0", "77", "88"):
+        six.write_submitted(make_submitted(job_id=job))
+    six.write(replace(make_record(job_id="88_1"), state="stopped"))
+    found = six.live("405b").read_all()
+    assert [job.job_id for job in found.submitted] == ["77"]
+    assert found.without_record() == six.read("405b").without_record()

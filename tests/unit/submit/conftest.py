@@ -11,9 +11,10 @@ import pytest
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.services import stop as stopping
 from hpc_serve.submit.services import wait as waiting
-from hpc_serve.submit.site.site import SiteProfile, load_site
+from hpc_serve.submit.site.site import SiteProfile
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.patience import be_patient
+from tests.support.sites import load_site
 from tests.support.stubs import StubService
 
 

@@ -93,29 +93,22 @@ def test_what_sbatch_says_when_it_refuses_is_told_once_with_a_hint(bin_folder, t
     assert list((tmp_path / "scripts").iterdir()) == []
 
 
-def test_a_missing_sbatch_is_told_as_such(bin_folder, tmp_path):
-    with pytest.raises(SchedulerUnavailableError, match="no `sbatch` here"):
+@pytest.mark.parametrize(
+    ("sbatch", "error", "told"),
+    [
+        ("", SchedulerUnavailableError, "no `sbatch` here"),
+        ("echo 'Unable to contact slurm controller' >&2; exit 1", SchedulerUnavailableError, "Nothing was submitted"),
+        ("echo 'Socket timed out on send' >&2; exit 1", SchedulerUnavailableError, "taken the job all the same"),
+        ("echo done", SchedulerError, r"without a job id\. Look with `squeue --me`"),
+    ],
+    ids=["missing", "silent", "late", "no id"],
+)
+def test_what_is_no_refusal_is_told_as_such(bin_folder, tmp_path, sbatch, error, told):
+    if sbatch:
+        command(bin_folder, "sbatch", sbatch)
+    with pytest.raises(error, match=told):
         submit_to_slurm("#!/bin/bash\n", scripts(tmp_path))
     assert list((tmp_path / "scripts").iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("Unable to contact slurm controller (connect failure)", "Nothing was submitted"),
-        ("Socket timed out on send/recv operation", "may have taken the job all the same"),
-    ],
-)
-def test_a_silent_controller_is_told_apart_from_a_refusal(bin_folder, tmp_path, words, told):
-    command(bin_folder, "sbatch", f"echo 'sbatch: error: Batch job submission failed: {words}' >&2; exit 1")
-    with pytest.raises(SchedulerUnavailableError, match=told):
-        submit_to_slurm("#!/bin/bash\n", scripts(tmp_path))
-
-
-def test_an_answer_without_an_id_is_an_error(bin_folder, tmp_path):
-    command(bin_folder, "sbatch", "echo done")
-    with pytest.raises(SchedulerError, match=r"without a job id\. Look with `squeue --me`"):
-        submit_to_slurm("#!/bin/bash\n", scripts(tmp_path))
 
 
 def test_inside_a_job_its_sizes_are_not_handed_on(bin_folder, tmp_path, monkeypatch):

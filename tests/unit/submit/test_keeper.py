@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import re
@@ -13,7 +12,6 @@ import sys
 import threading
 import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -38,6 +36,7 @@ from hpc_serve.submit.services.want import scale, wake, want_stop_of
 from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.status.status_reader import read_status
 from tests.cluster import wait_for
+from tests.support.at_once import at_once
 from tests.support.stubs import StubService, make_record
 from tests.unit.submit.service_8b import MODEL, before_sbatch, script, submit
 
@@ -143,14 +142,7 @@ class TestWhoDecides:
         start(stubs, "102_0")
         queue(slurm, "101", "102_0")
         pair = [keeper(store, clock, "101"), keeper(store, clock, "102_0")]
-        barrier = threading.Barrier(2)
-
-        def step(one: Keeper) -> None:
-            barrier.wait()
-            one.step()
-
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(step, pair))
+        at_once(*(one.step for one in pair))
         assert sorted(one.is_deciding for one in pair) == [False, True]
 
     def test_one_that_died_is_replaced_after_the_lease(self, job, store, slurm, stubs, clock):
@@ -192,18 +184,18 @@ class TestWhoDecides:
 
 
 class TestLoad:
-    def test_requests_that_wait_bring_more(self, job, store, slurm, stubs):
+    def test_requests_that_wait_bring_more(self, job, store, slurm, stubs, ran):
         requests(stubs, job, 7, waiting=5)
         go_on(job, 35)
         assert slurm.scripts[1:] == slurm.scripts[:1]
         assert "--array=0-2" in slurm.sbatch_words[-1]
         assert (wanted(store).coming, wanted(store).submitting) == (("101", "102_0", "102_1", "102_2"), 0)
         assert told(store) == [("count", "load"), ("submit", "load")]
-        assert "submitted 3: 5 requests waited for 20 s" in status_lines(store)
+        assert "submitted 3: 5 requests waited for 20 s" in ran(["status", SERVICE]).out
         go_on(job, 60)  # nothing more while they come
         assert len(slurm.scripts) == 2
 
-    def test_one_that_fails_makes_the_next_wait(self, job, store, slurm, stubs):
+    def test_one_that_fails_makes_the_next_wait(self, job, store, slurm, stubs, ran):
         requests(stubs, job, 3, waiting=1)
         go_on(job, 40)
         slurm.job("102_0", "FAILED", exit_code="1:0")
@@ -217,7 +209,7 @@ class TestLoad:
         change(store, next_try_at=found.next_try_at + 600)  # a slow machine
         go_on(job, 40)
         assert len(slurm.scripts) == 2
-        assert "; trying again at " in status_lines(store)
+        assert "; trying again at " in ran(["status", SERVICE]).out
         change(store, next_try_at=time.time())
         go_on(job, 10)
         assert len(slurm.scripts) == 3
@@ -298,33 +290,21 @@ class TestSleep:
     def fall_asleep(self, job: Keeper) -> None:
         assert any(look(job) is None for _ in range(400))
 
-    def test_the_last_drains_and_is_woken_by_one_of_ten(self, job, store, slurm, stubs):
+    def test_the_last_drains_and_is_woken_by_one_of_ten(self, job, store, slurm, stubs, ran):
         self.fall_asleep(job)
         assert asked_to_drain(store, "101").by == "hpc-serve: no request for 2 min"
         assert (wanted(store).state, wanted(store).count) == ("asleep", 0)
         stubs.publish(stubs.engines[0], job_id="101", model=MODEL, state="stopped", reason="no request")
         slurm.job("101", "COMPLETED")
         queue(slurm)
-        assert "no request for 2 min. Wake it: hpc-serve wake 8b" in status_lines(store)
+        assert "no request for 2 min. Wake it: hpc-serve wake 8b" in ran(["status", SERVICE]).out
         with pytest.raises(ServiceAsleepError, match=r"8b is asleep since .* Wake it: hpc-serve wake 8b"):
             wait(store, SERVICE)
-        barrier = threading.Barrier(10)
-
-        def wake_it(_: int):
-            barrier.wait()
-            return wake(store, SERVICE)
-
-        with ThreadPoolExecutor(10) as pool:
-            woken = list(pool.map(wake_it, range(10)))
+        woken = at_once(*[partial(wake, store, SERVICE)] * 10)
         assert [len(one.jobs) for one in woken if one.jobs] == [1]
         assert slurm.scripts[1:] == slurm.scripts[:1]
         assert wanted(store).state == "awake"
         assert all(one.note for one in woken if not one.jobs)
-
-    def test_woken_while_it_drains(self, job, store, slurm, stubs):
-        """The old replica says ready, and was asked to drain: it does not count."""
-        self.fall_asleep(job)
-        assert [one.job_id for one in wake(store, SERVICE).jobs] == ["102_0"]
 
     def test_a_wake_that_sbatch_refuses_leaves_it_asleep(self, job, store, slurm, stubs):
         self.fall_asleep(job)
@@ -340,15 +320,11 @@ class TestSleep:
         self.fall_asleep(job)
         monkeypatch.chdir(tmp_path)
         monkeypatch.delenv("HPC_SERVE_ENV")
-        wake(store, SERVICE)
+        woken = wake(store, SERVICE)  # the old replica says ready, and was asked to drain: it does not count
+        assert [one.job_id for one in woken.jobs] == ["102_0"]
         where, *variables = noted.read_text().splitlines()
         assert where == first.folder
         assert f"HPC_SERVE_ENV={first.variables['HPC_SERVE_ENV']}" in variables
-
-
-def in_threads(*calls) -> list:
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return [one.result() for one in [pool.submit(call) for call in calls]]
 
 
 @pytest.fixture
@@ -360,11 +336,6 @@ def ended_early(store, slurm) -> None:
 
 
 class TestPeople:
-    def test_a_job_that_ended_before_its_record_does_not_keep_a_wake_off(self, store, slurm, ended_early):
-        assert [one.job_id for one in wake(store, SERVICE).jobs] == ["102_0"]
-        first = next(one for one in store.read_submitted(SERVICE) if one.job_id == "101")
-        assert first.end.state == "stopped"
-
     @pytest.mark.parametrize("numbers", [(4, 3), (1, 3)])
     def test_two_scales_at_once_give_one_of_their_numbers(self, store, slurm, stubs, numbers):
         start(stubs, "102")
@@ -373,7 +344,7 @@ class TestPeople:
         before_sbatch(slurm, "sleep 0.5")
         for job_id in ("101", "102", *(f"{array}_{task}" for array in (103, 104) for task in range(3))):
             slurm.job(job_id, "CANCELLED", after_cancel=True)
-        in_threads(*(partial(scale, store, SERVICE, number, drain_s=0) for number in numbers))
+        at_once(*(partial(scale, store, SERVICE, number, drain_s=0) for number in numbers))
         live = [one for one in read_status(store, SERVICE).replicas if not one.is_over]
         assert len(live) == wanted(store).count
         assert wanted(store).count in numbers
@@ -387,7 +358,7 @@ class TestPeople:
                 time.sleep(0.01)
             return run_command(["stop", SERVICE])
 
-        _, code = in_threads(lambda: wake(store, SERVICE), stop)
+        _, code = at_once(lambda: wake(store, SERVICE), stop)
         assert code == 0
         assert "102_0" in slurm.cancelled
         assert wanted(store).state == "stopped"
@@ -395,7 +366,7 @@ class TestPeople:
     def test_two_submits_with_once_give_one_job_and_a_third_none(self, store, slurm, ran):
         before_sbatch(slurm, "sleep 0.5")
         once = partial(submit, once=True, replicas=2)
-        done = in_threads(once, once)
+        done = at_once(once, once)
         assert sorted(one.is_there for one in done) == [False, True]
         assert "8b: is there already, as job 101_0" in ran(["submit", "8b", "--once"]).out
         assert len(slurm.scripts) == 1
@@ -414,11 +385,10 @@ class TestPeople:
         assert slurm.cancelled == ["101"]
         assert "no space is left on the device. The jobs are ended all the same." in capsys.readouterr().err
 
-    def test_scale_to_bounds(self, store, stubs, capsys, ran):
+    def test_scale_to_bounds(self, store, stubs, ran):
         assert ran(["scale", SERVICE, "2:6"]).out == "8b: its jobs decide on 2 to 6 replicas from now on.\n"
         assert (wanted(store).least, wanted(store).most) == (2, 6)
-        assert run_command(["scale", SERVICE, "3:2"]) == 2
-        assert "replicas is 3:2: the least, 3, is more than the most, 2. Write 2:3." in capsys.readouterr().err
+        assert "3:2: the least, 3, is more than the most, 2. Write 2:3." in ran(["scale", SERVICE, "3:2"], 2).err
 
     def test_scale_to_a_number_fixes_it(self, store, slurm, stubs):
         assert len(scale(store, SERVICE, 3).added) == 2
@@ -432,8 +402,9 @@ class TestPeople:
         assert ran(["wake", SERVICE]).out == "8b needs no waking: job 101 is ready.\n"
         assert len(slurm.scripts) == 1
 
-    def test_waking_what_is_over(self, ended_early, ran):
+    def test_waking_what_is_over(self, store, ended_early, ran):
         assert ran(["wake", SERVICE]).out == "8b: submitted as job 102_0\n8b is woken; hpc-serve wait 8b\n"
+        assert [job.end and job.end.state for job in store.read_submitted(SERVICE)] == ["stopped", None]
 
     def test_waking_what_never_was(self, store, slurm):
         with pytest.raises(ServiceNotFoundError, match="No service or job 'nobody'"):
@@ -450,21 +421,13 @@ class TestPeople:
     def test_status_says_what_was_decided(self, job, store, stubs, ran):
         go_on(job, 10)
         line = "8b: 1 of 1 to 4 replicas; 1 wanted now; none after 2 min without a request\n"
-        assert line in status_lines(store)
+        assert line in ran(["status", SERVICE]).out
         one = Decision(action="submit", cause="load", why="12 requests waited for 20 s", count=1)
         change_wanted(store, SERVICE, lambda found: found.with_decisions(time.time() - 180, one))
-        assert "  3 min ago submitted 1: 12 requests waited for 20 s\n" in status_lines(store)
+        assert "  3 min ago submitted 1: 12 requests waited for 20 s\n" in ran(["status", SERVICE]).out
         found = json.loads(ran(["status", "--json"]).out)["wanted"][SERVICE]
         assert (found["state"], found["least"], found["most"], found["count"]) == ("awake", 1, 4, 1)
         assert (found["decider"], found["decided"][-1]["cause"]) == ("101-r0-0.json", "load")
-
-
-def status_lines(store) -> str:
-    """What `status` prints."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        assert run_command(["status", SERVICE]) == 0
-    return said.getvalue()
 
 
 class TestRequest:
@@ -473,13 +436,13 @@ class TestRequest:
         assert "'many' is no number of replicas: write 4, or 1:4 for one to four." in said
         assert "'5' has no unit: write 5m for minutes, or 5h, 5s." in ran(["render", "8b", "--idle-stop", "5"], 2).err
 
-    def test_a_number_is_so_many_more_and_bounds_are_of_the_service(self, store, slurm, capsys):
-        assert run_command(["submit", "8b", "--replicas", "2", "--idle-stop", "30m"]) == 0
-        assert "\n  replicas 2 of them, none after 30 min without a request\n" in capsys.readouterr().out
-        assert run_command(["submit", "8b", "--replicas", "1", "--idle-stop", "30m"]) == 0
-        assert "\n  replicas 3 of them, none after 30 min without a request\n" in capsys.readouterr().out
-        assert run_command(["submit", "8b", "--replicas", "1:4"]) == 0
-        assert "\n  replicas 1 to 4, more while requests wait, none after 30 min" in capsys.readouterr().out
+    def test_a_number_is_so_many_more_and_bounds_are_of_the_service(self, store, slurm, ran):
+        for words, said in (
+            (("2", "--idle-stop", "30m"), "2 of them, none after 30 min without a request\n"),
+            (("1", "--idle-stop", "30m"), "3 of them, none after 30 min without a request\n"),
+            (("1:4",), "1 to 4, more while requests wait, none after 30 min"),
+        ):
+            assert f"\n  replicas {said}" in ran(["submit", "8b", "--replicas", *words]).out
         assert len(slurm.scripts) == 2
 
     def test_windows_that_the_job_could_not_read(self, store, slurm, monkeypatch):

@@ -25,23 +25,8 @@ def mem(**asked: Any) -> str:
     return found
 
 
-@pytest.mark.parametrize(
-    ("settings", "memory_folders", "expected"),
-    [
-        ({}, (), "32G"),
-        ({"stage": "/dev/shm"}, (), "48G"),
-        ({"stage": "/dev/shm/models"}, (), "48G"),
-        ({"stage": "/local"}, (), "32G"),
-        ({"stage": "on"}, (), "32G"),
-        ({"stage": "off"}, ("/tmp",), "36G"),
-        ({"stage": "on"}, ("/tmp",), "52G"),
-        ({"stage": "on", "tmpdir": "/local"}, ("/tmp",), "32G"),
-        ({"cache_dir": "/dev/shm/cache"}, (), "36G"),
-        ({"tmpdir": "/ram/x"}, ("/ram",), "36G"),
-    ],
-)
-def test_files_in_memory_are_asked_for(settings, memory_folders, expected):
-    assert mem(settings=JobSettings(**settings), memory_folders=memory_folders) == expected
+def files(*memory_folders: str, **settings: str) -> dict[str, Any]:
+    return {"settings": JobSettings(**settings), "memory_folders": memory_folders}
 
 
 OFFLOAD = '{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 10737418240}}'
@@ -66,6 +51,15 @@ def test_the_weights_of_the_model_of_these_tests():
     ("asked", "engine_args", "gib"),
     [
         ({}, (), ENGINE),
+        (files(stage="/dev/shm"), (), ENGINE + MODEL),
+        (files(stage="/dev/shm/models"), (), ENGINE + MODEL),
+        (files(stage="/local"), (), ENGINE),
+        (files(stage="on"), (), ENGINE),
+        (files("/tmp", stage="off"), (), ENGINE + 4),
+        (files("/tmp", stage="on"), (), ENGINE + 4 + MODEL),
+        (files("/tmp", stage="on", tmpdir="/local"), (), ENGINE),
+        (files(cache_dir="/dev/shm/cache"), (), ENGINE + 4),
+        (files("/ram", tmpdir="/ram/x"), (), ENGINE + 4),
         ({"env": SHM}, (), ENGINE + MODEL),
         ({"env": {"HF_HUB_CACHE": "/dev/shm/hub"}}, (), ENGINE + MODEL),
         ({"env": {"HF_HOME": "/scratch/hf"}}, (), ENGINE),

@@ -405,14 +405,6 @@ class TestSleep:
 
 
 class TestFailures:
-    def test_a_replica_that_failed_is_one_too_few(self):
-        world = service(2)
-        world.run(700)
-        world.lose("101")
-        assert told(world.run(LOOK_S)) == [("submit", "missing")]
-        world.run(60)
-        assert world.states() == ["ready"] * 2
-
     def test_those_that_fail_again_and_again_are_tried_more_slowly(self):
         world = service(2)
         world.run(700)
@@ -464,9 +456,18 @@ class TestPeople:
         (one,) = decide(own, *others, least=2, most=2, count=2)
         assert (one.action, one.jobs) == ("drain", ("2",))
 
-    def test_a_job_that_arrives_after_stop_is_ended(self):
-        (one,) = decide(Job(job_id="2", state="pending"), count=0, state="stopped")
-        assert (one.action, one.cause, one.jobs) == ("end", "person", ("2",))
+    @pytest.mark.parametrize(
+        ("state", "counts", "told"),
+        [
+            ("stopped", [], ("person", "the service is stopped")),
+            ("asleep", [1], ("idle", "the service is asleep")),  # after a wake that failed
+            ("asleep", [1, 0], ("person", "bounds set")),
+        ],
+    )
+    def test_a_job_that_arrives_later_is_ended_with_the_decision_that_no_replica_is_wanted(self, state, counts, told):
+        decided = tuple(Decision(action="count", cause="person", why="bounds set", count=count) for count in counts)
+        (one,) = decide(Job(job_id="2", state="pending"), count=0, state=state, decided=decided)
+        assert (one.action, one.jobs, (one.cause, one.why)) == ("end", ("2",), told)
 
     def test_what_another_program_submits_is_waited_for(self):
         claim = {"submitting": 1, "submitting_at": 100.0}

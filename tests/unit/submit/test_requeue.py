@@ -68,19 +68,25 @@ def calls(folder: Path) -> list[str]:
     return (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
 
 
+AGAIN = ["rerun", "requeue 7_1"]
+
+
 @pytest.mark.parametrize("per_job", [1, 2])
-@pytest.mark.parametrize(("end", "asked"), [(137, ["rerun", "requeue 7_1"]), (0, []), (3, ["rerun", "requeue 7_1"])])
-def test_a_run_that_failed_may_be_run_again_once(tmp_path, end, asked, per_job):
+@pytest.mark.parametrize(
+    ("end", "is_worth_it", "asked"),
+    [
+        (137, True, ["rerun", "requeue 7_1"]),
+        (0, True, []),
+        (3, True, ["rerun", "requeue 7_1"]),
+        (137, False, ["rerun"]),
+    ],
+)
+def test_a_run_that_failed_may_be_run_again_once(tmp_path, end, is_worth_it, asked, per_job):
+    if not is_worth_it:
+        (tmp_path / "no-rerun").touch()
     process = start(tmp_path, end=end, per_job=per_job)
     said = process.communicate(timeout=60)[1]
     assert (process.returncode, calls(tmp_path)) == (end, asked), said
-
-
-def test_one_that_is_not_worth_it_is_not(tmp_path):
-    (tmp_path / "no-rerun").touch()
-    process = start(tmp_path, end=137)
-    process.communicate(timeout=60)
-    assert (process.returncode, calls(tmp_path)) == (137, ["rerun"])
 
 
 def test_a_refusal_is_said_in_words(tmp_path):

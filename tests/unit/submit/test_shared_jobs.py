@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -14,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.cli.main import run
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError, WaitTimeoutError
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.plans.planning import plan_service
@@ -279,22 +279,17 @@ class TestStop:
         assert slurm.cancelled == []
         assert states(store) == {"7-0": "ready", "7-1": "ready", "7-2": "stopped", "7-3": "ready"}
 
-    def test_the_command_takes_its_name(self, store, slurm, live, capsys):
+    def test_the_command_takes_its_name(self, store, slurm, live, ran):
         with self.launchers(store, 0, 3):
-            assert run(["stop", "8b", "--replica", "7-0"]) == 0
-            assert run(["stop", "7-3"]) == 0
-        out = capsys.readouterr().out
-        assert "8b (job 7-0) is over: stopped: as asked\n" in out
-        assert "8b (job 7-3) is over: stopped: as asked\n" in out
+            assert "8b (job 7-0) is over: stopped: as asked\n" in ran(["stop", "8b", "--replica", "7-0"]).out
+            assert "8b (job 7-3) is over: stopped: as asked\n" in ran(["stop", "7-3"]).out
         assert slurm.cancelled == []
 
-    def test_the_option_takes_the_job_too(self, store, slurm, live, capsys):
+    def test_the_option_takes_the_job_too(self, store, slurm, live, ran):
         slurm.job("7", "CANCELLED", after_cancel=True, nodes="")
-        assert run(["stop", "8b", "--replica", "7", "--now"]) == 0
+        out = ran(["stop", "8b", "--replica", "7", "--now"]).out
         assert slurm.cancelled == ["7"]
-        assert [line.split()[2] for line in capsys.readouterr().out.splitlines() if "is over" in line] == [
-            f"7-{replica})" for replica in range(4)
-        ]
+        assert re.findall(r"job (7-\d)\) is over", out) == [f"7-{replica}" for replica in range(4)]
 
     def test_all_drain_and_the_job_is_not_cancelled(self, store, slurm, live):
         with self.launchers(store, *range(4), then=partial(slurm.job, "7", "COMPLETED", nodes="")):

@@ -154,11 +154,6 @@ def test_scontrol_finds_one_task_of_an_array():
     assert parse_scontrol_job(SCONTROL["array"]["stdout"], "35") is None
 
 
-def test_of_a_task_scontrol_says_on_stdout_that_it_is_gone():
-    assert says_no_such_job("\nJob 6_1 not found\n")
-    assert not says_no_such_job("\nJob steps not found\n")
-
-
 # sacct
 
 
@@ -197,20 +192,23 @@ def test_a_missing_munge_is_unreachable():  # seen with a stopped munged
     assert says_unreachable(said)
 
 
-def test_a_job_nobody_knows_is_told_from_a_silent_controller():
-    assert says_no_such_job(SCONTROL["unknown"]["stderr"])
-    assert not says_no_such_job(SQUEUE["controller-down"]["stderr"])
+@pytest.mark.parametrize(
+    ("printed", "is_gone"),
+    [
+        (SCONTROL["unknown"]["stderr"], True),
+        (SQUEUE["controller-down"]["stderr"], False),
+        ("\nJob 6_1 not found\n", True),  # of a task of an array, on stdout
+        ("\nJob steps not found\n", False),
+    ],
+)
+def test_a_job_nobody_knows_is_told_from_a_silent_controller(printed, is_gone):
+    assert says_no_such_job(printed) == is_gone
 
 
-def test_unknown_is_neither_running_nor_over_and_gone_is_over():
-    unknown = JobState(job_id="1", state=UNKNOWN)
-    assert not any([unknown.is_pending, unknown.is_running, unknown.is_over])
-    assert JobState(job_id="1", state=GONE).is_over
-
-
-def test_a_state_that_is_not_known_is_not_over():
-    job = JobState(job_id="1", state="BRAND_NEW")
-    assert (job.is_pending, job.is_running, job.is_over) == (False, True, False)
+@pytest.mark.parametrize(("state", "is_running", "is_over"), [(UNKNOWN, 0, 0), (GONE, 0, 1), ("BRAND_NEW", 1, 0)])
+def test_what_is_not_known_is_not_over_and_a_job_that_is_gone_is(state, is_running, is_over):
+    job = JobState(job_id="1", state=state)
+    assert (job.is_pending, job.is_running, job.is_over) == (False, is_running, is_over)
 
 
 # Sentences

@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.client.replicas.status import ReplicaStatus
-from hpc_serve.errors import (
-    SchedulerUnavailableError,
-    ServiceFailedError,
-    ServiceNotFoundError,
-    WaitTimeoutError,
-)
+from hpc_serve.errors import SchedulerUnavailableError, ServiceFailedError, ServiceNotFoundError, WaitTimeoutError
 from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.record import EndpointRecord

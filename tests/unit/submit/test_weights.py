@@ -151,10 +151,7 @@ def check_tools(environ, *words, tools=True, **fields):
 class TestTokenizer:
     def test_one_without_the_parsers_token_is_refused_before_the_queue(self, environ, snapshot):
         (snapshot / "tokenizer.json").write_text(json.dumps(BPE))
-        for words, tools in (
-            ((), True),
-            (("--enable-auto-tool-choice", "--tool-call-parser", "llama3_json"), False),
-        ):
+        for words, tools in (((), True), (("--enable-auto-tool-choice", "--tool-call-parser", "llama3_json"), False)):
             with pytest.raises(InvalidRequestError) as refused:
                 check_tools(environ, *words, tools=tools)
             assert f"llama3_json needs the token {LLAMA_TOKEN}, and the tokenizer in {snapshot} has none" in str(

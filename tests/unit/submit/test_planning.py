@@ -1,4 +1,4 @@
-"""The file of the runs that were measured here."""
+"""The file of the runs that were measured here, and the speed that a plan expects, as a job carries it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hpc_serve.plan.speed.measured import Case, MeasuredRun
-from hpc_serve.submit.plans.planning import FILE, MOST_RUNS, keep_run, measured_runs
+from hpc_serve.submit.plans.planned_speed import planned_request, planned_tokens_per_s, speed_figures
+from hpc_serve.submit.plans.planning import FILE, MOST_RUNS, keep_run, measured_runs, plan_request
+from hpc_serve.submit.request.request import ServeRequest
 
 RUN = MeasuredRun(
     case=Case(accelerator="h200", numbers={"running": 64.0}, words={"model": "m"}),
@@ -55,3 +57,31 @@ def test_a_link_to_others_runs_is_not_followed(tmp_path):
     keep_run(tmp_path / "theirs", RUN)
     (tmp_path / FILE).symlink_to(tmp_path / "theirs" / FILE)
     assert measured_runs(tmp_path) == ()
+
+
+PREDICTED = {f"output_tokens_per_s_at_{count}": 100.0 * count for count in (1, 4, 16)}
+
+
+@pytest.mark.parametrize(("in_flight", "expected"), [(1, 100), (2, 200), (4, 400), (8, 800), (16, 1600), (500, 1600)])
+def test_between_two_figures_it_goes_evenly(in_flight, expected):
+    assert planned_tokens_per_s(PREDICTED, in_flight) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "predicted",
+    [{}, {"weights_bytes": 7.0}, {"output_tokens_per_s_at_x": 1.0}, {"output_tokens_per_s_at_" + "9" * 5000: 1.0}],
+)
+def test_without_a_speed_there_is_none(predicted):
+    assert planned_tokens_per_s(predicted, 4) is None
+    assert planned_request(predicted) is None
+    assert planned_tokens_per_s(PREDICTED, 0) is None
+
+
+def test_the_figures_are_those_of_the_plan():
+    result = plan_request(ServeRequest(model="8b", service="8b")).result
+    figures = speed_figures(result.estimates())
+    assert planned_request(figures) == (1024, 256)
+    for estimate in result.estimates():
+        expected = estimate.expected.output_tokens_per_s
+        assert planned_tokens_per_s(figures, estimate.traffic.concurrency) == expected
+    assert speed_figures([]) == {}

@@ -17,7 +17,7 @@ from hpc_serve.errors import StoreError, UnknownModelError
 from hpc_serve.hub.fetch import HubConnectionError, cached_alone, look_for_model
 from hpc_serve.hub.local_weights import cached_folder, missing_weights
 from tests.support.fake_hub import COMMIT, model_files
-from tests.unit.fetch.conftest import MODEL
+from tests.unit.hub.conftest import MODEL
 
 SHARD = "model-00002-of-00003.safetensors"
 LARGE = 10_000
@@ -245,12 +245,6 @@ def test_a_hub_that_is_away_leaves_what_the_cache_has(hub, settings):
     hub.status = 200
     folder = fetch(settings)
     assert cached_alone(MODEL, settings, "main", "away") == folder
-
-
-def test_small_hubs_serve_models_of_one_file(hub, settings):
-    shard = model_files(shards=1, shard_bytes=LARGE)["model-00001-of-00001.safetensors"]
-    hub.models["org/small"] = {"config.json": b"{}", "model.safetensors": shard}
-    assert set(content_of(fetch(settings, "org/small"))) == {"config.json", "model.safetensors"}
 
 
 def test_the_cache_is_one_that_huggingface_hub_reads(hub, settings):

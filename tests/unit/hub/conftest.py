@@ -15,8 +15,10 @@ MODEL = "org/model"
 
 
 @pytest.fixture
-def hub():
-    pytest.importorskip("huggingface_hub")
+def hub(monkeypatch):
+    hub_download = pytest.importorskip("huggingface_hub.file_download")
+    monkeypatch.setattr(fetched, "_PAUSES_S", (0.001, 0.001, 0.001))
+    monkeypatch.setattr(hub_download, "time", SimpleNamespace(sleep=lambda _: None))
     with running_hub(FakeHub(models={MODEL: model_files()})) as running:
         yield running
 
@@ -24,10 +26,3 @@ def hub():
 @pytest.fixture
 def settings(hub, tmp_path) -> HubSettings:
     return replace(read_hub_settings({"HF_HOME": str(tmp_path / "hf")}), endpoint=hub.url, is_offline=False, token=None)
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    hub_download = pytest.importorskip("huggingface_hub.file_download")
-    monkeypatch.setattr(fetched, "_PAUSES_S", (0.001, 0.001, 0.001))
-    monkeypatch.setattr(hub_download, "time", SimpleNamespace(sleep=lambda _: None))

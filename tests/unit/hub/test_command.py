@@ -1,4 +1,4 @@
-"""`hpc-serve fetch` as people type it: a program of its own, a hub over HTTP."""
+"""`hpc-serve fetch` as people type it: a program of its own, a hub over HTTP; and its progress without a terminal."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.cli.main import run
+from hpc_serve.cli.setup.fetch import FetchProgress
+from hpc_serve.units import GIB, MIB
 from tests.support.patience import wait_until
 from tests.unit.cli.conftest import stand_ins as stand_ins
-from tests.unit.fetch.conftest import MODEL
+from tests.unit.hub.conftest import MODEL
 
 SHARD = "model-00002-of-00003.safetensors"
 LONG_S = 120
@@ -45,10 +47,9 @@ def test_jobs_look_where_the_site_says(at_the_hub, tmp_path, ran):
     assert ran(["fetch", MODEL, "--site", str(site)]).out.startswith(f"{tmp_path}/scratch/hub/")
 
 
-def test_offline_says_what_the_cache_has(at_the_hub, monkeypatch, capsys, ran):
+def test_offline_says_what_the_cache_has(at_the_hub, monkeypatch, ran):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert run(["fetch", MODEL]) == 2
-    assert "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE keeps from the hub, and" in capsys.readouterr().err
+    assert "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE keeps from the hub, and" in ran(["fetch", MODEL], 2).err
     monkeypatch.delenv("HF_HUB_OFFLINE")
     assert run(["fetch", MODEL]) == 0
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -57,10 +58,9 @@ def test_offline_says_what_the_cache_has(at_the_hub, monkeypatch, capsys, ran):
     assert "snapshots" in shown.out
 
 
-def test_a_hub_that_is_away_is_said(at_the_hub, capsys, ran):
+def test_a_hub_that_is_away_is_said(at_the_hub, ran):
     at_the_hub.status = 503
-    assert run(["fetch", MODEL]) == 1
-    assert "the hub answered HTTP 503, and " in capsys.readouterr().err
+    assert "the hub answered HTTP 503, and " in ran(["fetch", MODEL], 1).err
     at_the_hub.status = 200
     assert run(["fetch", MODEL]) == 0
     at_the_hub.status = 503
@@ -101,3 +101,36 @@ def test_ctrl_c_keeps_whole_files_and_the_next_run_fetches_the_others(at_the_hub
     assert done.returncode == 0, done.stderr
     assert "6 MiB of it is here" in done.stderr
     assert [path for path, _ in at_the_hub.ranges] == [SHARD]
+
+
+def lines(capsys, looks: list[tuple[float, int]], *, done: int = 0, total: int = 100) -> list[str]:
+    """What is printed while a fetch has so many bytes at these times, in seconds."""
+    times = [0.0]
+    with FetchProgress(done, total, clock=lambda: times[0]) as progress:
+        for times[0], here in looks:
+            progress.show(here)
+    return capsys.readouterr().err.splitlines()
+
+
+def test_the_speed_is_that_of_the_last_seconds(capsys):
+    fast = [(float(second), second * 100 * MIB) for second in range(1, 10)]
+    slow = [(10.0 + second, (900 + second) * MIB) for second in range(20)]
+    *_, last = lines(capsys, [*fast, *slow, (30.0, 1000 * MIB), (31.0, 1044 * MIB)], total=10 * GIB)
+    assert last.startswith("1.0 GiB of 10.0 GiB (10 %), 13 MiB/s, about ")
+
+
+def test_what_was_here_before_is_not_of_its_speed(capsys):
+    (line,) = lines(capsys, [(1.0, 5 * GIB), (2.0, 5 * GIB), (3.0, 5 * GIB + GIB)], done=5 * GIB, total=10 * GIB)[-1:]
+    assert line == "6.0 GiB of 10.0 GiB (60 %)"
+
+
+def test_the_last_line_has_no_time_left(capsys):
+    assert lines(capsys, [(1.0, MIB), (2.0, 2 * GIB)], total=2 * GIB)[-1] == "2.0 GiB of 2.0 GiB (100 %)"
+
+
+def test_a_line_for_each_tenth_and_each_minute(capsys):
+    done = [0, 5, 10, 11, 19, 20, 90, 100]
+    shown = lines(capsys, [(float(at), here * MIB) for at, here in enumerate(done)], total=100 * MIB)
+    assert [line.split("(")[1].split(" ")[0] for line in shown] == ["10", "20", "90", "100"]
+    standing = [(at, MIB) for at in (1.0, 59.0, 60.0, 61.0, 119.0, 120.0)]
+    assert len(lines(capsys, standing, total=100 * MIB)) == 2

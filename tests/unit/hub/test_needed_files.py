@@ -38,10 +38,6 @@ def test_weights_of_one_format_and_all_small_files(paths, indexed, needed):
     assert chosen(*paths, indexed=indexed) == needed
 
 
-def test_the_files_of_people_and_of_other_programs_are_left_out():
-    assert chosen("model.safetensors") == {"model.safetensors"}
-
-
 def test_what_is_asked_for_is_taken():
     assert chosen("a-Q4.gguf", "a-Q8.gguf", include=("*Q8*",)) == {"a-Q8.gguf"}
 

@@ -1,1 +1,0 @@
-"""What `hpc-serve fetch` brings into the cache, and what it says."""
