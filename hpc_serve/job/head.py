@@ -86,12 +86,10 @@ class Head:
         """Start the service, and take it down when its end is decided; returns the exit code."""
         node = self._node
         self._run_end.stop_on_signals()
-        control = ControlServer(
-            node.token, node.allocation.node_name, self._workers.add_worker, silence_s=node.options.silence_s
-        )
         if node.options.preflight != "off":
             self._preflight = HeadPreflight(node)
-        await control.start(listener)
+        name, silence_s = node.allocation.node_name, node.options.silence_s
+        control = ControlServer(listener, node.token, name, self._workers.add_worker, silence_s=silence_s)
         self._parts.run_in_background(self._keeper.renew())
         self._parts.run_in_background(self._parts.oom_watch.run())
         self._parts.run_or_fail(self._start(control))

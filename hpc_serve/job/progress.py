@@ -161,7 +161,7 @@ class _WeightsRead:
     """The bytes of the weights that the processes of a run have read, in the kernel's three ways of counting."""
 
     def __init__(self) -> None:
-        self._of_weights = (0, 0, 0)
+        self._of_weights = ReadSoFar()
         self._latest: ReadSoFar | None = None
 
     @property
@@ -171,15 +171,13 @@ class _WeightsRead:
 
     def begin(self) -> None:
         """Note that the first file is begun: the bytes read until now were the engine's imports."""
-        self._of_weights = (0, 0, 0)
+        self._of_weights = ReadSoFar()
 
     def note(self, read: ReadSoFar, *, is_of_weights: bool) -> None:
         """Note a look. A count falls where a process has ended."""
         before, self._latest = self._latest or read, read
         if is_of_weights:
-            news = (max(0, after - earlier) for earlier, after in zip(before, read))
-            by_read, from_disk, mapped = (total + new for total, new in zip(self._of_weights, news))
-            self._of_weights = (by_read, from_disk, mapped)
+            self._of_weights += ReadSoFar(*(max(0, after - earlier) for earlier, after in zip(before, read)))
 
 
 _PHRASES: Mapping[str, Sequence[str]] = {

@@ -108,7 +108,7 @@ class Worker:
 
     async def _report_failure(self, outcome: Outcome) -> None:
         """Tell the head, and wait until it stops the run: srun may end the head's launcher when this one ends."""
-        await self._link.send("failed", part=outcome.failed_part, **asdict(outcome))
+        await self._link.send("failed", **asdict(outcome))
         await self._run_end.wait_for_stop(_REPORT_TIMEOUT_S)
 
     async def _follow_head(self) -> None:

@@ -25,8 +25,8 @@ from hpc_serve.job.links.control import ControlServer
 from hpc_serve.job.machine.network import listen_on
 
 async def main():
-    server = ControlServer({TOKEN!r}, "n1", lambda link: print(link.rank, flush=True), silence_s=60)
-    await server.start(listen_on(int(sys.argv[1])))
+    listener, tell = listen_on(int(sys.argv[1])), lambda link: print(link.rank, flush=True)
+    server = ControlServer(listener, {TOKEN!r}, "n1", tell, silence_s=60)
     print("listens", flush=True)
     await asyncio.sleep(3600)
 

@@ -276,9 +276,8 @@ def test_the_control_port_takes_launchers_after_whatever_came_before(rng):
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: unexpected.append(context))
         links: asyncio.Queue[Any] = asyncio.Queue()
-        server = ControlServer("secret", "n1", links.put_nowait, silence_s=60)
         port = choose_port()
-        await server.start(listen_on(port))
+        server = ControlServer(listen_on(port), "secret", "n1", links.put_nowait, silence_s=60)
         for _ in range(CASES):
             line = rng.choice((faulty_json(rng, hello), faulty_bytes(rng, json.dumps(hello).encode()), b"[" * 100_000))
             await stranger(port, line, hold=rng.random() < 0.1, has_ticket=True)

@@ -28,6 +28,7 @@ ALLOCATION = Allocation(
     num_gpus=8,
     memory_bytes=64 * GIB,
 )
+ALONE = replace(ALLOCATION, num_nodes=1)
 
 
 def write_program(path: Path, text: str) -> Path:
@@ -38,14 +39,12 @@ def write_program(path: Path, text: str) -> Path:
     return path
 
 
-async def listen_for_workers(run_dir: Path, on_link: Callable[[Link], None]) -> ControlServer:
+def listen_for_workers(run_dir: Path, on_link: Callable[[Link], None]) -> ControlServer:
     """Listen as the head of a run does, and write down in its folder where."""
     listener = listen_on()
     (run_dir / "control_port").touch(mode=0o600)
     write_control_port(run_dir, listener.getsockname()[1])
-    server = ControlServer("secret", "n1", on_link, silence_s=60)
-    await server.start(listener)
-    return server
+    return ControlServer(listener, "secret", "n1", on_link, silence_s=60)
 
 
 def make_node(node_dir: Path, *, backend: str = "ray", words: str = "vllm serve m", **changes: Any) -> Node:

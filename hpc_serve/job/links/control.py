@@ -16,7 +16,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_serve.job.links.link import (
@@ -38,7 +38,7 @@ from hpc_serve.job.links.link import (
 )
 from hpc_serve.job.machine.network import PortsInUseError
 from hpc_serve.job.progress import ReadSoFar
-from hpc_serve.job.run.parts import Outcome, Parts, StopOrder
+from hpc_serve.job.run.parts import Outcome, Parts, StopOrder, told_outcome
 
 _log = logging.getLogger(__name__)
 _WORKER_GRACE_S = 10.0
@@ -106,12 +106,8 @@ class WorkerLinks:
         try:
             while (message := await link.receive()).get("kind") != "failed":
                 self._on_fault(link, message)
-            outcome = Outcome(
-                failed_part=f"{message['part']} on {link.name}",
-                reason=str(message["reason"]),
-                exit_code=int(message["exit_code"]) or 1,
-                last_log_lines=tuple(message["last_log_lines"]),
-            )
+            told = told_outcome(message)
+            outcome = replace(told, failed_part=f"{told.failed_part} on {link.name}")
         except LinkLostError as error:
             outcome = Outcome(failed_part=f"node {link.name}", reason=str(error), exit_code=1)
         await self._parts.run_end.fail(outcome)
@@ -139,19 +135,21 @@ _MAX_WRONG_ANSWERS = 3
 
 
 class ControlServer:
-    """The head's end: accepts launchers that hold the token, and calls `on_link` with the connection of each.
+    """The head's end, until `close`: accepts launchers from `listener` that hold the token.
+
+    It calls `on_link` with the connection of each.
 
     Anybody can connect to it. A connection without a ticket of its own is closed at once (`Admission`). Another one has
     _HANDSHAKE_TIMEOUT_S for its proof.
     """
 
-    def __init__(self, token: str, name: str, on_link: Callable[[Link], None], *, silence_s: float) -> None:
+    def __init__(
+        self, listener: socket.socket, token: str, name: str, on_link: Callable[[Link], None], *, silence_s: float
+    ) -> None:
         self._token, self._name, self._on_link = token, name, on_link
         self._silence_s = silence_s
         self._handshakes: set[asyncio.Task[None]] = set()
-        self._admission: Admission | None = None
-
-    async def start(self, listener: socket.socket) -> None:
+        self._is_closed = False
         loop = asyncio.get_running_loop()
 
         def admit(connection: socket.socket, nonce: str) -> None:
@@ -160,18 +158,17 @@ class ControlServer:
             except RuntimeError:  # the launcher has ended
                 connection.close()
 
-        self._admission = Admission(listener, self._token, admit)
+        self._admission = Admission(listener, token, admit)
 
     def close(self) -> None:
         """Take no further connection. The connections of launchers stay open."""
-        if self._admission is not None:
-            self._admission.close()
-            self._admission = None
+        self._is_closed = True
+        self._admission.close()
         for handshake in [*self._handshakes]:
             handshake.cancel()
 
     def _admit(self, connection: socket.socket, nonce: str) -> None:
-        if self._admission is None:
+        if self._is_closed:
             connection.close()
             return
         handshake = asyncio.ensure_future(self._open(connection, nonce))
@@ -210,7 +207,7 @@ class ControlServer:
             name=text(hello, "name"),
             address=text(hello, "address"),
             silence_s=self._silence_s,
-            cache=text(hello, "cache") if "cache" in hello else "",
+            cache=text(hello, "cache"),
         )
         await write_message(writer, {"name": self._name, "silence_s": self._silence_s})
         return link

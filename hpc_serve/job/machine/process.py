@@ -181,12 +181,11 @@ def mark_environ(mark: str, *, variable: str = RUN_MARK) -> dict[str, str]:
     return {variable: mark, "SPT_NOENV": "1"}
 
 
-async def end_marked(mark: str, *, grace_s: float, killed_s: float | None = None, variable: str = RUN_MARK) -> int:
-    """End the processes with `mark`: SIGTERM, then SIGKILL after `grace_s` seconds; returns how many there were.
+async def end_marked(mark: str, *, grace_s: float, killed_s: float | None = None, variable: str = RUN_MARK) -> None:
+    """End the processes with `mark`: SIGTERM, then SIGKILL after `grace_s` seconds.
 
     After SIGKILL their end is waited for as long again, or for `killed_s` seconds.
     """
-    found: set[int] = set()
     for number, within_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, grace_s if killed_s is None else killed_s)):
         told: set[int] = set()
         deadline = time.monotonic() + within_s
@@ -196,8 +195,6 @@ async def end_marked(mark: str, *, grace_s: float, killed_s: float | None = None
                     os.kill(pid, number)
             told |= left
             await asyncio.sleep(0.05)
-        found |= told
-    return len(found)
 
 
 def run_processes(mark: str) -> dict[int, tuple[str, bool]]:

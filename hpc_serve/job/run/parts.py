@@ -70,6 +70,7 @@ class Outcome:
 def told_outcome(message: Mapping[str, Any]) -> Outcome:
     """Return the outcome that another launcher has sent (`dataclasses.asdict`), or a part of one."""
     told = {one.name: message[one.name] for one in fields(Outcome) if one.name in message}
+    told["last_log_lines"] = tuple(told.get("last_log_lines", ()))
     return Outcome(**{"reason": "", "exit_code": 0, **told})
 
 

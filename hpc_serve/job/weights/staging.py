@@ -101,8 +101,8 @@ def copy_files(
     for file in files:
         path = target / file.path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(path, "xb", opener=_private) as made:
-            made.truncate(file.size_bytes)
+        path.touch(0o600, exist_ok=False)
+        os.truncate(path, file.size_bytes)
     blocks = [(file, at) for file in files for at in range(0, file.size_bytes, _BLOCK_BYTES)]
     with ThreadPoolExecutor(_READERS) as readers:
         copies = [readers.submit(copy_block, file, at) for file, at in blocks]
@@ -110,10 +110,6 @@ def copy_files(
         has_failed.set()
     for one in done:
         one.result()
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 # -- the copy of a model

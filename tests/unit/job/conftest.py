@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 
 import pytest
@@ -22,6 +23,12 @@ def in_a_loop(test):
         return asyncio.run(test(*args, **options))
 
     return run
+
+
+def safetensors(content: bytes) -> bytes:
+    """A file of weights with one tensor of these bytes."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [len(content)], "data_offsets": [0, len(content)]}}).encode()
+    return len(header).to_bytes(8, "little") + header + content
 
 
 def address_of(store: ServiceStore, service: str) -> EngineAddress:

@@ -19,7 +19,7 @@ from hpc_serve.job.machine.allocation import read_allocation
 from hpc_serve.job.prepare import prepare
 from hpc_serve.job.run.node import LaunchOptions, read_token
 from hpc_serve.rendezvous import files, ownership
-from tests.support.nodes import make_node
+from tests.support.nodes import ALONE, make_node
 from tests.support.strangers import STRANGER, give_away
 
 
@@ -92,7 +92,7 @@ def test_compiled_code_is_not_loaded_from_where_others_can_put_it(environ, open_
         with pytest.raises(InvalidRequestError, match=r"HPC_SERVE_CACHE_DIR=\S+ on \S+ is not used"):
             launch(options, ["vllm", "serve", "8b"], read_allocation(environ), with_cache)
     own = tmp_path / "cache"
-    with open_cache("0" * 16, tmp_path / "node", {"HPC_SERVE_CACHE_DIR": str(own)}) as cache:
+    with open_cache("0" * 16, tmp_path / "node", {"HPC_SERVE_CACHE_DIR": str(own)}, ALONE) as cache:
         child = make_node(tmp_path, cache=cache).child_environ()
     assert child["VLLM_CACHE_ROOT"] == str(own / f"{'0' * 16}-0" / "vllm")
 

@@ -14,7 +14,8 @@ from hpc_serve.job.links.control import WorkerLinks
 from hpc_serve.job.links.link import Link
 from hpc_serve.job.machine.process import mark_environ, marked_pids
 from hpc_serve.job.progress import ReadSoFar
-from hpc_serve.job.run.parts import PartFailedError, Parts, RunEnd, StopOrder
+from hpc_serve.job.run import parts as outcome_module
+from hpc_serve.job.run.parts import Outcome, PartFailedError, Parts, RunEnd, StopOrder
 from tests.cluster import wait_for
 from tests.unit.job.conftest import in_a_loop
 
@@ -145,3 +146,32 @@ async def test_a_rank_that_is_unknown_or_taken_is_refused():
     assert [workers.have_cache(path) for path in ("/caches/1", "/caches/2", "")] == [True, False, False]
     assert list(map(id, joined)) == [id(links[0])]
     assert [link.is_closed for link in links] == [False, True, True, True]
+
+
+# -- The first cause counts; a stop from outside beats the failures it brings about
+
+
+def failed(part: str) -> Outcome:
+    return Outcome(failed_part=part, reason="r", exit_code=3)
+
+
+@in_a_loop
+async def test_the_first_failure_counts(monkeypatch):
+    monkeypatch.setattr(outcome_module, "_SETTLE_S", 0.01)
+
+    run_end = RunEnd()
+    await run_end.fail(failed("raylet"))
+    await run_end.fail(failed("engine"))
+    run_end.stop("SIGTERM")
+    assert (await run_end.wait()).failed_part == "raylet"
+
+
+@in_a_loop
+async def test_a_childs_end_seen_before_our_own_signal_is_a_stop():
+    run_end = RunEnd()
+    failing = asyncio.create_task(run_end.fail(failed("engine")))
+    await asyncio.sleep(0)
+    run_end.stop("SIGTERM")
+    await failing
+    end = await run_end.wait()
+    assert (end.is_failure, end.exit_code, end.reason) == (False, 0, "SIGTERM")

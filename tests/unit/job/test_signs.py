@@ -304,15 +304,15 @@ async def test_a_timer_runs_while_a_request_asks_and_only_then():
         pass
 
     signs, written = Signs(lambda: False), asyncio.Event()
-    assert not signs.is_running
+    assert signs.timer is None
     asked = [Asked(lambda is_at_comment: written.set(), send, asyncio.get_running_loop()) for _ in range(3_000)]
     for one in asked:
         signs.add(one)
     await asyncio.wait_for(written.wait(), 60)
-    assert signs.is_running
+    assert signs.timer is not None
     for one in asked:
         signs.remove(one)
-    while signs.is_running:  # noqa: ASYNC110
+    while signs.timer is not None:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 

@@ -43,7 +43,7 @@ def over_a_connection(tmp_path, monkeypatch):
                 **changes,
             )
             links: asyncio.Queue[Link] = asyncio.Queue()
-            server = await listen_for_workers(tmp_path, links.put_nowait)
+            server = listen_for_workers(tmp_path, links.put_nowait)
             worker = asyncio.create_task(run_worker(node))
             try:
                 link = await asyncio.wait_for(links.get(), 60)
@@ -153,18 +153,18 @@ def test_caches_outlive_the_run_if_the_head_says_so_and_count_once_the_engine_is
             await link.receive()
         return link.cache, said.read_text().strip()
 
-    with open_cache("0" * 16, tmp_path, caches, on_several_nodes=True) as cache:
+    with open_cache("0" * 16, tmp_path, caches, ALLOCATION) as cache:
         (told, used), code = over_a_connection(scenario, f"{SAYS_WHERE}\n{RUNS}", backend="mp", cache=cache)
     assert (told, code) == (str(cache.path), 0)
     assert used == str((cache.path if keeps_cache else tmp_path / "cache") / "vllm")
-    with open_cache("0" * 16, tmp_path, caches, on_several_nodes=True) as cache:
+    with open_cache("0" * 16, tmp_path, caches, ALLOCATION) as cache:
         assert cache.is_warm == keeps_cache
 
 
 def test_the_end_of_its_part_is_told_and_it_stays_until_the_head_stops(over_a_connection):
     message, code = over_a_connection(first_message, "print('ValueError: no such network'); sys.exit(3)")
     assert code == 3
-    assert (message["kind"], message["part"], message["exit_code"]) == ("failed", "ray worker", 3)
+    assert (message["kind"], message["failed_part"], message["exit_code"]) == ("failed", "ray worker", 3)
     assert message["reason"] == "ray worker exited with 3: ValueError: no such network"
     assert message["last_log_lines"] == ["ValueError: no such network"]
 

@@ -16,6 +16,7 @@ from hpc_serve.job.machine import node_memory
 from hpc_serve.job.preflight import cuda_probe, gather_gpus, gather_node
 from hpc_serve.job.preflight.facts import CudaDevice, CudaFacts
 from tests.support.nodes import write_program
+from tests.unit.job.conftest import safetensors
 from tests.unit.job.preflight.nodes import CUDA, DEVICE, NEEDS
 
 # As drivers 535 and 570 print it.
@@ -180,9 +181,7 @@ def test_commands_that_are_missing_are_named(tmp_path):
     assert {"python", "hpc-serve"} <= set(facts.versions)
 
 
-def safetensors(size: int = 16) -> bytes:
-    header = json.dumps({"__metadata__": {}, "w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
-    return len(header).to_bytes(8, "little") + header + bytes(size)
+WEIGHTS = safetensors(bytes(16))
 
 
 @pytest.fixture
@@ -190,8 +189,8 @@ def model(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    (folder / "a.safetensors").write_bytes(safetensors())
-    (folder / "b.safetensors").write_bytes(safetensors())
+    (folder / "a.safetensors").write_bytes(WEIGHTS)
+    (folder / "b.safetensors").write_bytes(WEIGHTS)
     index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
@@ -207,14 +206,14 @@ def test_whole_weights_are_counted_and_what_no_index_names_is_not_read(model):
     (model / "consolidated.safetensors").write_bytes(b"")
     facts = gathered(model)
     assert (facts.error, facts.missing, facts.damaged, facts.num_files) == ("", "", (), 2)
-    assert facts.total_bytes == 2 * len(safetensors())
+    assert facts.total_bytes == 2 * len(WEIGHTS)
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (safetensors()[:-1], f"b.safetensors has {len(safetensors()) - 1} of its {len(safetensors())} bytes"),
-        (safetensors()[:20], "b.safetensors ends within its header, after 20 bytes"),
+        (WEIGHTS[:-1], f"b.safetensors has {len(WEIGHTS) - 1} of its {len(WEIGHTS)} bytes"),
+        (WEIGHTS[:20], "b.safetensors ends within its header, after 20 bytes"),
         (b"", "b.safetensors is empty"),
         (b"\x04" + bytes(7) + b"nope", "b.safetensors has a header that is not safetensors'"),
         (b"version https://git-lfs.github.com/spec/v1\n", "b.safetensors ends within its header, after 43 bytes"),

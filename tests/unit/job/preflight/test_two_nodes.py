@@ -48,7 +48,7 @@ def two_nodes(tmp_path, monkeypatch):
 
         workers = WorkerLinks(2, parts, on_join)
         ServiceStore(tmp_path / "home").ensure_service("8b")
-        server = await listen_for_workers(tmp_path, workers.add_worker)
+        server = listen_for_workers(tmp_path, workers.add_worker)
         running = asyncio.create_task(run_worker(worker))
         try:
             await asyncio.wait_for(joined.wait(), 60)
