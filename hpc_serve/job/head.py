@@ -74,12 +74,7 @@ class Head:
             stop_order=StopOrder.ENGINE if node.command.serves_on_each_node else StopOrder.WORKERS,
         )
         self._engine = Engine(
-            node,
-            keeper,
-            endpoint,
-            self._parts,
-            read_by_workers=lambda: self._workers.read,
-            on_ready=self._keep_cache,
+            node, keeper, endpoint, self._parts, read_by_workers=lambda: self._workers.read, on_ready=self._keep_cache
         )
 
     async def run(self, listener: socket.socket) -> int:
@@ -88,8 +83,7 @@ class Head:
         self._run_end.stop_on_signals()
         if node.options.preflight != "off":
             self._preflight = HeadPreflight(node)
-        name, silence_s = node.allocation.node_name, node.options.silence_s
-        control = ControlServer(listener, node.token, name, self._workers.add_worker, silence_s=silence_s)
+        control = ControlServer(node, listener, self._workers.add_worker)
         self._parts.run_in_background(self._keeper.renew())
         self._parts.run_in_background(self._parts.oom_watch.run())
         self._parts.run_or_fail(self._start(control))

@@ -70,15 +70,9 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
             staging=staging,
         )
         at_end.enter_context(kept_ray_logs(node))
-        return asyncio.run(_run(node))
-
-
-async def _run(node: Node) -> int:
-    # A worker needs neither the HTTP client nor the service's records: it does not import them.
-    if node.allocation.is_head:
-        from hpc_serve.job.head import run_head
-
-        return await run_head(node)
-    from hpc_serve.job.worker import run_worker
-
-    return await run_worker(node)
+        # A worker needs neither the HTTP client nor the service's records: it does not import them.
+        if allocation.is_head:
+            from hpc_serve.job.head import run_head as run
+        else:
+            from hpc_serve.job.worker import run_worker as run
+        return asyncio.run(run(node))

@@ -89,11 +89,6 @@ class _LoadProgress:
         self._samples = [(began_s, 0.0)]
         self._read = self._read_at_bar = self._read_at_done = 0
 
-    @property
-    def part(self) -> float:
-        """Return the part that is loaded."""
-        return self._samples[-1][1]
-
     def begin(self, now: float) -> None:
         """Nothing was loaded until now."""
         if not self.total:
@@ -152,7 +147,7 @@ class _LoadProgress:
         return min(files / self.total, 1.0) if self.total else 0.0
 
     def _add(self, now: float, part: float) -> None:
-        if part > self.part:
+        if part > self._samples[-1][1]:
             kept = self._samples if len(self._samples) < _MOST_SAMPLES else self._samples[::2]
             self._samples = [*kept, (now, part)]  # a new list: another thread may look at the old one
 

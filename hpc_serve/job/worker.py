@@ -48,15 +48,7 @@ async def run_worker(node: Node) -> int:
             f"node {node.allocation.node_name} has the head's address {node.head} as well: each node needs its own "
             "address. Name the network that joins them in HPC_SERVE_INTERFACE."
         )
-    link = await connect(
-        (node.head, await _control_port(node)),
-        node.token,
-        rank=node.allocation.node_rank,
-        name=node.allocation.node_name,
-        own_address=lambda: node.address,
-        deadline_s=node.options.join_s,
-        cache=str(node.cache.path) if node.cache.lock is not None else "",
-    )
+    link = await connect(node, await _control_port(node))
     return await Worker(node, link, run_end).run()
 
 

@@ -38,6 +38,7 @@ from hpc_serve.job.links.link import (
 )
 from hpc_serve.job.machine.network import PortsInUseError
 from hpc_serve.job.progress import ReadSoFar
+from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.parts import Outcome, Parts, StopOrder, told_outcome
 
 _log = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ _MAX_WRONG_ANSWERS = 3
 
 
 class ControlServer:
-    """The head's end, until `close`: accepts launchers from `listener` that hold the token.
+    """The end of the head's `node`, until `close`: accepts launchers from `listener` that hold the token.
 
     It calls `on_link` with the connection of each.
 
@@ -143,11 +144,8 @@ class ControlServer:
     _HANDSHAKE_TIMEOUT_S for its proof.
     """
 
-    def __init__(
-        self, listener: socket.socket, token: str, name: str, on_link: Callable[[Link], None], *, silence_s: float
-    ) -> None:
-        self._token, self._name, self._on_link = token, name, on_link
-        self._silence_s = silence_s
+    def __init__(self, node: Node, listener: socket.socket, on_link: Callable[[Link], None]) -> None:
+        self._node, self._on_link = node, on_link
         self._handshakes: set[asyncio.Task[None]] = set()
         self._is_closed = False
         loop = asyncio.get_running_loop()
@@ -158,7 +156,7 @@ class ControlServer:
             except RuntimeError:  # the launcher has ended
                 connection.close()
 
-        self._admission = Admission(listener, token, admit)
+        self._admission = Admission(listener, node.token, admit)
 
     def close(self) -> None:
         """Take no further connection. The connections of launchers stay open."""
@@ -194,11 +192,11 @@ class ControlServer:
         self._on_link(link)
 
     async def _handshake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, nonce: str) -> Link:
-        ours = secrets.token_hex(16)
-        writer.write(greeting(self._token, "head", nonce, nonce=ours))
+        node, ours = self._node, secrets.token_hex(16)
+        writer.write(greeting(node.token, "head", nonce, nonce=ours))
         await writer.drain()
         hello = await read_message(reader)
-        if not is_proof(hello, self._token, "node", ours):
+        if not is_proof(hello, node.token, "node", ours):
             raise ValueError("wrong token")
         link = Link(
             reader,
@@ -206,61 +204,56 @@ class ControlServer:
             rank=whole_number(hello.get("rank")),
             name=text(hello, "name"),
             address=text(hello, "address"),
-            silence_s=self._silence_s,
+            silence_s=node.options.silence_s,
             cache=text(hello, "cache"),
         )
-        await write_message(writer, {"name": self._name, "silence_s": self._silence_s})
+        await write_message(writer, {"name": node.allocation.node_name, "silence_s": node.options.silence_s})
         return link
 
 
-async def connect(
-    head: tuple[str, int],
-    token: str,
-    *,
-    rank: int,
-    name: str,
-    own_address: Callable[[], str],
-    deadline_s: float,
-    cache: str = "",
-) -> Link:
-    """Connect to the head's launcher, and try until it listens.
+async def connect(node: Node, port: int) -> Link:
+    """Connect to the launcher of the node's head, and try until it listens.
 
     Connections are slow when strangers open many. So several tries run at once, and the first that the head greets goes
-    on. `own_address` is called after the head was reached, because the answer depends on the route to it. Raises
-    LinkLostError if the head is not reached within `deadline_s` seconds. Raises PortsInUseError if another program
-    answers on the head's port: at once after a few wrong answers, at the deadline if what answers proves nothing.
+    on. Raises LinkLostError if the head is not reached within `join_s` seconds. Raises PortsInUseError if another
+    program answers on the head's port: at once after a few wrong answers, at the deadline if what answers proves
+    nothing.
     """
-    deadline = time.monotonic() + deadline_s
-    about: Message = {"rank": rank, "name": name, "cache": cache[:MAX_TEXT]}
+    join_s = node.options.join_s
+    deadline = time.monotonic() + join_s
     wrong_answers = 0
     while True:
         try:
-            return await _try_to_connect(head, token, about, own_address)
+            return await _try_to_connect(node, port)
         except (OSError, ValueError, EOFError, asyncio.TimeoutError) as caught:
             error = caught
         wrong_answers += isinstance(error, ValueError)
         is_late = time.monotonic() > deadline
         if wrong_answers >= _MAX_WRONG_ANSWERS or (is_late and isinstance(error, ValueError | EOFError)):
-            raise PortsInUseError(
-                f"A program other than the head's launcher answers at {head[0]}:{head[1]}."
-            ) from error
+            raise PortsInUseError(f"A program other than the head's launcher answers at {node.head}:{port}.") from error
         if is_late:
             raise LinkLostError(
-                f"node {name} cannot reach the head's launcher at {head[0]}:{head[1]} after {deadline_s:.0f} s "
-                f"({str(error) or 'no answer'}); if the nodes have several networks, name the one to use in "
-                "HPC_SERVE_INTERFACE"
+                f"node {node.allocation.node_name} cannot reach the head's launcher at {node.head}:{port} after "
+                f"{join_s:.0f} s ({str(error) or 'no answer'}); if the nodes have several networks, name the one to "
+                "use in HPC_SERVE_INTERFACE"
             ) from error
         await asyncio.sleep(_RETRY_INTERVAL_S)
 
 
-async def _try_to_connect(head: tuple[str, int], token: str, about: Message, own_address: Callable[[], str]) -> Link:
+async def _try_to_connect(node: Node, port: int) -> Link:
     """Try once to connect, and return the link. Raises what `open_with_ticket` raises."""
-    reader, writer, greeted = await open_with_ticket(head, token, "head", within_s=_TRY_S)
+    reader, writer, greeted = await open_with_ticket((node.head, port), node.token, "head", within_s=_TRY_S)
     with aborted_on_error(writer):
-        hello = {**about, "address": own_address(), "proof": proof(token, "node", text(greeted, "nonce"))}
+        hello = {
+            "rank": node.allocation.node_rank,
+            "name": node.allocation.node_name,
+            "address": node.address,  # not before the head was reached: it depends on the route
+            "cache": str(node.cache.path)[:MAX_TEXT] if node.cache.lock is not None else "",
+            "proof": proof(node.token, "node", text(greeted, "nonce")),
+        }
         await write_message(writer, hello)
         answer = await asyncio.wait_for(read_message(reader), _HANDSHAKE_TIMEOUT_S)
         silence_s = answer.get("silence_s")  # the head's value: both ends wait equally long
         if not isinstance(silence_s, int | float):
             raise ValueError("no silence_s")
-        return Link(reader, writer, rank=0, name=text(answer, "name"), address=head[0], silence_s=silence_s)
+        return Link(reader, writer, rank=0, name=text(answer, "name"), address=node.head, silence_s=silence_s)

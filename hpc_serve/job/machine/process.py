@@ -1,4 +1,4 @@
-"""A child process of a launcher: it has a session of its own, its lines are read, and it ends with its descendants.
+"""A child process of a launcher: its lines are read, and it ends with its descendants.
 
 Some descendants leave the session, as Ray's workers do. The run's mark in their environment finds them. So no process
 of the run stays on the node. `is_own_script` tells whether a command can run as a module of this Python instead.
@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -146,30 +146,6 @@ class Child:
                 self._on_line(line)
             except Exception:  # who writes must not be stopped by a full pipe because one line was not understood
                 _log.exception("a line of %s was not understood", self.name)
-
-
-async def start_child(
-    name: str,
-    argv: Sequence[str],
-    environ: Mapping[str, str],
-    on_line: Callable[[str], None],
-    *,
-    is_noise: Callable[[str], bool] = lambda line: False,
-    told: bool = False,
-) -> Child:
-    """Start `argv` with exactly `environ`. If `told` is true, the child has a standard input, for `Child.tell`.
-
-    Raises FileNotFoundError if there is no such command on its PATH.
-    """
-    process = await asyncio.create_subprocess_exec(
-        *argv,
-        env=environ,
-        stdin=asyncio.subprocess.PIPE if told else asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
-    )
-    return Child(name, process, on_line, is_noise)
 
 
 def mark_environ(mark: str, *, variable: str = RUN_MARK) -> dict[str, str]:

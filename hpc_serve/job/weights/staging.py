@@ -61,12 +61,7 @@ class CopyStoppedError(Exception):
 
 
 def copy_files(
-    source: Path,
-    target: Path,
-    files: Sequence[RepositoryFile],
-    *,
-    on_copied: _OnCopied,
-    stop: threading.Event,
+    source: Path, target: Path, files: Sequence[RepositoryFile], *, on_copied: _OnCopied, stop: threading.Event
 ) -> None:
     """Copy files of `source` to `target`, with the content of links in place of links.
 

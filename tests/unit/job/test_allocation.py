@@ -12,7 +12,6 @@ import pytest
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.job.machine.allocation import Share, near_one_another, print_line, read_allocation, set_up_logging
-from hpc_serve.job.prepare import main
 from hpc_serve.job.run.node import LaunchOptions
 from hpc_serve.units import GIB
 from tests.support.nodes import ALLOCATION, make_node
@@ -55,11 +54,6 @@ def test_what_sites_say_differently(changes, field, value):
 def test_a_local_run_inside_a_job_is_local():
     here = read_allocation({**SLURM, "HPC_SERVE_CLUSTER": "local", "HPC_SERVE_JOB_ID": "local-5"})
     assert (here.cluster, here.job_id, here.num_nodes, here.is_head) == ("local", "local-5", 1, True)
-
-
-def test_outside_a_job_it_says_what_to_do():
-    with pytest.raises(InvalidRequestError, match="submit a script"):
-        read_allocation({})
 
 
 # -- One replica's share of a node: devices by the names that the scheduler gave, cores near one another
@@ -178,12 +172,3 @@ def test_set_up_twice_each_line_is_written_once():
 def test_a_childs_line_stays_as_it_is(capsys):
     print_line("(EngineCore pid=1) INFO 11-21 10:00:00 [core.py:1] init")
     assert capsys.readouterr().out == "(EngineCore pid=1) INFO 11-21 10:00:00 [core.py:1] init\n"
-
-
-def test_what_the_script_evaluates_has_no_log_line_in_it(monkeypatch, capsys):
-    for name in ("SLURM_JOB_ID", "HPC_SERVE_CLUSTER"):
-        monkeypatch.delenv(name, raising=False)
-    main(["--service", "8b"])
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert re.match(r"\S+ \S+ \S+ ERROR hpc-serve: ", printed.err)

@@ -108,34 +108,29 @@ def both(tmp_path: Path):
     def records() -> list[EndpointRecord]:
         return sorted(store.read("8b").records, key=lambda record: record.replica)
 
-    def run(scenario: Callable[[list[EndpointRecord]], Awaitable[None]]):
-        async def meet():
-            nodes = node(0), node(1)
-            running = [asyncio.create_task(run_head(nodes[0])), asyncio.create_task(run_worker(nodes[1]))]
-            while [record.state for record in records()] != ["ready", "ready"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-            await scenario(records())
-            codes = await asyncio.gather(*running)
-            assert not [pid for one in nodes for pid in marked_pids(one.run_mark)]
-            return codes
-
-        return asyncio.run(asyncio.wait_for(meet(), MOST_S)), records()
+    async def run(scenario: Callable[[list[EndpointRecord]], Awaitable[None]]):
+        nodes = node(0), node(1)
+        running = [asyncio.create_task(run_head(nodes[0])), asyncio.create_task(run_worker(nodes[1]))]
+        while [record.state for record in records()] != ["ready", "ready"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await scenario(records())
+        codes = await asyncio.wait_for(asyncio.gather(*running), MOST_S)
+        assert not [pid for one in nodes for pid in marked_pids(one.run_mark)]
+        return codes, records()
 
     return run, store
 
 
-def test_one_that_is_asked_to_drain_lets_all_drain(both):
+async def test_one_that_is_asked_to_drain_lets_all_drain(both):
     run, store = both
 
     async def scenario(records):
-        assert [(one.replica, one.replicas_per_job, one.nodes[0].name) for one in records] == [
-            (0, 2, "n1"),
-            (1, 2, "n2"),
-        ]
+        found = [(one.replica, one.replicas_per_job, one.nodes[0].name) for one in records]
+        assert found == [(0, 2, "n1"), (1, 2, "n2")]
         assert records[0].certificate != records[1].certificate
         ask_to_drain(drain_file(store, "8b", records[1].name), DrainRequest(by="a test", cause="stop", deadline_s=60))
 
-    codes, records = run(scenario)
+    codes, records = await run(scenario)
     assert codes == [0, 0]
     assert [(one.state, one.drain_cause) for one in records] == [("stopped", "stop")] * 2
     assert "a test" in (records[0].reason or "")
@@ -143,14 +138,14 @@ def test_one_that_is_asked_to_drain_lets_all_drain(both):
 
 
 @pytest.mark.parametrize(("rank", "part"), [(0, "engine"), (1, "engine on n2")])
-def test_the_end_of_one_ends_all_and_all_records_name_it(both, rank, part):
+async def test_the_end_of_one_ends_all_and_all_records_name_it(both, rank, part):
     run, _ = both
 
     async def scenario(records):
         for pid in marked_pids(f"test-{os.getpid()}-{rank}"):
             os.kill(pid, signal.SIGKILL)
 
-    codes, records = run(scenario)
+    codes, records = await run(scenario)
     assert codes == [137, 137 if rank == 1 else 0]
     assert [one.state for one in records] == ["failed", "failed"]
     assert records[0].failed_part == part

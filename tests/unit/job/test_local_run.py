@@ -295,7 +295,7 @@ def test_weights_that_are_cut_short_end_the_start_before_the_engine(start, model
     record = run.record
     assert (record.state, record.failed_part, record.exit_code) == ("failed", "preflight", PREFLIGHT_EXIT_CODE)
     found = cause_in(str(record.reason))
-    assert f"model.safetensors has {size - 50} of its {size} bytes" in found.cause
+    assert f"model.safetensors has {size - 50:,} of its {size:,} bytes" in found.cause
     assert found.cure.startswith("Download it again")
     assert "engine command" not in run.node_log()
     assert len(list(run.store.service_dir("8b").glob("*.preflight"))) == 1

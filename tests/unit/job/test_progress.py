@@ -86,7 +86,6 @@ def test_lines_of_each_generation_lead_through_the_stages(version):
 )
 def test_other_bars_are_read_too(line, text, done, total):
     phrase = read_phrase(line)
-    assert phrase is not None
     assert (phrase.text, phrase.done, phrase.total) == (text, done, total)
 
 
@@ -325,8 +324,6 @@ def looks_at(name: str, *steps: str, words: tuple[str, ...] = ()) -> list[ReadSo
         stdout=subprocess.PIPE,
     )
     reading, found = RunReading(mark), []
-    assert process.stdout is not None
-    assert process.stdin is not None
     with process.stdin, process.stdout:
         for _ in range(len(steps) + 1):
             assert process.stdout.readline() == b"\n"

@@ -18,7 +18,6 @@ from hpc_serve.job.run.node import LaunchOptions, Node
 from hpc_serve.trust.certificates import PeerFiles
 from hpc_serve.units import GIB
 from tests.support.nodes import ALLOCATION, make_node
-from tests.unit.job.conftest import in_a_loop
 
 
 def of_node(allocation: Allocation = ALLOCATION, **options: Any) -> Node:
@@ -171,7 +170,6 @@ class Keeper:
         pass
 
 
-@in_a_loop
 async def test_others_join_once_the_head_is_a_node_of_its_ray(tmp_path: Path):
     """Ray has a node that comes before the head look again only after two seconds."""
     parts = Parts()

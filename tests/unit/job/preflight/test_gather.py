@@ -12,7 +12,6 @@ from dataclasses import replace
 import pytest
 
 from hpc_serve.hub.hub_settings import HubSettings
-from hpc_serve.job.machine import node_memory
 from hpc_serve.job.preflight import cuda_probe, gather_gpus, gather_node
 from hpc_serve.job.preflight.facts import CudaDevice, CudaFacts
 from tests.support.nodes import write_program
@@ -64,7 +63,6 @@ def test_a_gpu_that_somebody_may_be_leaving_is_looked_at_again():
 def test_a_node_without_any_tool_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(gather_gpus, "torch_cuda", str)
     facts = gather_gpus.gather_gpus(NEEDS, {"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"})
-    assert facts is not None
     assert (facts.tool, facts.visible, facts.cuda) == ("", "0", None)
     assert gather_gpus.gather_gpus(replace(NEEDS, gpus=0), {}) is None  # of an engine on CPUs
 
@@ -127,22 +125,6 @@ def test_the_probe_says_what_failed(cuda, errors):
     assert [facts.error, *(one.error for one in facts.devices)] == errors
 
 
-def test_the_cgroups_of_both_versions_are_found(tmp_path):
-    found = node_memory.own_cgroups("4:memory:/slurm/job_1\n0::/system.slice/job\n", tmp_path)
-    assert found["memory"] == [tmp_path / "memory/slurm/job_1", tmp_path / "memory/slurm", tmp_path / "memory"]
-    assert found[""] == [tmp_path / "system.slice/job", tmp_path / "system.slice", tmp_path]
-
-
-def test_the_least_limit_on_the_way_up_counts(tmp_path):
-    for folder, limit in (("a/b", "max"), ("a", "4096"), (".", "8192")):
-        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-        (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
-        (tmp_path / folder / "memory.current").write_text("1024\n")
-    cgroups = node_memory.own_cgroups("0::/a/b\n", tmp_path)
-    assert node_memory.least_limit(cgroups, "memory", ("memory.max", "memory.current")) == (4096, 1024)
-    assert node_memory.least_limit(cgroups, "pids", ("pids.max", "pids.current")) == (None, None)
-
-
 def test_this_machine_has_memory_and_limits():
     memory = gather_node.gather_memory()
     assert memory.total_bytes > 0
@@ -198,7 +180,6 @@ def model(tmp_path):
 
 def gathered(model, **options):
     facts = gather_node.gather_weights(str(model), {"HF_HOME": str(model.parent / "hf")}, load_format="auto", **options)
-    assert facts is not None
     return facts
 
 
