@@ -98,11 +98,13 @@ async def test_one_that_stays_unresponsive_is_given_up(service):
     assert re.fullmatch(r"was unresponsive for \d+ s: its engine has left /health unanswered for \d+ s", reason)
 
 
-async def test_one_with_a_fault_on_another_node_is_given_up(service):
-    scene = Scene(service)
-    scene.watch.fault = "its process VLLM::Worker (7) on n2 was stopped for 60 s"
+@pytest.mark.parametrize("limit_s", [1.0, 0.0])
+async def test_one_with_a_fault_on_another_node_is_given_up_even_if_nobody_asks(service, limit_s):
+    scene = Scene(service, limit_s=limit_s)
+    fault = "its process VLLM::Worker (7) on n2 was stopped for 60 s"
+    asyncio.get_running_loop().call_later(0.5, setattr, scene.watch, "fault", fault)  # after some looks
     reason = await asyncio.wait_for(scene.watch.run(), 60)
-    assert reason == "was given up: its process VLLM::Worker (7) on n2 was stopped for 60 s"
+    assert reason == f"was given up: {fault}"
 
 
 @pytest.mark.parametrize(("state", "limit_s"), [("ready", 0.0), ("draining", 1.0)])
