@@ -24,8 +24,8 @@ from hpc_serve.rendezvous.gate_headers import COMMENT_CHUNK, PROCESSING, SIGNS
 
 # -- signs
 
-_Message = MutableMapping[str, Any]
-Send = Callable[[_Message], Awaitable[None]]
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
 
 WRITE_SIGN = "hpc_serve.write_sign"
 """In the scope of a request that asks: the protocol's function that writes a sign. The gate takes it out."""
@@ -43,7 +43,7 @@ class Asked:
         self.sent_at_s = loop.time()
         self.is_events = self.is_at_comment = False
 
-    def send(self, message: _Message) -> Awaitable[None]:
+    def send(self, message: Message) -> Awaitable[None]:
         """Send a part of the answer, and note where in the answer it ends."""
         self.sent_at_s = self._loop.time()
         if message["type"] == "http.response.start":
@@ -62,24 +62,20 @@ class Signs:
     def __init__(self, has_fault: Callable[[], bool]) -> None:
         self._has_fault = has_fault
         self._asked: dict[Asked, None] = {}
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """Return whether the timer runs."""
-        return self._timer is not None
+        self.timer: asyncio.TimerHandle | None = None
+        """The timer of the next look at all requests; None while none asks."""
 
     def add(self, asked: Asked) -> None:
         self._asked[asked] = None
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+        if self.timer is None:
+            self.timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
 
     def remove(self, asked: Asked) -> None:
         del self._asked[asked]
 
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(_TICK_S, self._tick) if self._asked else None
+        self.timer = loop.call_later(_TICK_S, self._tick) if self._asked else None
         now_s = loop.time()
         silent = [asked for asked in self._asked if now_s - asked.sent_at_s >= _SIGN_S - _TICK_S]
         if silent and not self._has_fault():

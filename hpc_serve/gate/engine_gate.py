@@ -18,7 +18,7 @@ launchers_socket.serve_on_launchers_socket()
 class Gate(gate.Gate):
     """The gate, which answers nothing on a connection that has no limits."""
 
-    async def __call__(self, scope: gate.Scope, receive: gate.Receive, send: gate.Send) -> None:
+    async def __call__(self, scope: gate.Scope, receive: gate.Receive, send: connection_limits.Send) -> None:
         if scope["type"] == "lifespan":  # uvicorn sends it before it listens
             connection_limits.bound_tls_handshakes(asyncio.get_running_loop())
         elif scope["type"] == "http" and connection_limits.HAS_KEY not in scope:

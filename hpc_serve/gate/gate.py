@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
-from hpc_serve.gate.connection_limits import HAS_KEY, WRITE_SIGN, Asked, Signs
+from hpc_serve.gate.connection_limits import HAS_KEY, WRITE_SIGN, Asked, Message, Send, Signs
 from hpc_serve.gate.engine_facts import EngineState, read_adapters_once
 from hpc_serve.rendezvous.gate_headers import (
     CANARY_HEADER,
@@ -35,9 +35,7 @@ from hpc_serve.rendezvous.record import LOAD_ADAPTER, ONE_REPLICA_ALONE, UNLOAD_
 _log = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Header = tuple[bytes, bytes]
 

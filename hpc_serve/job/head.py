@@ -74,24 +74,16 @@ class Head:
             stop_order=StopOrder.ENGINE if node.command.serves_on_each_node else StopOrder.WORKERS,
         )
         self._engine = Engine(
-            node,
-            keeper,
-            endpoint,
-            self._parts,
-            read_by_workers=lambda: self._workers.read,
-            on_ready=self._keep_cache,
+            node, keeper, endpoint, self._parts, read_by_workers=lambda: self._workers.read, on_ready=self._keep_cache
         )
 
     async def run(self, listener: socket.socket) -> int:
         """Start the service, and take it down when its end is decided; returns the exit code."""
         node = self._node
         self._run_end.stop_on_signals()
-        control = ControlServer(
-            node.token, node.allocation.node_name, self._workers.add_worker, silence_s=node.options.silence_s
-        )
         if node.options.preflight != "off":
             self._preflight = HeadPreflight(node)
-        await control.start(listener)
+        control = ControlServer(node, listener, self._workers.add_worker)
         self._parts.run_in_background(self._keeper.renew())
         self._parts.run_in_background(self._parts.oom_watch.run())
         self._parts.run_or_fail(self._start(control))

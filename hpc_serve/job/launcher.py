@@ -9,14 +9,14 @@ from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.hub.local_weights import find_stand_in
-from hpc_serve.job.cache.engine_cache import EngineCache, cache_key, open_cache
+from hpc_serve.job.cache.engine_cache import cache_key, open_cache
 from hpc_serve.job.cleanup.node_dir import DirOwner, private_node_dir, remove_run_dir
 from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.job.ray.ray_logs import kept_ray_logs
 from hpc_serve.job.run.node import LaunchOptions, Node, read_token, with_variables
 from hpc_serve.job.weights.stage_folder import stage_base
 from hpc_serve.job.weights.weights_place import with_strategy
-from hpc_serve.vllm.command import ServeCommand, choose_backend, read_command
+from hpc_serve.vllm.command import choose_backend, read_command
 
 _FROM_PREPARE = (
     *("HPC_SERVE_JOB_DIR", "HPC_SERVE_NODE_TMP", "HPC_SERVE_HEAD_ADDRESS"),
@@ -43,7 +43,8 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
         options = with_variables(options, environ)
         command = read_command(words, stand_in=find_stand_in(environ))
         backend = choose_backend(options.backend, command, allocation.num_nodes)
-        cache = at_end.enter_context(run_cache(options, allocation, command, environ))
+        key = cache_key(command, options.device, allocation.num_nodes)
+        cache = at_end.enter_context(open_cache(key, node_dir, environ, allocation))
         staging = None
         if (base := stage_base(environ)) is not None:
             from hpc_serve.job.weights.staging import plan_staging  # most runs copy nothing
@@ -69,29 +70,9 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
             staging=staging,
         )
         at_end.enter_context(kept_ray_logs(node))
-        return asyncio.run(_run(node))
-
-
-def run_cache(
-    options: LaunchOptions, allocation: Allocation, command: ServeCommand, environ: Mapping[str, str]
-) -> contextlib.AbstractContextManager[EngineCache]:
-    """Open the folder for the engine's compiled code on this node."""
-    return open_cache(
-        cache_key(command, options.device, allocation.num_nodes),
-        Path(environ["HPC_SERVE_NODE_TMP"]),
-        environ,
-        first=allocation.share.index,
-        rank=allocation.node_rank,
-        on_several_nodes=allocation.num_nodes > 1,
-    )
-
-
-async def _run(node: Node) -> int:
-    # A worker needs neither the HTTP client nor the service's records: it does not import them.
-    if node.allocation.is_head:
-        from hpc_serve.job.head import run_head
-
-        return await run_head(node)
-    from hpc_serve.job.worker import run_worker
-
-    return await run_worker(node)
+        # A worker needs neither the HTTP client nor the service's records: it does not import them.
+        if allocation.is_head:
+            from hpc_serve.job.head import run_head as run
+        else:
+            from hpc_serve.job.worker import run_worker as run
+        return asyncio.run(run(node))

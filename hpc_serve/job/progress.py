@@ -89,11 +89,6 @@ class _LoadProgress:
         self._samples = [(began_s, 0.0)]
         self._read = self._read_at_bar = self._read_at_done = 0
 
-    @property
-    def part(self) -> float:
-        """Return the part that is loaded."""
-        return self._samples[-1][1]
-
     def begin(self, now: float) -> None:
         """Nothing was loaded until now."""
         if not self.total:
@@ -152,7 +147,7 @@ class _LoadProgress:
         return min(files / self.total, 1.0) if self.total else 0.0
 
     def _add(self, now: float, part: float) -> None:
-        if part > self.part:
+        if part > self._samples[-1][1]:
             kept = self._samples if len(self._samples) < _MOST_SAMPLES else self._samples[::2]
             self._samples = [*kept, (now, part)]  # a new list: another thread may look at the old one
 
@@ -161,7 +156,7 @@ class _WeightsRead:
     """The bytes of the weights that the processes of a run have read, in the kernel's three ways of counting."""
 
     def __init__(self) -> None:
-        self._of_weights = (0, 0, 0)
+        self._of_weights = ReadSoFar()
         self._latest: ReadSoFar | None = None
 
     @property
@@ -171,15 +166,13 @@ class _WeightsRead:
 
     def begin(self) -> None:
         """Note that the first file is begun: the bytes read until now were the engine's imports."""
-        self._of_weights = (0, 0, 0)
+        self._of_weights = ReadSoFar()
 
     def note(self, read: ReadSoFar, *, is_of_weights: bool) -> None:
         """Note a look. A count falls where a process has ended."""
         before, self._latest = self._latest or read, read
         if is_of_weights:
-            news = (max(0, after - earlier) for earlier, after in zip(before, read))
-            by_read, from_disk, mapped = (total + new for total, new in zip(self._of_weights, news))
-            self._of_weights = (by_read, from_disk, mapped)
+            self._of_weights += ReadSoFar(*(max(0, after - earlier) for earlier, after in zip(before, read)))
 
 
 _PHRASES: Mapping[str, Sequence[str]] = {

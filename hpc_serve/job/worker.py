@@ -48,15 +48,7 @@ async def run_worker(node: Node) -> int:
             f"node {node.allocation.node_name} has the head's address {node.head} as well: each node needs its own "
             "address. Name the network that joins them in HPC_SERVE_INTERFACE."
         )
-    link = await connect(
-        (node.head, await _control_port(node)),
-        node.token,
-        rank=node.allocation.node_rank,
-        name=node.allocation.node_name,
-        own_address=lambda: node.address,
-        deadline_s=node.options.join_s,
-        cache=str(node.cache.path) if node.cache.lock is not None else "",
-    )
+    link = await connect(node, await _control_port(node))
     return await Worker(node, link, run_end).run()
 
 
@@ -108,7 +100,7 @@ class Worker:
 
     async def _report_failure(self, outcome: Outcome) -> None:
         """Tell the head, and wait until it stops the run: srun may end the head's launcher when this one ends."""
-        await self._link.send("failed", part=outcome.failed_part, **asdict(outcome))
+        await self._link.send("failed", **asdict(outcome))
         await self._run_end.wait_for_stop(_REPORT_TIMEOUT_S)
 
     async def _follow_head(self) -> None:

@@ -23,10 +23,11 @@ HEAD = f"""
 import asyncio, sys
 from hpc_serve.job.links.control import ControlServer
 from hpc_serve.job.machine.network import listen_on
+from tests.support.nodes import make_node
 
 async def main():
-    server = ControlServer({TOKEN!r}, "n1", lambda link: print(link.rank, flush=True), silence_s=60)
-    await server.start(listen_on(int(sys.argv[1])))
+    node = make_node(token={TOKEN!r})
+    server = ControlServer(node, listen_on(int(sys.argv[1])), lambda link: print(link.rank, flush=True))
     print("listens", flush=True)
     await asyncio.sleep(3600)
 
@@ -34,13 +35,14 @@ asyncio.run(main())
 """
 NODE = f"""
 import asyncio, sys
+from dataclasses import replace
 from hpc_serve.job.links.control import connect
+from tests.support.nodes import make_worker
 
 async def main():
-    at = ("127.0.0.1", int(sys.argv[1]))
-    link = await connect(
-        at, {TOKEN!r}, rank=int(sys.argv[2]), name="n2", own_address=lambda: "127.0.0.1", deadline_s=300
-    )
+    node = make_worker(token={TOKEN!r})
+    node = replace(node, allocation=replace(node.allocation, node_rank=int(sys.argv[2])))
+    link = await connect(node, int(sys.argv[1]))
     print(link.name)
 
 asyncio.run(main())

@@ -34,6 +34,7 @@ from hpc_serve.rendezvous.record import EndpointRecord, JobEnd, SubmittedJob
 from hpc_serve.vllm.arguments import read_args_file
 from hpc_serve.vllm.command import check_file_arguments
 from tests.support.asgi_server import served
+from tests.support.nodes import make_node, make_worker
 from tests.support.sites import load_site
 from tests.support.stubs import make_record, make_submitted
 
@@ -276,9 +277,8 @@ def test_the_control_port_takes_launchers_after_whatever_came_before(rng):
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: unexpected.append(context))
         links: asyncio.Queue[Any] = asyncio.Queue()
-        server = ControlServer("secret", "n1", links.put_nowait, silence_s=60)
         port = choose_port()
-        await server.start(listen_on(port))
+        server = ControlServer(make_node(), listen_on(port), links.put_nowait)
         for _ in range(CASES):
             line = rng.choice((faulty_json(rng, hello), faulty_bytes(rng, json.dumps(hello).encode()), b"[" * 100_000))
             await stranger(port, line, hold=rng.random() < 0.1, has_ticket=True)
@@ -286,9 +286,7 @@ def test_the_control_port_takes_launchers_after_whatever_came_before(rng):
             ticket = faulty_bytes(rng, make_ticket("secret", "0" * 32))
             await stranger(port, rng.choice((ticket, line)), hold=rng.random() < 0.1, has_ticket=False)
             assert links.empty(), line
-        node = await connect(
-            ("127.0.0.1", port), "secret", rank=1, name="n2", own_address=lambda: "10.0.0.2", deadline_s=60
-        )
+        node = await connect(make_worker(), port)
         link = await asyncio.wait_for(links.get(), 60)
         assert (link.rank, link.name) == (1, "n2")
         await node.close()

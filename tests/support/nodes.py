@@ -28,6 +28,8 @@ ALLOCATION = Allocation(
     num_gpus=8,
     memory_bytes=64 * GIB,
 )
+NOWHERE = Path("/nowhere")
+ALONE = replace(ALLOCATION, num_nodes=1)
 
 
 def write_program(path: Path, text: str) -> Path:
@@ -38,17 +40,15 @@ def write_program(path: Path, text: str) -> Path:
     return path
 
 
-async def listen_for_workers(run_dir: Path, on_link: Callable[[Link], None]) -> ControlServer:
+def listen_for_workers(run_dir: Path, on_link: Callable[[Link], None]) -> ControlServer:
     """Listen as the head of a run does, and write down in its folder where."""
     listener = listen_on()
     (run_dir / "control_port").touch(mode=0o600)
     write_control_port(run_dir, listener.getsockname()[1])
-    server = ControlServer("secret", "n1", on_link, silence_s=60)
-    await server.start(listener)
-    return server
+    return ControlServer(make_node(run_dir), listener, on_link)
 
 
-def make_node(node_dir: Path, *, backend: str = "ray", words: str = "vllm serve m", **changes: Any) -> Node:
+def make_node(node_dir: Path = NOWHERE, *, backend: str = "ray", words: str = "vllm serve m", **changes: Any) -> Node:
     """A node of a run whose files are in `node_dir`, with the given fields replaced."""
     node = Node(
         options=LaunchOptions(service="8b", backend=backend, gpus_per_node=1),
@@ -63,3 +63,8 @@ def make_node(node_dir: Path, *, backend: str = "ray", words: str = "vllm serve 
         environ={},
     )
     return replace(node, **changes)
+
+
+def make_worker(node_dir: Path = NOWHERE, **changes: Any) -> Node:
+    """The second node of a run, n2."""
+    return make_node(node_dir, allocation=replace(ALLOCATION, node_rank=1, node_name="n2"), **changes)

@@ -28,6 +28,7 @@ from pathlib import Path
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.cache.cache_archive import CacheArchive
 from hpc_serve.job.machine import guarded_folders
+from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.job.machine.guarded_folders import READY, lock_beside, others_file, remove_tree
 from hpc_serve.rendezvous.files import make_folders, make_own_folder
 from hpc_serve.rendezvous.ownership import fault
@@ -182,19 +183,11 @@ def private_cache(node_dir: Path, reason: str) -> EngineCache:
 
 
 @contextlib.contextmanager
-def open_cache(
-    key: str,
-    node_dir: Path,
-    environ: Mapping[str, str],
-    *,
-    first: int = 0,
-    rank: int = 0,
-    on_several_nodes: bool = False,
-) -> Iterator[EngineCache]:
+def open_cache(key: str, node_dir: Path, environ: Mapping[str, str], allocation: Allocation) -> Iterator[EngineCache]:
     """Yield the caches of an engine with this key, locked until the context ends.
 
-    A key may have several folders. The first that no other run uses is taken, from number `first` on. An engine on
-    several nodes that does not become ready leaves nothing: nobody knows which node's caches are damaged. Raises
+    A key may have several folders. The first that no other run uses is taken, from this replica's number on. An engine
+    on several nodes that does not become ready leaves nothing: nobody knows which node's caches are damaged. Raises
     InvalidRequestError for a wrong setting, or if another user can change the content of HPC_SERVE_CACHE_DIR.
     """
     limit_bytes = _limit_bytes(environ, "HPC_SERVE_CACHE_SIZE")
@@ -206,14 +199,14 @@ def open_cache(
         root = _root(environ)
         size = shutil.disk_usage(root).total or _LIMIT_BYTES * _PART_OF_FILESYSTEM
         limit_bytes = limit_bytes or min(_LIMIT_BYTES, size // _PART_OF_FILESYSTEM)
-        cache = _lock_cache(root, key, first, is_ready_until_it_fails=not on_several_nodes)
+        cache = _lock_cache(root, key, allocation)
         if archives_bytes != 0:
             archive = CacheArchive.of(
                 default_home(environ),
                 cache.path,
                 key=key,
                 machine=machine_key(),
-                rank=rank,
+                rank=allocation.node_rank,
                 limit_bytes=archives_bytes or _ARCHIVES_BYTES,
             )
             cache = _seeded(replace(cache, archive=archive))
@@ -238,14 +231,14 @@ def remove_unused(root: Path, *, limit_bytes: int) -> list[Path]:
     return guarded_folders.remove_unused(root, _FOLDER, limit_bytes=limit_bytes, keep_s=_UNUSED_S)
 
 
-def _lock_cache(root: Path, key: str, first: int, *, is_ready_until_it_fails: bool) -> EngineCache:
-    path, lock = lock_folder(root, key, first=first)
+def _lock_cache(root: Path, key: str, allocation: Allocation) -> EngineCache:
+    path, lock = lock_folder(root, key, first=allocation.share.index)
     try:
         os.utime(lock)  # of many folders, those used last are kept
         ready_on = _text_of(path / READY)
         if ready_on == machine_key():
             words, is_warm = f"warm, from {path} on this node", True
-            if not is_ready_until_it_fails:
+            if allocation.num_nodes > 1:
                 (path / READY).unlink()
         else:
             # Another machine, or an engine that did not become ready: what it left may be half written.

@@ -21,6 +21,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from hpc_serve.gate.engine_facts import LEAST_STEP_VARIABLE
@@ -92,11 +93,6 @@ class EngineEndpoint:
     address: EngineAddress
     certificate: RunCertificate
 
-    @property
-    def tls_files(self) -> tuple[str, str]:
-        """Return the files of the key and the certificate, as the engine is told them."""
-        return str(self.certificate.key_file), str(self.certificate.certificate_file)
-
 
 def make_endpoint(node: Node, store: ServiceStore) -> tuple[EngineEndpoint, RecordKeeper]:
     """Listen, and publish this node's first record.
@@ -130,7 +126,7 @@ class EngineProcess:
         self, node: Node, parts: Parts, *, on_line: Callable[[str], None], is_noise: Callable[[str], bool]
     ) -> None:
         self._node, self._parts = node, parts
-        self._on_line, self._is_noise = on_line, is_noise
+        self._start_child = partial(parts.start_child, _NAME, on_line=on_line, is_noise=is_noise)
         self._held: Child | None = None
 
     async def hold(self, endpoint: EngineEndpoint, environ: Mapping[str, str]) -> None:
@@ -142,14 +138,7 @@ class EngineProcess:
         argv = [sys.executable, "-m", engine_start.__name__, script, *self._argv(endpoint)[1:]]
         self._parts.add(StopOrder.ENGINE, self._end_held)
         with contextlib.suppress(OSError):  # the start says what is wrong
-            self._held = await self._parts.start_child(
-                _NAME,
-                argv,
-                self._environ(endpoint, environ),
-                on_line=self._on_line,
-                is_noise=self._is_noise,
-                told=True,
-            )
+            self._held = await self._start_child(argv, self._environ(endpoint, environ), told=True)
 
     async def start(self, endpoint: EngineEndpoint, environ: Mapping[str, str]) -> Child:
         """Start the engine with exactly `environ` and what its endpoint needs. Raises PartFailedError."""
@@ -159,19 +148,17 @@ class EngineProcess:
         if held is not None and held.exit_code is None:
             held.tell(json.dumps({"RAY_ADDRESS": environ["RAY_ADDRESS"]}))
             return held
-        return await self._parts.start_child(
-            _NAME, argv, self._environ(endpoint, environ), on_line=self._on_line, is_noise=self._is_noise
-        )
+        return await self._start_child(argv, self._environ(endpoint, environ))
 
     async def _end_held(self) -> None:
         if self._held is not None:
             await self._held.stop(min(_GRACE_S, self._parts.run_end.grace_s))
 
     def _argv(self, endpoint: EngineEndpoint) -> list[str]:
-        node, command = self._node, self._node.command
+        node, command, shown = self._node, self._node.command, endpoint.certificate
         added = server_args(
             command,
-            tls_files=endpoint.tls_files,
+            tls_files=(str(shown.key_file), str(shown.certificate_file)),
             shutdown_timeout_s=int(drain_s_after_signal(node.options.kill_wait_s)),
         )
         return [*command.argv, *added, *node.rank_args()]

@@ -176,7 +176,7 @@ class EngineWatch:
     sent again.
 
     After `limit_s` seconds without an answer the engine is unresponsive, and after `give_up_s` more seconds it is given
-    up. If `limit_s` is 0, nothing is asked.
+    up. If `limit_s` is 0, nothing is asked; what another node has found still counts.
     """
 
     address: EngineAddress
@@ -202,8 +202,10 @@ class EngineWatch:
             await asyncio.sleep(min(self.interval_s, _AFTER_SILENCE_S) if answers.is_silent else self.interval_s)
             if self.fault:
                 return f"was given up: {self.fault}"
-            if self.limit_s <= 0 or self.keeper.record.state not in ("ready", "unresponsive"):
+            if self.keeper.record.state not in ("ready", "unresponsive"):
                 await asyncio.Event().wait()
+            if self.limit_s <= 0:
+                continue
             seen = await asyncio.to_thread(look, self.address, timeout_s=self.look_timeout_s)
             answers.note(seen, time.monotonic())
             self._publish(answers.complaint)

@@ -16,7 +16,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_serve.job.links.link import (
@@ -38,7 +38,8 @@ from hpc_serve.job.links.link import (
 )
 from hpc_serve.job.machine.network import PortsInUseError
 from hpc_serve.job.progress import ReadSoFar
-from hpc_serve.job.run.parts import Outcome, Parts, StopOrder
+from hpc_serve.job.run.node import Node
+from hpc_serve.job.run.parts import Outcome, Parts, StopOrder, told_outcome
 
 _log = logging.getLogger(__name__)
 _WORKER_GRACE_S = 10.0
@@ -106,12 +107,8 @@ class WorkerLinks:
         try:
             while (message := await link.receive()).get("kind") != "failed":
                 self._on_fault(link, message)
-            outcome = Outcome(
-                failed_part=f"{message['part']} on {link.name}",
-                reason=str(message["reason"]),
-                exit_code=int(message["exit_code"]) or 1,
-                last_log_lines=tuple(message["last_log_lines"]),
-            )
+            told = told_outcome(message)
+            outcome = replace(told, failed_part=f"{told.failed_part} on {link.name}")
         except LinkLostError as error:
             outcome = Outcome(failed_part=f"node {link.name}", reason=str(error), exit_code=1)
         await self._parts.run_end.fail(outcome)
@@ -139,19 +136,18 @@ _MAX_WRONG_ANSWERS = 3
 
 
 class ControlServer:
-    """The head's end: accepts launchers that hold the token, and calls `on_link` with the connection of each.
+    """The end of the head's `node`, until `close`: accepts launchers from `listener` that hold the token.
+
+    It calls `on_link` with the connection of each.
 
     Anybody can connect to it. A connection without a ticket of its own is closed at once (`Admission`). Another one has
     _HANDSHAKE_TIMEOUT_S for its proof.
     """
 
-    def __init__(self, token: str, name: str, on_link: Callable[[Link], None], *, silence_s: float) -> None:
-        self._token, self._name, self._on_link = token, name, on_link
-        self._silence_s = silence_s
+    def __init__(self, node: Node, listener: socket.socket, on_link: Callable[[Link], None]) -> None:
+        self._node, self._on_link = node, on_link
         self._handshakes: set[asyncio.Task[None]] = set()
-        self._admission: Admission | None = None
-
-    async def start(self, listener: socket.socket) -> None:
+        self._is_closed = False
         loop = asyncio.get_running_loop()
 
         def admit(connection: socket.socket, nonce: str) -> None:
@@ -160,18 +156,17 @@ class ControlServer:
             except RuntimeError:  # the launcher has ended
                 connection.close()
 
-        self._admission = Admission(listener, self._token, admit)
+        self._admission = Admission(listener, node.token, admit)
 
     def close(self) -> None:
         """Take no further connection. The connections of launchers stay open."""
-        if self._admission is not None:
-            self._admission.close()
-            self._admission = None
+        self._is_closed = True
+        self._admission.close()
         for handshake in [*self._handshakes]:
             handshake.cancel()
 
     def _admit(self, connection: socket.socket, nonce: str) -> None:
-        if self._admission is None:
+        if self._is_closed:
             connection.close()
             return
         handshake = asyncio.ensure_future(self._open(connection, nonce))
@@ -197,11 +192,11 @@ class ControlServer:
         self._on_link(link)
 
     async def _handshake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, nonce: str) -> Link:
-        ours = secrets.token_hex(16)
-        writer.write(greeting(self._token, "head", nonce, nonce=ours))
+        node, ours = self._node, secrets.token_hex(16)
+        writer.write(greeting(node.token, "head", nonce, nonce=ours))
         await writer.drain()
         hello = await read_message(reader)
-        if not is_proof(hello, self._token, "node", ours):
+        if not is_proof(hello, node.token, "node", ours):
             raise ValueError("wrong token")
         link = Link(
             reader,
@@ -209,61 +204,56 @@ class ControlServer:
             rank=whole_number(hello.get("rank")),
             name=text(hello, "name"),
             address=text(hello, "address"),
-            silence_s=self._silence_s,
-            cache=text(hello, "cache") if "cache" in hello else "",
+            silence_s=node.options.silence_s,
+            cache=text(hello, "cache"),
         )
-        await write_message(writer, {"name": self._name, "silence_s": self._silence_s})
+        await write_message(writer, {"name": node.allocation.node_name, "silence_s": node.options.silence_s})
         return link
 
 
-async def connect(
-    head: tuple[str, int],
-    token: str,
-    *,
-    rank: int,
-    name: str,
-    own_address: Callable[[], str],
-    deadline_s: float,
-    cache: str = "",
-) -> Link:
-    """Connect to the head's launcher, and try until it listens.
+async def connect(node: Node, port: int) -> Link:
+    """Connect to the launcher of the node's head, and try until it listens.
 
     Connections are slow when strangers open many. So several tries run at once, and the first that the head greets goes
-    on. `own_address` is called after the head was reached, because the answer depends on the route to it. Raises
-    LinkLostError if the head is not reached within `deadline_s` seconds. Raises PortsInUseError if another program
-    answers on the head's port: at once after a few wrong answers, at the deadline if what answers proves nothing.
+    on. Raises LinkLostError if the head is not reached within `join_s` seconds. Raises PortsInUseError if another
+    program answers on the head's port: at once after a few wrong answers, at the deadline if what answers proves
+    nothing.
     """
-    deadline = time.monotonic() + deadline_s
-    about: Message = {"rank": rank, "name": name, "cache": cache[:MAX_TEXT]}
+    join_s = node.options.join_s
+    deadline = time.monotonic() + join_s
     wrong_answers = 0
     while True:
         try:
-            return await _try_to_connect(head, token, about, own_address)
+            return await _try_to_connect(node, port)
         except (OSError, ValueError, EOFError, asyncio.TimeoutError) as caught:
             error = caught
         wrong_answers += isinstance(error, ValueError)
         is_late = time.monotonic() > deadline
         if wrong_answers >= _MAX_WRONG_ANSWERS or (is_late and isinstance(error, ValueError | EOFError)):
-            raise PortsInUseError(
-                f"A program other than the head's launcher answers at {head[0]}:{head[1]}."
-            ) from error
+            raise PortsInUseError(f"A program other than the head's launcher answers at {node.head}:{port}.") from error
         if is_late:
             raise LinkLostError(
-                f"node {name} cannot reach the head's launcher at {head[0]}:{head[1]} after {deadline_s:.0f} s "
-                f"({str(error) or 'no answer'}); if the nodes have several networks, name the one to use in "
-                "HPC_SERVE_INTERFACE"
+                f"node {node.allocation.node_name} cannot reach the head's launcher at {node.head}:{port} after "
+                f"{join_s:.0f} s ({str(error) or 'no answer'}); if the nodes have several networks, name the one to "
+                "use in HPC_SERVE_INTERFACE"
             ) from error
         await asyncio.sleep(_RETRY_INTERVAL_S)
 
 
-async def _try_to_connect(head: tuple[str, int], token: str, about: Message, own_address: Callable[[], str]) -> Link:
+async def _try_to_connect(node: Node, port: int) -> Link:
     """Try once to connect, and return the link. Raises what `open_with_ticket` raises."""
-    reader, writer, greeted = await open_with_ticket(head, token, "head", within_s=_TRY_S)
+    reader, writer, greeted = await open_with_ticket((node.head, port), node.token, "head", within_s=_TRY_S)
     with aborted_on_error(writer):
-        hello = {**about, "address": own_address(), "proof": proof(token, "node", text(greeted, "nonce"))}
+        hello = {
+            "rank": node.allocation.node_rank,
+            "name": node.allocation.node_name,
+            "address": node.address,  # not before the head was reached: it depends on the route
+            "cache": str(node.cache.path)[:MAX_TEXT] if node.cache.lock is not None else "",
+            "proof": proof(node.token, "node", text(greeted, "nonce")),
+        }
         await write_message(writer, hello)
         answer = await asyncio.wait_for(read_message(reader), _HANDSHAKE_TIMEOUT_S)
         silence_s = answer.get("silence_s")  # the head's value: both ends wait equally long
         if not isinstance(silence_s, int | float):
             raise ValueError("no silence_s")
-        return Link(reader, writer, rank=0, name=text(answer, "name"), address=head[0], silence_s=silence_s)
+        return Link(reader, writer, rank=0, name=text(answer, "name"), address=node.head, silence_s=silence_s)

@@ -212,13 +212,8 @@ def _slurm_memory_bytes(environ: Mapping[str, str]) -> int | None:
 def set_up_logging(stream: TextIO) -> None:
     """Write what hpc-serve logs in this process to `stream`, from level INFO on."""
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(
-        logging.Formatter(
-            "%(asctime)s %(node)s %(levelname)s hpc-serve: %(message)s",
-            datefmt="%Y-%m-%d %H:%M:%S",
-            defaults={"node": _node_name(os.environ)},
-        )
-    )
+    words, node = "%(asctime)s %(node)s %(levelname)s hpc-serve: %(message)s", _node_name(os.environ)
+    handler.setFormatter(logging.Formatter(words, datefmt="%Y-%m-%d %H:%M:%S", defaults={"node": node}))
     logger = logging.getLogger("hpc_serve")
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)

@@ -13,7 +13,7 @@ import ipaddress
 import random
 import socket
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError
@@ -34,13 +34,12 @@ class PortsInUseError(HpcServeError):
     exit_code = 75
 
 
-def choose_port(among: Iterable[int] | None = None) -> int:
+def choose_port() -> int:
     """Return a port of this node that is free now, chosen at random, so that nobody can take it beforehand.
 
-    It is one of `among`, by default of the ports below those of outgoing connections, as long as one of them is free.
-    Raises PortsInUseError.
+    It lies below the ports of outgoing connections, as long as one of those is free. Raises PortsInUseError.
     """
-    candidates = list(range(_FIRST_PORT, _ephemeral_start()) if among is None else among)
+    candidates = list(range(_FIRST_PORT, _ephemeral_start()))
     random.SystemRandom().shuffle(candidates)
     for port in candidates:
         if not _in_use(port):

@@ -76,14 +76,15 @@ def least_limit(cgroups: Mapping[str, list[Path]], controller: str, files: tuple
     """Return the numbers in `files` of the cgroup with the least first number, of this or above; each may be None."""
     found: dict[int, tuple[int | None, ...]] = {}
     for folder in [*cgroups.get(controller, ()), *cgroups.get("", ())]:
-        numbers = tuple(_number(folder / name) for name in files)
+        numbers = tuple(read_number(folder / name) for name in files)
         if numbers[0] is not None:
             found.setdefault(numbers[0], numbers)
     return found[min(found)] if found else (None,) * len(files)
 
 
-def _number(file: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError):  # "max" is none
+def read_number(file: Path) -> int | None:
+    """Return the number in a file of the kernel's; None if it has none, as "max"."""
+    with contextlib.suppress(OSError, ValueError):
         return int(file.read_text())
     return None
 

@@ -1,4 +1,4 @@
-"""A child process of a launcher: it has a session of its own, its lines are read, and it ends with its descendants.
+"""A child process of a launcher: its lines are read, and it ends with its descendants.
 
 Some descendants leave the session, as Ray's workers do. The run's mark in their environment finds them. So no process
 of the run stays on the node. `is_own_script` tells whether a command can run as a module of this Python instead.
@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -148,30 +148,6 @@ class Child:
                 _log.exception("a line of %s was not understood", self.name)
 
 
-async def start_child(
-    name: str,
-    argv: Sequence[str],
-    environ: Mapping[str, str],
-    on_line: Callable[[str], None],
-    *,
-    is_noise: Callable[[str], bool] = lambda line: False,
-    told: bool = False,
-) -> Child:
-    """Start `argv` with exactly `environ`. If `told` is true, the child has a standard input, for `Child.tell`.
-
-    Raises FileNotFoundError if there is no such command on its PATH.
-    """
-    process = await asyncio.create_subprocess_exec(
-        *argv,
-        env=environ,
-        stdin=asyncio.subprocess.PIPE if told else asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
-    )
-    return Child(name, process, on_line, is_noise)
-
-
 def mark_environ(mark: str, *, variable: str = RUN_MARK) -> dict[str, str]:
     """Return the variables that mark a process and its descendants as belonging to a run.
 
@@ -181,12 +157,11 @@ def mark_environ(mark: str, *, variable: str = RUN_MARK) -> dict[str, str]:
     return {variable: mark, "SPT_NOENV": "1"}
 
 
-async def end_marked(mark: str, *, grace_s: float, killed_s: float | None = None, variable: str = RUN_MARK) -> int:
-    """End the processes with `mark`: SIGTERM, then SIGKILL after `grace_s` seconds; returns how many there were.
+async def end_marked(mark: str, *, grace_s: float, killed_s: float | None = None, variable: str = RUN_MARK) -> None:
+    """End the processes with `mark`: SIGTERM, then SIGKILL after `grace_s` seconds.
 
     After SIGKILL their end is waited for as long again, or for `killed_s` seconds.
     """
-    found: set[int] = set()
     for number, within_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, grace_s if killed_s is None else killed_s)):
         told: set[int] = set()
         deadline = time.monotonic() + within_s
@@ -196,8 +171,6 @@ async def end_marked(mark: str, *, grace_s: float, killed_s: float | None = None
                     os.kill(pid, number)
             told |= left
             await asyncio.sleep(0.05)
-        found |= told
-    return len(found)
 
 
 def run_processes(mark: str) -> dict[int, tuple[str, bool]]:

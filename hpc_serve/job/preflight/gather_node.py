@@ -42,6 +42,7 @@ from hpc_serve.job.machine.node_memory import (
     memory_limit,
     own_cgroups,
     read_meminfo,
+    read_number,
     shared_memory_bytes,
 )
 from hpc_serve.job.preflight.facts import (
@@ -181,10 +182,11 @@ def gather_network(address: str, environ: Mapping[str, str], *, sys_class: Path 
         resolved = tuple(dict.fromkeys(str(answer[4][0]) for answer in answers))[:_MOST_ADDRESSES]
     except OSError:
         resolved = ()
+    speed = read_number(folder / "speed")
     return NetworkFacts(
         interface=interface,
-        speed_mbits=_number(folder / "speed"),
-        mtu=_number(folder / "mtu"),
+        speed_mbits=speed if speed is not None and speed > 0 else None,  # a virtual interface has no speed
+        mtu=read_number(folder / "mtu"),
         resolved=resolved,
         resolving_s=time.monotonic() - began_at,
         active_ib_ports=_active_ib_ports(sys_class / "infiniband"),
@@ -198,14 +200,6 @@ def _active_ib_ports(folder: Path) -> int:
         return sum("ACTIVE" in state.read_text() for state in folder.glob("*/ports/*/state"))
     except OSError:
         return 0
-
-
-def _number(path: Path) -> int | None:
-    try:
-        value = int(path.read_text())
-    except (OSError, ValueError):  # a virtual interface has no speed
-        return None
-    return value if value > 0 else None
 
 
 # -- weights

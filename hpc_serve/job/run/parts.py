@@ -24,7 +24,7 @@ from hpc_serve.errors import HpcServeError
 from hpc_serve.job.machine.allocation import print_line
 from hpc_serve.job.machine.network import PortsInUseError
 from hpc_serve.job.machine.node_memory import OomWatch
-from hpc_serve.job.machine.process import Child, end_marked, start_child
+from hpc_serve.job.machine.process import Child, end_marked
 from hpc_serve.rendezvous.store import DrainCause
 
 _log = logging.getLogger(__name__)
@@ -70,6 +70,7 @@ class Outcome:
 def told_outcome(message: Mapping[str, Any]) -> Outcome:
     """Return the outcome that another launcher has sent (`dataclasses.asdict`), or a part of one."""
     told = {one.name: message[one.name] for one in fields(Outcome) if one.name in message}
+    told["last_log_lines"] = tuple(told.get("last_log_lines", ()))
     return Outcome(**{"reason": "", "exit_code": 0, **told})
 
 
@@ -92,9 +93,8 @@ def outcome_of(error: Exception) -> Outcome:
 
 
 def failure(part: str, reason: str, *, exit_code: int = 1, last_log_lines: tuple[str, ...] = ()) -> PartFailedError:
-    return PartFailedError(
-        Outcome(reason=reason, exit_code=exit_code or 1, failed_part=part, last_log_lines=last_log_lines)
-    )
+    """Return the error of a part that failed, to be raised."""
+    return PartFailedError(Outcome(reason=reason, exit_code=exit_code, failed_part=part, last_log_lines=last_log_lines))
 
 
 def drain_s_after_signal(kill_wait_s: float) -> float:
@@ -276,9 +276,21 @@ class Parts:
         is_noise: Callable[[str], bool] = lambda line: False,
         told: bool = False,
     ) -> Child:
-        """Start a child; the caller looks after its end. Raises PartFailedError if there is no such command."""
+        """Start a child in a session of its own, with exactly `environ`; the caller looks after its end.
+
+        If `told` is true, the child has a standard input, for `Child.tell`. Raises PartFailedError if there is no such
+        command.
+        """
         self.require_command(name, argv[0], environ)
-        return await start_child(name, argv, environ, on_line, is_noise=is_noise, told=told)
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            env=environ,
+            stdin=asyncio.subprocess.PIPE if told else asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        return Child(name, process, on_line, is_noise)
 
     def require_command(self, name: str, command: str, environ: Mapping[str, str]) -> None:
         """Raises PartFailedError if the part of that name has no such command on its PATH."""

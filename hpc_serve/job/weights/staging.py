@@ -60,12 +60,7 @@ class CopyStoppedError(Exception):
 
 
 def copy_files(
-    source: Path,
-    target: Path,
-    files: Sequence[RepositoryFile],
-    *,
-    on_copied: _OnCopied,
-    stop: threading.Event,
+    source: Path, target: Path, files: Sequence[RepositoryFile], *, on_copied: _OnCopied, stop: threading.Event
 ) -> None:
     """Copy files of `source` to `target`, with the content of links in place of links.
 
@@ -100,8 +95,8 @@ def copy_files(
     for file in files:
         path = target / file.path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(path, "xb", opener=_private) as made:
-            made.truncate(file.size_bytes)
+        path.touch(0o600, exist_ok=False)
+        os.truncate(path, file.size_bytes)
     blocks = [(file, at) for file in files for at in range(0, file.size_bytes, _BLOCK_BYTES)]
     with ThreadPoolExecutor(_READERS) as readers:
         copies = [readers.submit(copy_block, file, at) for file, at in blocks]
@@ -109,10 +104,6 @@ def copy_files(
         has_failed.set()
     for one in done:
         one.result()
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 # -- the copy of a model

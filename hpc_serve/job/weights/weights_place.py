@@ -62,13 +62,11 @@ def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     """Return the kind of filesystem that a file lies on, links followed, as the kernel names it. Raises OSError."""
     real, found = os.path.realpath(path), ("", "unknown")
     for line in mounts.read_text(errors="replace").splitlines():
-        words = line.split()
-        if len(words) < 3:
-            continue
-        point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), words[1])
+        _, mounted_at, kind, *_ = line.split()
+        point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), mounted_at)
         # If there are several mounts at one point, the last one is seen.
         if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(found[0]):
-            found = (point, words[2])
+            found = (point, kind)
     return found[1]
 
 

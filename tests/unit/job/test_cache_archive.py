@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from hpc_serve.job.cache import engine_cache
 from hpc_serve.job.cache.cache_archive import CacheArchive
 from hpc_serve.job.cache.engine_cache import open_cache
+from tests.support.nodes import ALONE
 from tests.support.strangers import give_away
 
 KEY = "0123456789abcdef"
@@ -23,9 +25,9 @@ def environ(tmp_path):
     return {"HPC_SERVE_CACHE_DIR": str(tmp_path / "named"), "HPC_SERVE_HOME": str(tmp_path / "home")}
 
 
-def start(environ, **options) -> str:
+def start(environ, rank: int = 0) -> str:
     """One run whose engine compiles and becomes ready: its words."""
-    with open_cache(KEY, Path("/nonexistent"), environ, **options) as cache:
+    with open_cache(KEY, Path("/nonexistent"), environ, replace(ALONE, node_rank=rank)) as cache:
         graph = cache.path / "vllm" / "graph.so"
         assert graph.exists() == cache.is_warm
         if not cache.is_warm:
@@ -38,10 +40,10 @@ def start(environ, **options) -> str:
         return cache.words
 
 
-def on_a_new_node(environ, **options) -> str:
+def on_a_new_node(environ, rank: int = 0) -> str:
     for path in Path(environ["HPC_SERVE_CACHE_DIR"]).iterdir():
         path.rename(path.parent.with_name(f"gone-{os.urandom(4).hex()}"))
-    return start(environ, **options)
+    return start(environ, rank)
 
 
 def archives(environ) -> list[Path]:
@@ -147,7 +149,7 @@ def test_it_can_be_switched_off(environ):
 
 def test_one_with_which_no_engine_starts_is_removed(environ):
     start(environ)
-    with open_cache(KEY, Path("/nonexistent"), environ) as cache:
+    with open_cache(KEY, Path("/nonexistent"), environ, ALONE) as cache:
         assert cache.is_warm
         cache.discard()
         assert list(cache.path.iterdir()) == []

@@ -17,9 +17,8 @@ import pytest
 
 from hpc_serve.gate import connection_limits as limits
 from hpc_serve.gate.gate import Gate
-from hpc_serve.trust.certificates import make_run_certificate
 from tests.support import asgi_server
-from tests.unit.job.conftest import KEY
+from tests.unit.job.conftest import KEY, tls_options
 
 pytest.importorskip("httptools")
 uvicorn = pytest.importorskip("uvicorn")
@@ -217,13 +216,11 @@ def test_a_few_requests_in_one_packet_are_answered_and_many_are_not_all_begun():
         assert all_of(another).count(b"HTTP/1.1 200") <= limits.MAX_PIPELINED + 1
 
 
-def test_the_limits_hold_over_tls(tmp_path, monkeypatch):
+def test_the_limits_hold_over_tls(certificate, monkeypatch):
     monkeypatch.setattr(limits, "HEADERS_TIMEOUT_S", 0.4)
-    made = make_run_certificate(tmp_path / "home", tmp_path, run="1-r0", addresses=["127.0.0.1"])
-    context = ssl.create_default_context(cadata=made.certificate)
+    context = ssl.create_default_context(cadata=certificate.certificate)
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    files = {"ssl_certfile": str(made.certificate_file), "ssl_keyfile": str(made.key_file)}
-    with served(**files) as (port, _):
+    with served(**tls_options(certificate)) as (port, _):
         with context.wrap_socket(connect(port), server_hostname="127.0.0.1") as connection:
             assert let_in(connection)
         for what in ("headers", "one header", "trailers"):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-import http.client
 import json
 import os
 import re
 import signal
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -19,16 +19,14 @@ import pytest
 from hpc_serve.job.engine import drain as drain_module
 from hpc_serve.job.engine.drain import Drain, follow_drain_requests
 from hpc_serve.job.engine.health import EngineAddress, requests_under_way
-from hpc_serve.job.machine.process import start_child
 from hpc_serve.job.run import parts as outcome_module
-from hpc_serve.job.run.parts import Outcome, RunEnd, drain_s_after_signal
+from hpc_serve.job.run.parts import Outcome, Parts, RunEnd, drain_s_after_signal
 from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.rendezvous.store import DrainRequest, ServiceStore, ask_to_drain, drain_file, read_drain_request
 from hpc_serve.trust.certificates import make_run_certificate
 from hpc_serve.trust.connection import Identity, VerifiedConnection
 from tests.cluster import wait_for
 from tests.support.stubs import SCRIPT, make_record
-from tests.unit.job.conftest import in_a_loop
 
 
 @pytest.fixture(autouse=True)
@@ -58,18 +56,14 @@ class Scene:
     def complete(self) -> tuple[int, int]:
         """One streamed completion; returns the status and how many words came."""
         address = self.drain.address
-        connection = VerifiedConnection(address.host, address.port, address.identity, timeout_s=60)
-        connection.connect()
         headers = {"Authorization": f"Bearer {address.identity.api_key}", "Content-Type": "application/json"}
         body = json.dumps({"model": "m", "prompt": "1", "stream": True})
-        connection.request("POST", "/v1/completions", body, headers)
-        response = connection.getresponse()
-        try:
-            words = response.read().count(b'"text"')
-        except (OSError, http.client.HTTPException) as error:
-            words = getattr(error, "partial", b"").count(b'"text"')
-        connection.close()
-        return response.status, words
+        connection = VerifiedConnection(address.host, address.port, address.identity, timeout_s=60)
+        with contextlib.closing(connection):
+            connection.connect()
+            connection.request("POST", "/v1/completions", body, headers)
+            response = connection.getresponse()
+            return response.status, response.read().count(b'"text"')
 
     async def begin(self, number: int) -> list[asyncio.Task[tuple[int, int]]]:
         tasks = [asyncio.create_task(asyncio.to_thread(self.complete)) for _ in range(number)]
@@ -81,9 +75,9 @@ async def until(is_so) -> None:
     await asyncio.to_thread(wait_for, is_so, 60)
 
 
-@in_a_loop
-async def in_scene(tmp_path: Path, test, *flags: str) -> Any:
-    """Run `test(scene)` with an engine that is up."""
+@contextlib.asynccontextmanager
+async def serving(tmp_path: Path, *flags: str) -> AsyncIterator[Scene]:
+    """A replica with an engine that is up."""
     store = ServiceStore(tmp_path / "home")
     key_file = store.ensure_api_key("405b")
     made = make_run_certificate(store.home, tmp_path, run="123-r0", addresses=["127.0.0.1"])
@@ -101,14 +95,14 @@ async def in_scene(tmp_path: Path, test, *flags: str) -> Any:
     flags_of_all = ("--host", "127.0.0.1", "--port", "0", "--stub-hang-file", str(hang_file))
     tls = ("--ssl-keyfile", str(made.key_file), "--ssl-certfile", str(made.certificate_file))
     argv = [sys.executable, str(SCRIPT), "serve", "m", *flags_of_all, *tls, *flags]
-    engine = await start_child("engine", argv, environ, on_line)
+    run_end = RunEnd()
+    engine = await Parts("none", run_end).start_child("engine", argv, environ, on_line=on_line)
     try:
         identity = Identity.of(record, store.read_api_key("405b"))
         address = EngineAddress(host="127.0.0.1", port=await asyncio.wait_for(port, 60), identity=identity)
-        run_end = RunEnd()
         keeper = RecordKeeper(store, record)
         drain = Drain(engine=engine, address=address, gate_file=gate_file, keeper=keeper, run_end=run_end)
-        return await asyncio.wait_for(test(Scene(drain, store, hang_file)), 120)
+        yield Scene(drain, store, hang_file)
     finally:
         await engine.stop(0)
 
@@ -120,8 +114,8 @@ def stop(drain_s: float = 60.0) -> Outcome:
 STREAM = ("--stub-words", "10")
 
 
-def test_what_is_under_way_is_finished_and_nothing_else_begins(tmp_path):
-    async def test(scene):
+async def test_what_is_under_way_is_finished_and_nothing_else_begins(tmp_path):
+    async with serving(tmp_path, *STREAM) as scene:
         streams = await scene.begin(3)
         draining = asyncio.create_task(scene.drain.run(stop()))
         await until(scene.drain.gate_file.exists)
@@ -131,64 +125,52 @@ def test_what_is_under_way_is_finished_and_nothing_else_begins(tmp_path):
         outcome = await draining
         assert [await stream for stream in streams] == [(200, 10)] * 3
         assert scene.drain.engine.exit_code is None, "it is ended by whoever takes the run down"
-        return outcome
-
-    outcome = in_scene(tmp_path, test, *STREAM)
     assert (outcome.is_failure, outcome.exit_code) == (False, 0)
     assert outcome.reason == "hpc-serve stop; 3 requests under way finished"
 
 
-def test_a_node_without_room_for_a_file_drains_all_the_same(tmp_path, caplog):
+async def test_a_node_without_room_for_a_file_drains_all_the_same(tmp_path, caplog):
     """A link that leads to itself stands for a /tmp whose inodes a stranger has used up: no file can be made there."""
-
-    async def test(scene):
+    async with serving(tmp_path, *STREAM) as scene:
         scene.drain.gate_file.symlink_to(scene.drain.gate_file)
         streams = await scene.begin(2)
         draining = asyncio.create_task(scene.drain.run(stop()))
         await scene.go_on()
         assert [await stream for stream in streams] == [(200, 10)] * 2
-        return await draining
-
-    outcome = in_scene(tmp_path, test, *STREAM)
-    assert outcome.reason == "hpc-serve stop; 2 requests under way finished"
+        assert (await draining).reason == "hpc-serve stop; 2 requests under way finished"
     assert "the engine goes on taking requests while it drains" in caplog.text
 
 
-def test_what_does_not_finish_in_time_is_counted(tmp_path):
-    async def test(scene):
+async def test_what_does_not_finish_in_time_is_counted(tmp_path):
+    async with serving(tmp_path) as scene:
         await scene.begin(2)
         for drain_s in (1.0, 30.0):  # a busy machine may not ask the engine once within a second
             outcome = await dataclasses.replace(scene.drain).run(stop(drain_s=drain_s))
             if "did not say" not in outcome.reason:
                 break
-        return outcome
-
-    outcome = in_scene(tmp_path, test)
     assert outcome.exit_code == 0
     assert outcome.reason == "hpc-serve stop; of 2 requests under way 2 did not finish in time"
 
 
 @pytest.mark.parametrize("how", ["signal", "stop --now"])
-def test_a_drain_ends_at_once_when_that_is_asked_for(tmp_path, how):
-    async def test(scene):
+async def test_a_drain_ends_at_once_when_that_is_asked_for(tmp_path, how):
+    async with serving(tmp_path) as scene:
         await scene.begin(1)
         run_end = scene.drain.run_end
         run_end.stop_on_signals()
         run_end.stop("hpc-serve stop", drain_s=600)
         draining = asyncio.create_task(scene.drain.run(await run_end.wait()))
-        await until(lambda: "1 request" in scene.record.stage or scene.drain.keeper.record.stage.endswith("1 request"))
+        await until(lambda: scene.drain.keeper.record.stage == "finishing 1 request")
         if how == "signal":
             os.kill(os.getpid(), signal.SIGTERM)
         else:
             run_end.stop("hpc-serve stop --now")
-        return await draining
-
-    outcome = in_scene(tmp_path, test)
+        outcome = await draining
     assert outcome.reason == "hpc-serve stop; of 1 request under way 1 did not finish in time"
 
 
-def test_an_engine_that_dies_while_it_drains_has_failed(tmp_path):
-    async def test(scene):
+async def test_an_engine_that_dies_while_it_drains_has_failed(tmp_path):
+    async with serving(tmp_path) as scene:
         streams = await scene.begin(2)
         run_end = scene.drain.run_end
         run_end.stop("hpc-serve stop", drain_s=60)
@@ -198,28 +180,22 @@ def test_an_engine_that_dies_while_it_drains_has_failed(tmp_path):
         await scene.drain.engine.wait()
         await run_end.fail(Outcome(failed_part="engine", reason="engine exited with 137", exit_code=137))
         await asyncio.gather(*streams, return_exceptions=True)
-        return await draining
-
-    outcome = in_scene(tmp_path, test)
+        outcome = await draining
     assert (outcome.failed_part, outcome.exit_code) == ("engine", 137)
     assert outcome.reason == (
         "engine exited with 137, while it drained (hpc-serve stop); of 2 requests under way 2 did not finish in time"
     )
 
 
-def test_an_engine_without_figures_finishes_by_itself(tmp_path, monkeypatch):
+async def test_an_engine_without_figures_finishes_by_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(drain_module, "requests_under_way", lambda address: None)
-
-    async def test(scene):
+    async with serving(tmp_path, *STREAM, "--shutdown-timeout", "60") as scene:
         streams = await scene.begin(1)
         draining = asyncio.create_task(scene.drain.run(stop()))
         await until(lambda: scene.record.state == "draining")
         scene.hang_file.unlink()
         outcome = await draining
         assert [await stream for stream in streams] == [(200, 10)]
-        return outcome
-
-    outcome = in_scene(tmp_path, test, *STREAM, "--shutdown-timeout", "60")
     assert outcome.reason == "hpc-serve stop; the engine did not say how many requests were under way"
 
 
@@ -230,15 +206,15 @@ def test_an_engine_without_figures_finishes_by_itself(tmp_path, monkeypatch):
         (OSError("no route"), 0.5, "the engine did not say how many requests were under way"),
     ],
 )
-def test_an_engine_is_idle_if_it_says_so(tmp_path, monkeypatch, error, drain_s, said):
+async def test_an_engine_is_idle_if_it_says_so(tmp_path, monkeypatch, error, drain_s, said):
     if error is not None:
         monkeypatch.setattr(drain_module, "requests_under_way", Mock(side_effect=error))
-    outcome = in_scene(tmp_path, lambda scene: scene.drain.run(stop(drain_s=drain_s)))
+    async with serving(tmp_path) as scene:
+        outcome = await scene.drain.run(stop(drain_s=drain_s))
     assert outcome.reason == f"hpc-serve stop; {said}"
 
 
 class TestSignals:
-    @in_a_loop
     async def test_the_same_signal_again_changes_nothing_and_a_later_one_ends_the_drain(self, monkeypatch):
         monkeypatch.setattr(outcome_module, "_SAME_SIGNAL_S", 3600)
         run_end = RunEnd(kill_wait_s=30)
@@ -266,7 +242,6 @@ class TestRequests:
         store.ensure_service("405b")
         return drain_file(store, "405b", "7-r0-0.json")
 
-    @in_a_loop
     async def followed(self, path: Path, ask) -> tuple[Outcome, bool]:
         """What comes of `ask(run_end)`: the outcome, and whether a drain is interrupted."""
         run_end = RunEnd()
@@ -278,24 +253,24 @@ class TestRequests:
         following.cancel()
         return outcome, interrupted.done()
 
-    def test_it_is_followed_once(self, path):
+    async def test_it_is_followed_once(self, path):
         async def ask(run_end):
             ask_to_drain(path, DrainRequest(by="hpc-serve stop", deadline_s=120, requested_at=1.0))
 
-        outcome, is_interrupted = self.followed(path, ask)
+        outcome, is_interrupted = await self.followed(path, ask)
         assert (outcome.reason, outcome.drain_s, is_interrupted) == ("hpc-serve stop", 120, False)
 
-    def test_one_without_time_ends_a_drain(self, path):
+    async def test_one_without_time_ends_a_drain(self, path):
         async def ask(run_end):
             ask_to_drain(path, DrainRequest(by="hpc-serve stop", deadline_s=120))
             await run_end.wait()
             ask_to_drain(path, DrainRequest(by="hpc-serve stop --now", deadline_s=0))
             await asyncio.wait_for(run_end.wait_for_interruption(), 60)
 
-        outcome, is_interrupted = self.followed(path, ask)
+        outcome, is_interrupted = await self.followed(path, ask)
         assert (outcome.reason, is_interrupted) == ("hpc-serve stop", True)
 
-    def test_half_a_file_is_read_again(self, path, monkeypatch):
+    async def test_half_a_file_is_read_again(self, path, monkeypatch):
         def read_while_it_is_written(path):
             request = read_drain_request(path)
             path.write_text('{"by": "Slurm", "deadline_s": 90}\n')
@@ -305,17 +280,17 @@ class TestRequests:
             path.write_text('{"by": "Sl')
             monkeypatch.setattr(drain_module, "read_drain_request", read_while_it_is_written)
 
-        outcome = self.followed(path, ask)[0]
+        outcome = (await self.followed(path, ask))[0]
         assert (outcome.reason, outcome.drain_s) == ("Slurm", 90)
 
-    def test_half_a_file_that_stays_half_is_followed(self, path):
+    async def test_half_a_file_that_stays_half_is_followed(self, path):
         async def ask(run_end):
             path.write_text('{"by": "Sl')
 
-        outcome = self.followed(path, ask)[0]
+        outcome = (await self.followed(path, ask))[0]
         assert (outcome.drain_cause, outcome.drain_s) == ("unknown", 100)
 
-    def test_one_that_others_may_have_written_is_not_followed(self, path):
+    async def test_one_that_others_may_have_written_is_not_followed(self, path):
         async def ask(run_end):
             theirs = path.with_suffix(".theirs")
             theirs.write_text('{"by": "mallory", "deadline_s": 0}')
@@ -324,4 +299,4 @@ class TestRequests:
             await asyncio.sleep(0.1)
             run_end.stop("nobody")
 
-        assert self.followed(path, ask)[0].reason == "nobody"
+        assert (await self.followed(path, ask))[0].reason == "nobody"

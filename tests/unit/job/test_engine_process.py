@@ -1,26 +1,33 @@
 """The child that imports vLLM before the engine may start, as a program and as its launcher holds it; vLLM is a few
-lines of Python."""
+lines of Python.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import select
+import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from hpc_serve.job.engine.engine_process import EngineEndpoint, EngineProcess
+from hpc_serve.job.engine.engine_process import EngineProcess, EngineSocket
 from hpc_serve.job.engine.engine_start import VLLM_MODULE
+from hpc_serve.job.machine.network import PortsInUseError
 from hpc_serve.job.machine.process import is_own_script, marked_pids
+from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.parts import Parts, RunEnd
-from tests.support.nodes import make_node, write_program
-from tests.unit.job.conftest import in_a_loop
+from tests.support.nodes import ALLOCATION, make_node, write_program
 
 WITHIN_S = 120
 MARK = f"test-{os.getpid()}-engine-process"
@@ -64,11 +71,8 @@ def vllm(tmp_path: Path) -> Path:
 
 def environ_of(vllm: Path, **variables: str) -> dict[str, str]:
     covered = {name: value for name, value in os.environ.items() if name.startswith("COVER")}
-    return {**covered, "PATH": str(vllm.parent), "PYTHONPATH": _path(vllm), "PYTHONUNBUFFERED": "1", **variables}
-
-
-def _path(vllm: Path) -> str:
-    return os.pathsep.join([str(vllm.parent.parent / "packages"), *(path for path in sys.path if path)])
+    path = os.pathsep.join([str(vllm.parent.parent / "packages"), *(path for path in sys.path if path)])
+    return {**covered, "PATH": str(vllm.parent), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables}
 
 
 def engine(folder: Path, on_line: Callable[[str], None], **changes: Any) -> tuple[EngineProcess, Parts]:
@@ -77,13 +81,10 @@ def engine(folder: Path, on_line: Callable[[str], None], **changes: Any) -> tupl
     return EngineProcess(node, parts, on_line=on_line, is_noise=lambda line: False), parts
 
 
-SOCKET = type("NoSocket", (), {"environ": {}})
-ENDPOINT = cast(
-    EngineEndpoint, cast(Any, type("NoEndpoint", (), {"tls_files": ("key", "certificate"), "socket": SOCKET}))
-)
+FILES = SimpleNamespace(key_file="key", certificate_file="certificate")
+ENDPOINT: Any = SimpleNamespace(certificate=FILES, socket=SimpleNamespace(environ={}))
 
 
-@in_a_loop
 async def test_it_imports_at_once_and_is_the_command_itself_once_it_is_told(vllm, tmp_path):
     lines: list[str] = []
 
@@ -107,7 +108,6 @@ async def test_it_imports_at_once_and_is_the_command_itself_once_it_is_told(vllm
     assert (said["path"], said["stdin"], said["spawned"]) == (str(vllm.parent), os.devnull, "__mp_main__")
 
 
-@in_a_loop
 async def test_a_child_that_has_ended_is_replaced_by_the_command(vllm, tmp_path):
     lines: list[str] = []
     module = tmp_path / "packages" / "vllm" / "entrypoints" / "cli" / "serve.py"
@@ -116,7 +116,6 @@ async def test_a_child_that_has_ended_is_replaced_by_the_command(vllm, tmp_path)
     process, parts = engine(tmp_path, lines.append)
     await process.hold(ENDPOINT, environ_of(vllm, FIRST="1"))
     held = process._held
-    assert held is not None
     assert await asyncio.wait_for(held.wait(), WITHIN_S) == 9
     child = await process.start(ENDPOINT, environ_of(vllm))
     code = await asyncio.wait_for(child.wait(), WITHIN_S)
@@ -125,7 +124,6 @@ async def test_a_child_that_has_ended_is_replaced_by_the_command(vllm, tmp_path)
     assert json.loads(next(line for line in lines if line.startswith("{")))["told"]["FIRST"] is None
 
 
-@in_a_loop
 async def test_one_that_is_never_told_ends_with_the_run(vllm, tmp_path):
     process, parts = engine(tmp_path, print)
     await process.hold(ENDPOINT, environ_of(vllm))
@@ -135,7 +133,6 @@ async def test_one_that_is_never_told_ends_with_the_run(vllm, tmp_path):
 
 
 @pytest.mark.parametrize("device", ["GPU", "TPU"])
-@in_a_loop
 async def test_what_is_not_this_pythons_vllm_is_not_held_nor_anything_for_tpus(vllm, tmp_path, device):
     if device == "GPU":
         vllm.write_text("#!/bin/sh\nexec true\n")
@@ -199,3 +196,78 @@ def test_only_the_script_of_this_pythons_package_is_run_in_process(tmp_path, tex
     assert is_own_script(str(tmp_path / "vllm"), VLLM_MODULE) == is_it
     assert not is_own_script(None, VLLM_MODULE)
     assert not is_own_script(str(tmp_path / "absent"), VLLM_MODULE)
+
+
+# -- The socket that a uvicorn server takes over from its launcher, as the engine's does
+
+
+SERVER = """
+import asyncio, os, socket, uvicorn
+from hpc_serve.gate.launchers_socket import serve_on_launchers_socket
+
+async def app(scope, receive, send):
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": str(os.getpid()).encode()})
+
+serve_on_launchers_socket()
+own = socket.create_server(("127.0.0.1", 0))
+asyncio.run(uvicorn.Server(uvicorn.Config(app, log_level="error")).serve(sockets=[own]))
+"""
+
+
+@pytest.fixture
+def node(tmp_path_factory: pytest.TempPathFactory):
+    """A node of a local run; `options` are of its engine."""
+    folder = tmp_path_factory.mktemp("s")  # a short name: the kernel allows a Unix socket 107 characters
+
+    def node(*options: str) -> Node:
+        allocation = replace(ALLOCATION, cluster="local", num_nodes=1)
+        return make_node(folder, words=" ".join(["vllm serve m", *options]), allocation=allocation)
+
+    return node
+
+
+def start_server(engine_socket: EngineSocket) -> subprocess.Popen[bytes]:
+    environ = {**os.environ, **engine_socket.environ}
+    return subprocess.Popen([sys.executable, "-c", SERVER], env=environ)
+
+
+def ask(port: int) -> int:
+    """The pid of the server that answers."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=WITHIN_S) as answer:
+        return int(answer.read())
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+async def test_each_server_of_an_engine_serves_on_the_launchers_port_until_it_ends(node, servers):
+    pytest.importorskip("uvicorn")
+    engine_socket = EngineSocket(node(f"--api-server-count {servers}"))
+    assert not engine_socket.is_taken.is_set()
+    processes = [start_server(engine_socket) for _ in range(servers)]
+    try:
+        await asyncio.wait_for(engine_socket.hand_over(), WITHIN_S)
+        assert engine_socket.is_taken.is_set()
+        assert await asyncio.to_thread(ask, engine_socket.port) in [process.pid for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", engine_socket.port))
+
+
+async def test_before_the_engine_is_up_one_connection_waits_and_strangers_fill_no_memory(node):
+    engine_socket = EngineSocket(node())
+    with contextlib.closing(engine_socket), contextlib.ExitStack() as opened:
+        connections = [opened.enter_context(socket.socket()) for _ in range(20)]
+        for connection in connections:
+            connection.setblocking(False)
+            connection.connect_ex(("127.0.0.1", engine_socket.port))
+        await asyncio.sleep(0.1)
+        assert len(select.select([], connections, [], 0)[1]) <= 2  # those that are connected
+
+
+async def test_a_port_of_a_persons_own_that_is_taken_is_said_at_once(node):
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(PortsInUseError, match="leave --port out"):
+        EngineSocket(node(f"--port {other.getsockname()[1]}"))

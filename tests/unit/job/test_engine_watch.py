@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -57,35 +57,32 @@ class Scene:
 
         return await asyncio.to_thread(wait_for, look, 60)
 
-    def run(self, test: Callable[[Scene], Awaitable[None]]) -> None:
-        async def watched() -> None:
-            watching = asyncio.create_task(self.watch.run())
-            try:
-                await test(self)
-                assert not watching.done()
-            finally:
-                watching.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await watching
-
-        asyncio.run(watched())
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        watching = asyncio.create_task(self.watch.run())
+        try:
+            yield
+            assert not watching.done()
+        finally:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
 
 
-def test_an_engine_that_is_stopped_is_unresponsive_until_it_goes_on(service):
-    async def test(scene: Scene) -> None:
+async def test_an_engine_that_is_stopped_is_unresponsive_until_it_goes_on(service):
+    scene = Scene(service)
+    async with scene.watched():
         scene.signal(signal.SIGSTOP)
         found = await scene.until("unresponsive")
         assert "its engine has left /health unanswered for" in found.reason
         scene.signal(signal.SIGCONT)
         assert (await scene.until("ready")).reason is None
 
-    Scene(service).run(test)
 
-
-def test_an_engine_that_hangs_while_its_api_answers_is_unresponsive_until_it_goes_on(service, tmp_path):
+async def test_an_engine_that_hangs_while_its_api_answers_is_unresponsive_until_it_goes_on(service, tmp_path):
     hang = tmp_path / "hang"
-
-    async def test(scene: Scene) -> None:
+    scene = Scene(service, "--stub-hang-file", str(hang), look_timeout_s=60.0)  # it answers on a busy machine, too
+    async with scene.watched():
         hang.touch()
         found = await scene.until("unresponsive")
         assert look(scene.address, timeout_s=60).status == 200
@@ -93,32 +90,31 @@ def test_an_engine_that_hangs_while_its_api_answers_is_unresponsive_until_it_goe
         hang.unlink()
         await scene.until("ready")
 
-    # It answers, however busy the machine is.
-    Scene(service, "--stub-hang-file", str(hang), look_timeout_s=60.0).run(test)
 
-
-def test_one_that_stays_unresponsive_is_given_up(service):
+async def test_one_that_stays_unresponsive_is_given_up(service):
     scene = Scene(service, give_up_s=1.0)
     scene.signal(signal.SIGSTOP)
-    reason = asyncio.run(asyncio.wait_for(scene.watch.run(), 60))
+    reason = await asyncio.wait_for(scene.watch.run(), 60)
     assert re.fullmatch(r"was unresponsive for \d+ s: its engine has left /health unanswered for \d+ s", reason)
 
 
-def test_one_with_a_fault_on_another_node_is_given_up(service):
-    scene = Scene(service)
-    scene.watch.fault = "its process VLLM::Worker (7) on n2 was stopped for 60 s"
-    reason = asyncio.run(asyncio.wait_for(scene.watch.run(), 60))
-    assert reason == "was given up: its process VLLM::Worker (7) on n2 was stopped for 60 s"
+@pytest.mark.parametrize("limit_s", [1.0, 0.0])
+async def test_one_with_a_fault_on_another_node_is_given_up_even_if_nobody_asks(service, limit_s):
+    scene = Scene(service, limit_s=limit_s)
+    fault = "its process VLLM::Worker (7) on n2 was stopped for 60 s"
+    asyncio.get_running_loop().call_later(0.5, setattr, scene.watch, "fault", fault)  # after some looks
+    reason = await asyncio.wait_for(scene.watch.run(), 60)
+    assert reason == f"was given up: {fault}"
 
 
 @pytest.mark.parametrize(("state", "limit_s"), [("ready", 0.0), ("draining", 1.0)])
-def test_with_a_limit_of_0_or_during_a_drain_nobody_asks(service, monkeypatch, state, limit_s):
+async def test_with_a_limit_of_0_or_during_a_drain_nobody_asks(service, monkeypatch, state, limit_s):
     asked = []
     monkeypatch.setattr("hpc_serve.job.engine.engine_watch.look", lambda *words, **more: asked.append(words))
     scene = Scene(service, limit_s=limit_s)
     scene.keeper.update(state=state)
     with pytest.raises(asyncio.TimeoutError):
-        asyncio.run(asyncio.wait_for(scene.watch.run(), 0.5))
+        await asyncio.wait_for(scene.watch.run(), 0.5)
     assert not asked
 
 
@@ -139,31 +135,28 @@ def test_lines_that_tell_of_its_own_questions_are_no_news(service):
     assert not scene.watch.is_noise(line.format(1))
 
 
-def test_the_record_says_what_an_engine_calls_its_weights(service, monkeypatch):
+async def test_the_record_says_what_an_engine_calls_its_weights(service, monkeypatch):
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     scene = Scene(service)
 
     def until(version: str) -> None:
         wait_for(lambda: scene.keeper.record.weight_version == version, 60)
 
-    async def follow() -> None:
-        following = asyncio.create_task(scene.watch.follow_weights())
-        await asyncio.to_thread(until, "default")
-        for name in ("step-1", "s" * 1000):
-            assert not told(scene.address, "/update_weight_version", {"new_version": name}, timeout_s=60)
-            await asyncio.to_thread(until, name[:200])
-        scene.engine.kill()
-        await asyncio.sleep(0.5)
-        assert not following.done()
-        following.cancel()
-
-    asyncio.run(follow())
+    following = asyncio.create_task(scene.watch.follow_weights())
+    await asyncio.to_thread(until, "default")
+    for name in ("step-1", "s" * 1000):
+        assert not told(scene.address, "/update_weight_version", {"new_version": name}, timeout_s=60)
+        await asyncio.to_thread(until, name[:200])
+    scene.engine.kill()
+    await asyncio.sleep(0.5)
+    assert not following.done()
+    following.cancel()
     assert scene.keeper.record.weight_version == "s" * 200
 
 
-def test_an_engine_that_names_no_weights_is_asked_once(service):
+async def test_an_engine_that_names_no_weights_is_asked_once(service):
     scene = Scene(service)
-    asyncio.run(asyncio.wait_for(scene.watch.follow_weights(), 60))
+    await asyncio.wait_for(scene.watch.follow_weights(), 60)
     assert scene.keeper.record.weight_version == ""
 
 

@@ -26,10 +26,9 @@ from hpc_serve.rendezvous.gate_headers import (
     RequestCount,
     read_request_count,
 )
-from hpc_serve.trust.certificates import make_run_certificate
 from hpc_serve.trust.connection import Identity
 from tests.support.asgi_server import served
-from tests.unit.job.conftest import KEY
+from tests.unit.job.conftest import KEY, tls_options
 
 BEARER = (b"authorization", f"Bearer {KEY}".encode())
 LAUNCHERS = (LAUNCHER_HEADER, b"secret")
@@ -215,16 +214,12 @@ def test_the_drain_file_is_looked_up_a_few_times_a_second(key_file, drain_file, 
 
 def test_a_websocket_is_refused_in_its_handshake(key_file, drain_file):
     app = Gate(_engine)
-    assert ask(app, "/v1/realtime", type="websocket") == [
-        {"type": "websocket.close", "code": 1008, "reason": "invalid_api_key"}
-    ]
+    closed = {"type": "websocket.close", "code": 1008, "reason": "invalid_api_key"}
+    assert ask(app, "/v1/realtime", type="websocket") == [closed]
     assert ask(app, "/health", type="websocket")[0]["code"] == 1008
-    extended = ask(app, "/v1/realtime", type="websocket", extensions={"websocket.http.response": {}})
-    assert [message["type"] for message in extended] == [
-        "websocket.http.response.start",
-        "websocket.http.response.body",
-    ]
-    assert extended[0]["status"] == 401
+    start, body = ask(app, "/v1/realtime", type="websocket", extensions={"websocket.http.response": {}})
+    assert (start["type"], start["status"]) == ("websocket.http.response.start", 401)
+    assert body["type"] == "websocket.http.response.body"
     drain_file.touch()
     assert ask(app, "/v1/realtime", headers=[BEARER], type="websocket")[0]["code"] == 1013
 
@@ -287,27 +282,20 @@ def starlette_app():
     from starlette.responses import PlainTextResponse
     from starlette.routing import Mount, Route, WebSocketRoute
 
-    async def secret(request):
-        return PlainTextResponse("secret")
-
-    async def health(request):
-        return PlainTextResponse("well")
+    secret = PlainTextResponse("secret")
 
     async def talk(websocket):
         await websocket.accept()
         await websocket.send_text("secret")
         await websocket.close()
 
-    async def mounted(scope, receive, send):
-        await PlainTextResponse("secret")(scope, receive, send)
-
     app = Starlette(
         routes=[
-            Route("/health", health),
+            Route("/health", PlainTextResponse("well")),
             Route("/health/{rest:path}", secret),
-            Route("/invocations", secret, methods=["GET", "POST"]),
+            Route("/invocations", secret),
             WebSocketRoute("/v1/realtime", talk),
-            Mount("/metrics", app=mounted),
+            Mount("/metrics", app=secret),
             Route("/{rest:path}", secret),
         ]
     )
@@ -372,15 +360,12 @@ def test_no_root_path_gets_round_the_key(key_file, http, root_path):
         assert b"secret" not in get(port, "/health")
 
 
-def test_the_clients_probe_understands_the_gate(key_file, drain_file, tmp_path, http):
-    made = make_run_certificate(tmp_path / "home", tmp_path, run="1-r0", addresses=["127.0.0.1"])
-    tls = {"ssl_keyfile": made.key_file, "ssl_certfile": made.certificate_file}
-
+def test_the_clients_probe_understands_the_gate(key_file, drain_file, certificate, http):
     def probe_with(key):
-        identity = Identity(certificate=made.certificate, api_key=key)
+        identity = Identity(certificate=certificate.certificate, api_key=key)
         return probe("127.0.0.1", port, identity, timeout_s=60).status
 
-    with served(starlette_app(), http=http, **tls) as port:
+    with served(starlette_app(), http=http, **tls_options(certificate)) as port:
         assert probe_with(KEY) == "ready"
         assert probe_with("another-key-0123456789") == "other key"
         drain_file.touch()

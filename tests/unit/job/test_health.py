@@ -49,11 +49,6 @@ class Liar(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def certificate(tmp_path):
-    return make_run_certificate(tmp_path / "home", tmp_path, run="1-r0", addresses=[])
-
-
 @contextlib.contextmanager
 def answering(context):
     """A server that speaks TLS by `context`, or (None) in the clear."""

@@ -188,7 +188,6 @@ def test_real_processes_are_found_below_this_one_with_their_states():
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     pids = [parent.pid]
     try:
-        assert parent.stdout is not None
         pids.append(int(parent.stdout.readline()))
         assert set(pids) <= read_processes().keys()
         os.kill(parent.pid, signal.SIGSTOP)

@@ -15,35 +15,24 @@ from hpc_serve.job.run.node import LaunchOptions
 OPTIONS = LaunchOptions(service="8b", backend="auto", gpus_per_node=0)
 
 
-@pytest.fixture
-def environ(tmp_path):
-    return {
-        "HPC_SERVE_HOME": str(tmp_path / "home"),
-        "HPC_SERVE_CLUSTER": "local",
-        "HPC_SERVE_JOB_ID": "local-1",
-        "HPC_SERVE_TMPDIR": "/tmp",
-        "HPC_SERVE_CACHE_SIZE": "0",
-    }
-
-
 @pytest.mark.parametrize(
-    ("change", "words", "why"),
+    ("change", "model", "why"),
     [
-        ({"HPC_SERVE_SILENCE_S": "4.9"}, ["vllm", "serve", "m"], "must be 5 to 3600"),
-        ({"HPC_SERVE_SILENCE_S": "3601"}, ["vllm", "serve", "m"], "must be 5 to 3600"),
-        ({"HPC_SERVE_SILENCE_S": "nan"}, ["vllm", "serve", "m"], "must be 5 to 3600"),
-        ({"HPC_SERVE_SILENCE_S": "a minute"}, ["vllm", "serve", "m"], "HPC_SERVE_SILENCE_S=a minute"),
-        ({"HPC_SERVE_STALL_S": "half an hour"}, ["vllm", "serve", "m"], "HPC_SERVE_STALL_S=half an hour"),
-        ({"HPC_SERVE_PREFLIGHT": "no"}, ["vllm", "serve", "m"], "HPC_SERVE_PREFLIGHT=no: it must be on, warn"),
-        ({"HPC_SERVE_PREFLIGHT": "only"}, ["vllm", "serve", "m"], "must be on, warn"),
-        ({}, ["vllm", "serve"], "MODEL"),
+        ({"HPC_SERVE_SILENCE_S": "4.9"}, ["m"], "must be 5 to 3600"),
+        ({"HPC_SERVE_SILENCE_S": "3601"}, ["m"], "must be 5 to 3600"),
+        ({"HPC_SERVE_SILENCE_S": "nan"}, ["m"], "must be 5 to 3600"),
+        ({"HPC_SERVE_SILENCE_S": "a minute"}, ["m"], "HPC_SERVE_SILENCE_S=a minute"),
+        ({"HPC_SERVE_STALL_S": "half an hour"}, ["m"], "HPC_SERVE_STALL_S=half an hour"),
+        ({"HPC_SERVE_PREFLIGHT": "no"}, ["m"], "HPC_SERVE_PREFLIGHT=no: it must be on, warn"),
+        ({"HPC_SERVE_PREFLIGHT": "only"}, ["m"], "must be on, warn"),
+        ({}, [], "MODEL"),
     ],
 )
-def test_a_run_that_cannot_begin_says_why_and_leaves_nothing(environ, tmp_path, change, words, why):
+def test_a_run_that_cannot_begin_says_why_and_leaves_nothing(environ, tmp_path, change, model, why):
     allocation = read_allocation(environ)
-    scene = {**environ, **prepare("8b", allocation, environ), **change}
+    scene = {**environ, **prepare("8b", allocation, environ), "HPC_SERVE_CACHE_SIZE": "0", **change}
     with pytest.raises(HpcServeError, match=why):
-        launch(OPTIONS, words, allocation, scene)
+        launch(OPTIONS, ["vllm", "serve", *model], allocation, scene)
     assert not list((tmp_path / "home" / "jobs").iterdir())
     assert not Path(scene["HPC_SERVE_NODE_TMP"]).exists()
 

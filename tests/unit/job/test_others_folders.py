@@ -12,20 +12,13 @@ import pytest
 
 from hpc_serve.errors import InvalidRequestError, RecordError, StoreError
 from hpc_serve.hub.local_weights import find_stand_in
-from hpc_serve.job.cache.engine_cache import open_cache
 from hpc_serve.job.cleanup import node_dir
 from hpc_serve.job.launcher import launch
 from hpc_serve.job.machine.allocation import read_allocation
 from hpc_serve.job.prepare import prepare
 from hpc_serve.job.run.node import LaunchOptions, read_token
 from hpc_serve.rendezvous import files, ownership
-from tests.support.nodes import make_node
 from tests.support.strangers import STRANGER, give_away
-
-
-@pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
-    return {"HPC_SERVE_HOME": str(tmp_path / "home"), "HPC_SERVE_CLUSTER": "local", "HPC_SERVE_JOB_ID": "local-1"}
 
 
 @pytest.fixture
@@ -80,57 +73,52 @@ def test_a_node_local_root_without_a_sticky_bit_is_refused(open_folder):
     assert list(open_folder.iterdir()) == []
     open_folder.chmod(0o1777)
     lock = node_dir.make(open_folder / "hs-12345678", owner)
-    assert lock is not None
     os.close(lock)
 
 
-def test_compiled_code_is_not_loaded_from_where_others_can_put_it(environ, open_folder, tmp_path):
+def test_compiled_code_is_not_loaded_from_where_others_can_put_it(environ, open_folder):
     exports = {**environ, **prepared(environ)}
     options = LaunchOptions(service="8b", backend="mp", gpus_per_node=0)
     for named in (open_folder, open_folder / "cache"):
         with_cache = {**exports, "HPC_SERVE_CACHE_DIR": str(named)}
         with pytest.raises(InvalidRequestError, match=r"HPC_SERVE_CACHE_DIR=\S+ on \S+ is not used"):
             launch(options, ["vllm", "serve", "8b"], read_allocation(environ), with_cache)
-    own = tmp_path / "cache"
-    with open_cache("0" * 16, tmp_path / "node", {"HPC_SERVE_CACHE_DIR": str(own)}) as cache:
-        child = make_node(tmp_path, cache=cache).child_environ()
-    assert child["VLLM_CACHE_ROOT"] == str(own / f"{'0' * 16}-0" / "vllm")
+
+
+@pytest.fixture
+def args(tmp_path) -> Path:
+    """The file of words for the engine in the folder of a model."""
+    path = tmp_path / "model" / "hpc-serve-args.txt"
+    path.parent.mkdir()
+    path.write_text("--max-num-seqs 8")
+    return path
 
 
 @pytest.mark.parametrize(
     ("of_file", "of_folder", "owner"), [(0o666, 0o755, 0), (0o644, 0o777, 0), (0o644, 0o755, STRANGER)]
 )
-def test_a_strangers_words_for_the_engine_are_not_taken(environ, tmp_path, of_file, of_folder, owner):
-    model = tmp_path / "model"
-    model.mkdir()
-    args = model / "hpc-serve-args.txt"
-    args.write_text("--max-num-seqs 8")
+def test_a_strangers_words_for_the_engine_are_not_taken(environ, args, of_file, of_folder, owner):
     args.chmod(of_file)
-    model.chmod(of_folder)
+    args.parent.chmod(of_folder)
     if owner:
-        give_away(model)
-    exports = {**environ, **prepared(environ), "HPC_SERVE_MODEL": str(model), "HPC_SERVE_CACHE_SIZE": "0"}
+        give_away(args.parent)
+    exports = {**environ, **prepared(environ), "HPC_SERVE_MODEL": str(args.parent), "HPC_SERVE_CACHE_SIZE": "0"}
     options = LaunchOptions(service="8b", backend="mp", gpus_per_node=0)
     with pytest.raises(InvalidRequestError, match=r"hpc-serve-args\.txt is not used: .* after --"):
         launch(options, ["vllm", "serve", "8b"], read_allocation(environ), exports)
 
 
-def test_a_strangers_file_of_words_that_comes_and_goes_is_not_taken(tmp_path, monkeypatch):
+def test_a_strangers_file_of_words_that_comes_and_goes_is_not_taken(args, monkeypatch):
     """Whatever a look at the name says, the file that is read is the one that is judged."""
-    model = tmp_path / "model"
-    model.mkdir()
-    args = model / "hpc-serve-args.txt"
-    args.write_text("--max-num-seqs 8")
     give_away(args)
     monkeypatch.setattr(ownership, "fault", lambda path, use: None)  # it was not there, or another, at that moment
     with pytest.raises(InvalidRequestError, match=f"belongs to user {STRANGER}"):
-        find_stand_in({"HPC_SERVE_MODEL": str(model)})
+        find_stand_in({"HPC_SERVE_MODEL": str(args.parent)})
 
 
 def test_a_pipe_in_place_of_the_words_hangs_nobody(tmp_path):
     os.mkfifo(tmp_path / "hpc-serve-args.txt", 0o600)
     found = find_stand_in({"HPC_SERVE_MODEL": str(tmp_path)})
-    assert found is not None
     assert found.args == ()
 
 

@@ -14,9 +14,8 @@ from hpc_serve.job.links.control import WorkerLinks
 from hpc_serve.job.links.link import Link
 from hpc_serve.job.machine.process import mark_environ, marked_pids
 from hpc_serve.job.progress import ReadSoFar
-from hpc_serve.job.run.parts import PartFailedError, Parts, RunEnd, StopOrder
+from hpc_serve.job.run.parts import Outcome, PartFailedError, Parts, RunEnd, StopOrder
 from tests.cluster import wait_for
-from tests.unit.job.conftest import in_a_loop
 
 MARK = f"test-{os.getpid()}-parts"
 ENVIRON = {**os.environ, **mark_environ(MARK), "PYTHONUNBUFFERED": "1"}
@@ -31,7 +30,6 @@ def _no_settling(monkeypatch):
     monkeypatch.setattr("hpc_serve.job.run.parts._SETTLE_S", 0.01)
 
 
-@in_a_loop
 async def outcome_of(code: str, *, is_starting: bool):
     run_end = RunEnd()
     parts = Parts(MARK, run_end, is_starting=lambda: is_starting)
@@ -43,20 +41,19 @@ async def outcome_of(code: str, *, is_starting: bool):
     return outcome
 
 
-def test_the_end_of_a_child_is_the_end_of_the_run():
-    outcome = outcome_of("print('ValueError: no such model'); raise SystemExit(3)", is_starting=True)
+async def test_the_end_of_a_child_is_the_end_of_the_run():
+    outcome = await outcome_of("print('ValueError: no such model'); raise SystemExit(3)", is_starting=True)
     assert (outcome.failed_part, outcome.exit_code) == ("engine", 3)
     assert outcome.reason == "engine exited with 3: ValueError: no such model"
     assert outcome.last_log_lines == ("ValueError: no such model",)
 
 
 @pytest.mark.parametrize(("is_starting", "exit_code"), [(True, 75), (False, 1)])
-def test_a_port_that_was_taken_is_tried_again_until_the_service_was_ready(is_starting, exit_code):
+async def test_a_port_that_was_taken_is_tried_again_until_the_service_was_ready(is_starting, exit_code):
     code = "print('OSError: [Errno 98] Address already in use'); raise SystemExit(1)"
-    assert outcome_of(code, is_starting=is_starting).exit_code == exit_code
+    assert (await outcome_of(code, is_starting=is_starting)).exit_code == exit_code
 
 
-@in_a_loop
 async def test_a_command_that_is_not_there_is_named_with_advice():
     parts = Parts(MARK, RunEnd())
     with pytest.raises(PartFailedError, match=r"no command no-such-ray .*HPC_SERVE_ENV") as caught:
@@ -64,7 +61,6 @@ async def test_a_command_that_is_not_there_is_named_with_advice():
     assert caught.value.outcome.exit_code == 127
 
 
-@in_a_loop
 async def test_the_engine_is_stopped_before_the_workers_and_they_before_ray():
     stopped = []
 
@@ -80,7 +76,6 @@ async def test_the_engine_is_stopped_before_the_workers_and_they_before_ray():
     assert stopped == [StopOrder.ENGINE, StopOrder.WORKERS, StopOrder.RAY]
 
 
-@in_a_loop
 async def test_a_taken_down_run_leaves_no_process():
     code = (
         "import subprocess, time; subprocess.Popen(['sleep', '600'], start_new_session=True); print(1); time.sleep(600)"
@@ -101,7 +96,6 @@ async def test_a_taken_down_run_leaves_no_process():
     ("error", "exit_code", "reason"),
     [(InvalidRequestError("bad words"), 2, "bad words"), (KeyError("x"), 1, "KeyError: 'x'")],
 )
-@in_a_loop
 async def test_an_error_of_the_launcher_is_the_end_of_the_run(error, exit_code, reason):
     async def fail():
         raise error
@@ -131,7 +125,6 @@ class FakeLink:
         self.is_closed = True
 
 
-@in_a_loop
 async def test_a_rank_that_is_unknown_or_taken_is_refused():
     joined: list[Link] = []
     parts = Parts(MARK, RunEnd())
@@ -145,3 +138,28 @@ async def test_a_rank_that_is_unknown_or_taken_is_refused():
     assert [workers.have_cache(path) for path in ("/caches/1", "/caches/2", "")] == [True, False, False]
     assert list(map(id, joined)) == [id(links[0])]
     assert [link.is_closed for link in links] == [False, True, True, True]
+
+
+# -- The first cause counts; a stop from outside beats the failures it brings about
+
+
+def failed(part: str) -> Outcome:
+    return Outcome(failed_part=part, reason="r", exit_code=3)
+
+
+async def test_the_first_failure_counts():
+    run_end = RunEnd()
+    await run_end.fail(failed("raylet"))
+    await run_end.fail(failed("engine"))
+    run_end.stop("SIGTERM")
+    assert (await run_end.wait()).failed_part == "raylet"
+
+
+async def test_a_childs_end_seen_before_our_own_signal_is_a_stop():
+    run_end = RunEnd()
+    failing = asyncio.create_task(run_end.fail(failed("engine")))
+    await asyncio.sleep(0)
+    run_end.stop("SIGTERM")
+    await failing
+    end = await run_end.wait()
+    assert (end.is_failure, end.exit_code, end.reason) == (False, 0, "SIGTERM")

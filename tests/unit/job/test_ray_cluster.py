@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from hpc_serve.job.machine.allocation import Allocation
-from hpc_serve.job.ray.ray_cluster import head_argv, ray_environ, worker_argv
+from hpc_serve.job.ray.ray_cluster import HeadRay, head_argv, ray_environ, worker_argv
 from hpc_serve.job.ray.ray_nodes import missing_nodes, parse_line
 from hpc_serve.job.ray.ray_private import read_gcs_port
 from hpc_serve.job.run.node import LaunchOptions, Node
@@ -135,3 +135,47 @@ def test_rays_log_lines_are_not_taken_for_nodes():
     assert parse_line('{"hpc_serve_ray": [4321, {"10.0.0.1": 8}]}') == (4321, {"10.0.0.1": 8})
     for line in ("INFO worker.py: Connecting", "[1, 2]", "7", "{}"):
         assert parse_line(line) is None
+
+
+# -- Ray as its head's launcher follows it: what it waits for, by the lines that Ray's head prints
+
+
+LINES = ('{"hpc_serve_ray": [4321, {}]}', '{"hpc_serve_ray": [4321, {"127.0.0.1": 1}]}')
+
+
+class Parts:
+    """Waits by the lines above, and keeps what was missing."""
+
+    def __init__(self) -> None:
+        self.said: list[str | None] = []
+        self.changes = 0
+        self.ray: Any = None
+
+    def require_command(self, name: str, command: str, environ: object) -> None:
+        pass
+
+    def note_change(self) -> None:
+        self.changes += 1
+
+    async def wait_until_complete(self, missing: Any, *, part: str, within_s: float) -> None:
+        assert part == "ray head"
+        self.said.append(missing())
+        for line in LINES:
+            self.ray.read_line(line)
+            self.said.append(missing())
+
+
+class Keeper:
+    def set_phrase(self, *words: object) -> None:
+        pass
+
+
+async def test_others_join_once_the_head_is_a_node_of_its_ray(tmp_path: Path):
+    """Ray has a node that comes before the head look again only after two seconds."""
+    parts = Parts()
+    parts.ray = ray = HeadRay(make_node(tmp_path), cast(Any, parts), cast(Any, Keeper()))
+    environ = await ray.engine_environ()
+    not_joined = "n1 (127.0.0.1) has not joined the Ray that it started"
+    assert parts.said == ["Ray's GCS does not listen", not_joined, None]
+    assert environ["RAY_ADDRESS"] == "127.0.0.1:4321"
+    assert parts.changes == len(LINES)

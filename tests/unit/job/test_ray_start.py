@@ -137,8 +137,6 @@ def test_a_ray_that_lacks_a_private_name_is_started_by_its_command(tmp_path, mod
     environ = {"PATH": str(command.parent), "PYTHONPATH": str(tmp_path)}
     watch = [str(tmp_path), "10.0.0.1", "GPU"]
     order = {"argv": ["ray", "start", "--head", "--port=0"], "environ": environ, "watch": watch}
-    assert child.stdin is not None
-    assert child.stdout is not None
     child.stdin.write(json.dumps(order) + "\n")
     child.stdin.flush()
     said: list[str] = []
@@ -190,7 +188,6 @@ def test_the_port_and_every_change_of_the_nodes_are_printed_until_standard_input
     folder.mkdir(parents=True)
     (folder / "port").write_text("4321")
     (folder / "port").rename(folder / "gcs_server_port_1")
-    assert child.stdout is not None
     said = [line for line in (child.stdout.readline().strip() for _ in range(6)) if line]
     both = {"10.0.0.1": 8, "10.0.0.1:4321": 0}
     assert [parse_line(line) for line in said] == [(4321, nodes) for nodes in ({}, {"10.0.0.1": 8}, both)]

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from typing import Any
+import time
+from pathlib import Path
 
 import pytest
 
 from hpc_serve.job.machine.network import PortsInUseError
 from hpc_serve.job.run import record_keeper
-from hpc_serve.job.run.record_keeper import RecordKeeper, publish_failure
+from hpc_serve.job.run.record_keeper import RecordKeeper, drain_predecessors, publish_failure, take_over
+from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.start_times import FILE, last_start
-from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.rendezvous.store import DrainRequest, ServiceStore, ask_to_drain, drain_file, read_drain_request
 from tests.cluster import wait_for
 from tests.support.nodes import ALLOCATION
 from tests.support.stubs import make_record, make_submitted
-from tests.unit.job.conftest import in_a_loop
 
 
 class SlowStore(ServiceStore):
@@ -47,7 +48,6 @@ class FullStore(ServiceStore):
         return super().write(record, **options)
 
 
-@in_a_loop
 async def test_a_renewal_that_is_slow_to_be_written_does_not_undo_the_end(tmp_path):
     store = SlowStore(tmp_path)
 
@@ -81,7 +81,6 @@ def test_a_record_says_since_when_it_is_in_its_state(tmp_path):
     assert record.updated_at >= record.state_since > 5.0
 
 
-@in_a_loop
 async def test_the_last_record_is_tried_again_when_the_disk_was_full(tmp_path, monkeypatch):
     monkeypatch.setattr(record_keeper, "_WRITE_INTERVAL_S", 0.01)
     store = FullStore(tmp_path)
@@ -98,68 +97,52 @@ async def test_the_last_record_is_tried_again_when_the_disk_was_full(tmp_path, m
     assert (record.state, record.reason) == ("stopped", "the time limit")
 
 
-@in_a_loop
 async def test_a_disk_that_stays_full_does_not_keep_the_job(tmp_path, monkeypatch):
     monkeypatch.setattr(record_keeper, "_WRITE_INTERVAL_S", 0.01)
     keeper = RecordKeeper(FullStore(tmp_path), make_record())
     await asyncio.wait_for(keeper.finish(within_s=0.1), 60)
 
 
-def begin(store: ServiceStore, **fields) -> RecordKeeper:
-    return RecordKeeper(store, make_record(state="starting", stage="starting", **fields))
+def begin(home: Path, **fields) -> RecordKeeper:
+    return RecordKeeper(ServiceStore(home), make_record(state="starting", stage="starting", **fields))
 
 
-def start_of(keeper: RecordKeeper) -> Any:
-    return keeper.record.start
-
-
-@in_a_loop
 async def test_a_record_says_how_far_the_start_is(tmp_path):
     store = ServiceStore(tmp_path)
 
-    keeper = begin(store)
+    keeper = begin(tmp_path)
     keeper.set_phrase("starting the engine")
     keeper.set_phrase("loading weights", 1, 4)
     renewals = asyncio.create_task(keeper.renew())
     await asyncio.to_thread(wait_for, lambda: store.read("405b").records[0].progress, 60, what="a renewal")
     renewals.cancel()
     (record,) = store.read("405b").records
-    assert record.start is not None
-    assert (record.stage, record.stage_words, record.start.stage) == (
-        "loading weights",
-        "loading weights 1/4",
-        "weights",
-    )
+    assert (record.stage_words, record.start.stage) == ("loading weights 1/4", "weights")
     assert [*record.start.took_s] == ["nodes", "engine"]
     assert record.start.time_left_s is None
     assert record.start.since == pytest.approx(record.updated_at, abs=600)
 
 
 def test_what_a_start_took_is_known_to_the_next_one(tmp_path):
-    store = ServiceStore(tmp_path)
-
-    first = begin(store)
+    first = begin(tmp_path)
     first.set_phrase("loading weights", 4, 4)
-    assert start_of(first).time_left_s is None
+    assert first.record.start.time_left_s is None
     first.update(state="ready", stage="ready")
-    assert start_of(first).stage == ""
-    second = begin(store, job_id="124")
-    assert start_of(second).time_left_s is not None
+    assert first.record.start.stage == ""
+    second = begin(tmp_path, job_id="124")
+    assert second.record.start.time_left_s is not None
     second.update(state="failed", reason="out of memory")
-    assert start_of(second).time_left_s is None
-    assert start_of(second).stage == "nodes"
+    assert second.record.start.time_left_s is None
+    assert second.record.start.stage == "nodes"
 
 
 def test_only_the_first_start_of_a_run_is_remembered_and_an_engine_that_is_started_again_has_stages_anew(tmp_path):
-    store = ServiceStore(tmp_path)
-
-    keeper = begin(store)
+    keeper = begin(tmp_path)
     keeper.set_phrase("server is up")
     keeper.update(state="ready", stage="ready")
     past = last_start(tmp_path, keeper.record)
-    assert past is not None
     keeper.start_again(state="starting", stage="starting the engine again (1 of 3)", engine_restarts=1)
-    assert start_of(keeper).stage == "engine"
+    assert keeper.record.start.stage == "engine"
     keeper.phrase_prefix = "starting the engine again (1 of 3): "
     keeper.set_phrase("loading weights", 1, 4)
     assert keeper.record.stage == "starting the engine again (1 of 3): loading weights"
@@ -168,7 +151,7 @@ def test_only_the_first_start_of_a_run_is_remembered_and_an_engine_that_is_start
 
 
 def test_a_stage_that_is_over_is_not_shown_again(tmp_path):
-    keeper = begin(ServiceStore(tmp_path))
+    keeper = begin(tmp_path)
     keeper.set_phrase("capturing CUDA graphs", 1, 35)
     keeper.set_phrase("loading weights", 3, 4)
     assert keeper.record.stage_words == "capturing CUDA graphs 1/35"
@@ -179,7 +162,7 @@ def test_a_damaged_file_of_past_starts_keeps_no_replica_from_starting(tmp_path):
     store.ensure_service("405b")
     (tmp_path / FILE).write_text("{")
 
-    keeper = begin(store)
+    keeper = begin(tmp_path)
     keeper.update(state="ready", stage="ready")
     assert last_start(tmp_path, keeper.record) is not None
 
@@ -191,7 +174,7 @@ def test_a_full_disk_loses_the_times_of_a_start_and_nothing_else(tmp_path, monke
     monkeypatch.setattr(record_keeper, "remember_start", refuse)
 
     with caplog.at_level("WARNING", logger="hpc_serve"):
-        keeper = begin(ServiceStore(tmp_path))
+        keeper = begin(tmp_path)
         keeper.update(state="ready", stage="ready")
         assert keeper.record.state == "ready"
     assert "cannot write down how long this start took" in caplog.text
@@ -201,11 +184,11 @@ def test_the_plans_weights_stand_in_for_files_that_nobody_has_measured(tmp_path)
     store = ServiceStore(tmp_path)
     store.write_submitted(make_submitted(job_id="123", predicted={"weight_bytes": 10**9}))
 
-    keeper = begin(store, job_id="123_1", tensor_parallel_size=4)
-    assert start_of(keeper).checkpoint_bytes == 4 * 10**9
+    keeper = begin(tmp_path, job_id="123_1", tensor_parallel_size=4)
+    assert keeper.record.start.checkpoint_bytes == 4 * 10**9
     keeper.add_figures({"checkpoint_bytes": 3 * 10**9})
     keeper.update(state="ready", stage="ready")
-    assert start_of(keeper).checkpoint_bytes == 3 * 10**9
+    assert keeper.record.start.checkpoint_bytes == 3 * 10**9
 
 
 @pytest.mark.parametrize(("attempts_left", "is_told"), [("2", False), ("0", True), (None, True)])
@@ -220,3 +203,100 @@ def test_a_port_that_was_taken_before_there_was_a_record_is_told_after_the_last_
     records = ServiceStore(tmp_path / "home").read("8b").records
     told = [("failed", "launcher", 75, "Port 1 of n1 was taken by another program.")] if is_told else []
     assert [(it.state, it.failed_part, it.exit_code, it.reason) for it in records] == told
+
+
+# -- A job of a chain that is ready asks those before it to drain
+
+
+NOW = 1_790_000_000.0
+LIMIT_S = 3600.0
+
+
+@pytest.fixture
+def store(tmp_path) -> ServiceStore:
+    """A chain of three jobs, 1, 2 and 3."""
+    store = ServiceStore(tmp_path / "home")
+    for job_id, before in (("1", ""), ("2", "1"), ("3", "2")):
+        store.write_submitted(make_submitted(service="8b", job_id=job_id, predecessor=before, time_limit_s=LIMIT_S))
+    return store
+
+
+def record(job_id: str, **fields) -> EndpointRecord:
+    return make_record(**{"service": "8b", "job_id": job_id, "started_at": NOW, **fields})
+
+
+def asked(store: ServiceStore, job_id: str, *, restart: int = 0, replica: int = 0) -> DrainRequest | None:
+    return read_drain_request(drain_file(store, "8b", f"{job_id}-r{restart}-{replica}.json"))
+
+
+def now() -> float:
+    """Ten minutes before the time limit of a job that began at NOW."""
+    return NOW + LIMIT_S - 600
+
+
+def test_the_one_before_drains_until_its_time_limit(store):
+    store.write(record("1"))
+    assert drain_predecessors(store, record("2"), now=now)
+    assert asked(store, "1") == DrainRequest(
+        by="hpc-serve chain: job 2 has taken over", cause="handover", deadline_s=580.0, requested_at=now()
+    )
+    assert asked(store, "2") is None
+
+
+def test_all_that_come_before_drain(store):
+    """The second failed, so the first serves still."""
+    store.write(record("1"))
+    store.write(record("2", state="failed"))
+    drain_predecessors(store, record("3"), now=now)
+    assert (asked(store, "1") is not None, asked(store, "2")) == (True, None)
+
+
+def test_one_that_was_run_again_drains_in_its_last_run(store):
+    store.write(record("1", state="stopped"))
+    store.write(record("1", restart=1, state="starting"))
+    drain_predecessors(store, record("2"), now=now)
+    assert asked(store, "1") is None
+    assert asked(store, "1", restart=1) is not None
+
+
+def test_each_replica_of_a_job_hands_over_for_itself(store):
+    for replica in range(2):
+        store.write(record("1", replica=replica, replicas_per_job=2))
+    drain_predecessors(store, record("2", replica=1, replicas_per_job=2), now=now)
+    assert (asked(store, "1"), asked(store, "1", replica=1) is not None) == (None, True)
+
+
+def test_who_was_asked_is_not_asked_again(store):
+    store.write(record("1"))
+    theirs = DrainRequest(by="hpc-serve stop", deadline_s=5.0, requested_at=NOW)
+    ask_to_drain(drain_file(store, "8b", "1-r0-0.json"), theirs)
+    assert drain_predecessors(store, record("2"), now=now)
+    assert asked(store, "1") == theirs
+
+
+def test_those_that_come_after_are_left_alone(store):
+    store.write(record("2"))
+    assert not drain_predecessors(store, record("1"), now=now)
+    assert asked(store, "2") is None
+
+
+async def test_only_one_that_is_ready_takes_over(store, monkeypatch):
+    monkeypatch.setattr(record_keeper, "_POLL_S", 0.01)
+    store.write(record("1"))
+
+    keeper = RecordKeeper(store, record("2", state="starting"))
+    task = asyncio.create_task(take_over(store, keeper))
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+    assert asked(store, "1") is None
+    keeper.update(state="ready")
+    deadline = time.monotonic() + 60
+    while asked(store, "1") is None:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    assert not task.done()  # it looks again: Slurm may run the one before once more
+    task.cancel()
+
+
+async def test_one_of_no_chain_looks_once(store):
+    await asyncio.wait_for(take_over(store, RecordKeeper(store, record("1"))), 60)

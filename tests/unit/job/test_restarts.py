@@ -15,6 +15,7 @@ import hpc_serve.client
 from hpc_serve.job.cleanup.node_dir import list_segments, mapped_by
 from hpc_serve.job.run.node import Restarts
 from hpc_serve.rendezvous.record import EndpointRecord
+from hpc_serve.rendezvous.store import DrainRequest, ask_to_drain, drain_file
 from tests.cluster import wait_for
 from tests.support.local_run import Run
 
@@ -125,7 +126,6 @@ def test_a_run_that_is_stopped_during_a_restart_ends_well(start, tmp_path, when)
     kill_engine(run)
     if when == "loading":
         wait_for(lambda: run.record and "loading weights" in run.record.stage, 60, what="the next start")
-        assert run.record is not None
         assert run.record.stage.startswith("starting the engine again (1 of 3): loading weights")
     else:
         run.wait_for_state("starting")
@@ -134,3 +134,68 @@ def test_a_run_that_is_stopped_during_a_restart_ends_well(start, tmp_path, when)
     record = run.wait_for_state("stopped")
     assert str(record.reason).startswith("SIGTERM")
     assert not run.engines()
+
+
+# -- A second start of a service on this machine: with what the first has compiled, or without it if that is damaged
+
+
+@pytest.fixture
+def begin(start, tmp_path):
+    """Begins a start of the service, in a folder of its own; all have one folder of caches."""
+
+    def begin(number: int, *flags: str) -> Run:
+        (folder := tmp_path / str(number)).mkdir()
+        kept = {"HPC_SERVE_CACHE_SIZE": "1GiB", "HPC_SERVE_CACHE_DIR": str(tmp_path / "caches")}
+        return start(*flags, folder=folder, variables={**kept, "HPC_SERVE_CANARY_S": "0"})
+
+    return begin
+
+
+@pytest.fixture
+def ready(begin):
+    """One start, until it is ready, and its end: what its record says of the caches, and its log."""
+
+    def ready(number: int, *flags: str) -> tuple[str, str]:
+        run = begin(number, *flags)
+        record = run.wait_for_state("ready")
+        # As `stop` ends it, so that its launcher has given back the lock.
+        ask_to_drain(drain_file(run.store, record.service, record.name), DrainRequest(by="a test", deadline_s=0.0))
+        assert run.process.wait(180) == 0, run.node_log()
+        return record.cache, run.node_log()
+
+    return ready
+
+
+def test_the_second_start_finds_what_the_first_has_compiled(ready, tmp_path):
+    first, log = ready(1)
+    assert first.startswith(f"cold, kept in {tmp_path}/caches/")
+    assert "Directly load" not in log
+    second, log = ready(2)
+    assert second.startswith(f"warm, from {tmp_path}/caches/")
+    assert "Directly load" in log
+
+
+def test_an_engine_that_damaged_caches_end_starts_without_them(ready):
+    ready(1)
+    words, log = ready(2, "--stub-fail-warm", "RuntimeError: unexpected end of graph")
+    assert words.endswith("(the engine did not start with what had been there)")
+    assert "starting the engine again, without the caches of earlier starts" in log
+    assert ready(3)[0].startswith("warm")
+
+
+NOT_BY_CACHES = {
+    "a known cause": ("--stub-fail-warm", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "before it has its weights": ("--stub-fail", "ValueError: no such file of weights"),
+    "killed": ("--stub-fail-warm", "RuntimeError: unexpected end of graph", "--stub-exit-code", "137"),
+}
+
+
+@pytest.mark.parametrize("why", NOT_BY_CACHES)
+def test_an_engine_that_fails_for_another_cause_is_not_started_twice(begin, ready, why):
+    ready(1)
+    run = begin(2, *NOT_BY_CACHES[why])
+    record = run.wait_for_state("failed")
+    assert run.process.wait(180) == record.exit_code
+    assert record.cache.startswith("warm")
+    assert run.node_log().count("this is a stub engine") == 1
+    assert ready(3)[0].startswith("warm"), "what is not to blame stays"

@@ -18,9 +18,8 @@ from hpc_serve.gate.connection_limits import Asked, Signs
 from hpc_serve.gate.engine_facts import Process
 from hpc_serve.gate.gate import Gate
 from hpc_serve.rendezvous.gate_headers import COMMENT_CHUNK, PROCESSING
-from hpc_serve.trust.certificates import make_run_certificate
 from tests.support import asgi_server
-from tests.unit.job.conftest import KEY, in_a_loop
+from tests.unit.job.conftest import KEY, tls_options
 
 pytest.importorskip("httptools")
 pytest.importorskip("uvicorn")
@@ -146,15 +145,13 @@ class Client:
 
 
 @pytest.fixture(params=["plain", "tls"])
-def served_both(request, tmp_path):
+def served_both(request, certificate):
     """What serves an application, and what a client needs."""
     if request.param == "plain":
         return served, None
-    certificate = make_run_certificate(tmp_path / "home", tmp_path, run="1", addresses=["127.0.0.1"])
-    files = {"ssl_keyfile": str(certificate.key_file), "ssl_certfile": str(certificate.certificate_file)}
     client = ssl.create_default_context(cadata=certificate.certificate)
     client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
-    return (lambda vllm: served(vllm, **files)), client
+    return (lambda vllm: served(vllm, **tls_options(certificate))), client
 
 
 def test_a_request_that_asks_gets_signs_before_and_within_its_answer(served_both):
@@ -298,21 +295,20 @@ def test_many_that_ask_and_leave_disturb_nobody(vllm, port):
     staying.until(OK)
 
 
-@in_a_loop
 async def test_a_timer_runs_while_a_request_asks_and_only_then():
     async def send(message):
         pass
 
     signs, written = Signs(lambda: False), asyncio.Event()
-    assert not signs.is_running
+    assert signs.timer is None
     asked = [Asked(lambda is_at_comment: written.set(), send, asyncio.get_running_loop()) for _ in range(3_000)]
     for one in asked:
         signs.add(one)
     await asyncio.wait_for(written.wait(), 60)
-    assert signs.is_running
+    assert signs.timer is not None
     for one in asked:
         signs.remove(one)
-    while signs.is_running:  # noqa: ASYNC110
+    while signs.timer is not None:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -17,21 +16,18 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.hub.local_weights import missing_weights, weight_files
 from hpc_serve.job.machine.network import PortsInUseError
 from hpc_serve.job.weights import staging
 from hpc_serve.job.weights.stage_folder import remove_unused, stage_base
 from hpc_serve.job.weights.staging import CopyStoppedError, Staging, plan_staging
 from hpc_serve.units import MIB
-from hpc_serve.vllm.command import read_command
+from hpc_serve.vllm.command import StandIn, read_command
 from tests.support.patience import wait_until
 from tests.support.strangers import give_away
+from tests.unit.job.conftest import safetensors
 
 LONG_S = 120
-
-
-def safetensors(content: bytes) -> bytes:
-    header = json.dumps({"w": {"dtype": "U8", "shape": [len(content)], "data_offsets": [0, len(content)]}}).encode()
-    return struct.pack("<Q", len(header)) + header + content
 
 
 @pytest.fixture
@@ -229,8 +225,7 @@ def test_where_another_user_has_taken_the_folders_name_the_next_start_has_anothe
     copy.close()
 
 
-def test_every_node_and_every_run_of_a_home_has_the_same_folder_which_nobody_can_guess(model, environ, tmp_path):
-    assert planned(model, environ).target == planned(model, environ).target
+def test_nobody_can_guess_the_folder_of_a_home(model, environ, tmp_path):
     elsewhere = planned(model, environ | {"HPC_SERVE_HOME": str(tmp_path / "other")}).target.parent
     assert elsewhere.name != planned(model, environ).target.parent.name
 
@@ -272,3 +267,58 @@ def test_a_file_that_becomes_shorter_meanwhile_is_an_error(copy, model):
     with pytest.raises(InvalidRequestError, match="has become shorter"):
         copy.open(ignore)
     assert not copy.target.exists()
+
+
+# -- what is copied, and which command loads the copy
+
+
+def test_the_engine_loads_the_copy_and_answers_to_the_models_names(copy, model, environ):
+    def loads(copy, command) -> str:
+        return " ".join(copy.command(command).argv)
+
+    asked, named = command(model, "--max-num-seqs", "4"), command(model, "--served-model-name", "mine")
+    assert loads(copy, asked) == f"vllm serve {copy.target} --max-num-seqs 4 --served-model-name {model}"
+    assert loads(copy, named) == f"vllm serve {copy.target} --served-model-name mine"
+    stand_in = read_command(["vllm", "serve", "org/model"], stand_in=StandIn(folder=str(model)))
+    found = plan_staging(stand_in, stage_base(environ), environ)
+    assert loads(found, stand_in) == f"vllm serve {found.target} --served-model-name org/model"
+
+
+@pytest.mark.parametrize("text", ["", "off", "0"])
+def test_without_the_variable_nothing_is_copied(text):
+    assert stage_base({"HPC_SERVE_STAGE": text}) is None
+
+
+def test_on_is_the_folder_of_temporary_files(model, environ, tmp_path):
+    found = planned(model, environ | {"HPC_SERVE_STAGE": "on", "HPC_SERVE_TMPDIR": str(tmp_path)})
+    assert found.target.parents[1] == tmp_path
+    with pytest.raises(InvalidRequestError, match="must be on, off, or a folder"):
+        planned(model, {"HPC_SERVE_STAGE": "scratch"})
+
+
+def test_a_model_that_is_not_here_must_be_fetched_first(environ, tmp_path):
+    with pytest.raises(InvalidRequestError, match="`hpc-serve fetch org/model` first"):
+        planned("org/model", environ)
+
+
+def test_a_model_of_the_cache_is_found(model, environ, tmp_path):
+    folder = tmp_path / "hf" / "hub" / "models--org--model"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    shutil.copytree(model, folder / "snapshots" / "abc", symlinks=True)
+    assert planned("org/model", environ).source == folder / "snapshots" / "abc"
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "{tmp_path}/outside.safetensors"])
+def test_files_that_an_index_names_outside_of_the_model_are_not_of_it(model, environ, tmp_path, name):
+    (tmp_path / "outside.safetensors").write_bytes(safetensors(b"mine"))
+    weights = {"a": name.format(tmp_path=tmp_path), "b": "b.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    assert missing_weights(model).files == (weights["a"],)
+    assert [path.name for path in weight_files(model)] == ["b.safetensors"]
+    assert "a.safetensors" not in {file.path for file in planned(model, environ).files}
+
+
+def test_a_file_of_the_model_does_not_say_that_its_copy_is_whole(model, environ):
+    (model / "ready").write_text("yes")
+    assert "ready" not in {file.path for file in planned(model, environ).files}

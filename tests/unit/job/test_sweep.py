@@ -66,7 +66,6 @@ class Run:
         self.run_dir.chmod(0o700)
         argv = [sys.executable, "-c", LAUNCHER, str(self.path), self.mark, str(self.run_dir), *deaf]
         self.launcher = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.launcher.stdout is not None
         self.segment = Path("/dev/shm", self.launcher.stdout.readline().strip())
 
     def wait_for_notes(self) -> None:

@@ -12,10 +12,10 @@ from dataclasses import replace
 import pytest
 
 from hpc_serve.hub.local_weights import HubSettings
-from hpc_serve.job.machine import node_memory
 from hpc_serve.job.preflight import cuda_probe, gather_gpus, gather_node
 from hpc_serve.job.preflight.facts import CudaDevice, CudaFacts
 from tests.support.nodes import write_program
+from tests.unit.job.conftest import safetensors
 from tests.unit.job.preflight.nodes import CUDA, DEVICE, NEEDS
 
 # As drivers 535 and 570 print it.
@@ -63,7 +63,6 @@ def test_a_gpu_that_somebody_may_be_leaving_is_looked_at_again():
 def test_a_node_without_any_tool_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(gather_gpus, "torch_cuda", str)
     facts = gather_gpus.gather_gpus(NEEDS, {"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"})
-    assert facts is not None
     assert (facts.tool, facts.visible, facts.cuda) == ("", "0", None)
     assert gather_gpus.gather_gpus(replace(NEEDS, gpus=0), {}) is None  # of an engine on CPUs
 
@@ -126,22 +125,6 @@ def test_the_probe_says_what_failed(cuda, errors):
     assert [facts.error, *(one.error for one in facts.devices)] == errors
 
 
-def test_the_cgroups_of_both_versions_are_found(tmp_path):
-    found = node_memory.own_cgroups("4:memory:/slurm/job_1\n0::/system.slice/job\n", tmp_path)
-    assert found["memory"] == [tmp_path / "memory/slurm/job_1", tmp_path / "memory/slurm", tmp_path / "memory"]
-    assert found[""] == [tmp_path / "system.slice/job", tmp_path / "system.slice", tmp_path]
-
-
-def test_the_least_limit_on_the_way_up_counts(tmp_path):
-    for folder, limit in (("a/b", "max"), ("a", "4096"), (".", "8192")):
-        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-        (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
-        (tmp_path / folder / "memory.current").write_text("1024\n")
-    cgroups = node_memory.own_cgroups("0::/a/b\n", tmp_path)
-    assert node_memory.least_limit(cgroups, "memory", ("memory.max", "memory.current")) == (4096, 1024)
-    assert node_memory.least_limit(cgroups, "pids", ("pids.max", "pids.current")) == (None, None)
-
-
 def test_this_machine_has_memory_and_limits():
     memory = gather_node.gather_memory()
     assert memory.total_bytes > 0
@@ -180,9 +163,7 @@ def test_commands_that_are_missing_are_named(tmp_path):
     assert {"python", "hpc-serve"} <= set(facts.versions)
 
 
-def safetensors(size: int = 16) -> bytes:
-    header = json.dumps({"__metadata__": {}, "w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
-    return len(header).to_bytes(8, "little") + header + bytes(size)
+WEIGHTS = safetensors(bytes(16))
 
 
 @pytest.fixture
@@ -190,8 +171,8 @@ def model(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    (folder / "a.safetensors").write_bytes(safetensors())
-    (folder / "b.safetensors").write_bytes(safetensors())
+    (folder / "a.safetensors").write_bytes(WEIGHTS)
+    (folder / "b.safetensors").write_bytes(WEIGHTS)
     index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
@@ -199,7 +180,6 @@ def model(tmp_path):
 
 def gathered(model, **options):
     facts = gather_node.gather_weights(str(model), {"HF_HOME": str(model.parent / "hf")}, load_format="auto", **options)
-    assert facts is not None
     return facts
 
 
@@ -207,14 +187,14 @@ def test_whole_weights_are_counted_and_what_no_index_names_is_not_read(model):
     (model / "consolidated.safetensors").write_bytes(b"")
     facts = gathered(model)
     assert (facts.error, facts.missing, facts.damaged, facts.num_files) == ("", "", (), 2)
-    assert facts.total_bytes == 2 * len(safetensors())
+    assert facts.total_bytes == 2 * len(WEIGHTS)
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (safetensors()[:-1], f"b.safetensors has {len(safetensors()) - 1} of its {len(safetensors())} bytes"),
-        (safetensors()[:20], "b.safetensors ends within its header, after 20 bytes"),
+        (WEIGHTS[:-1], f"b.safetensors has {len(WEIGHTS) - 1} of its {len(WEIGHTS)} bytes"),
+        (WEIGHTS[:20], "b.safetensors ends within its header, after 20 bytes"),
         (b"", "b.safetensors is empty"),
         (b"\x04" + bytes(7) + b"nope", "b.safetensors has a header that is not safetensors'"),
         (b"version https://git-lfs.github.com/spec/v1\n", "b.safetensors ends within its header, after 43 bytes"),

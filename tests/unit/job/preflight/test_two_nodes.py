@@ -48,7 +48,7 @@ def two_nodes(tmp_path, monkeypatch):
 
         workers = WorkerLinks(2, parts, on_join)
         ServiceStore(tmp_path / "home").ensure_service("8b")
-        server = await listen_for_workers(tmp_path, workers.add_worker)
+        server = listen_for_workers(tmp_path, workers.add_worker)
         running = asyncio.create_task(run_worker(worker))
         try:
             await asyncio.wait_for(joined.wait(), 60)
@@ -60,15 +60,15 @@ def two_nodes(tmp_path, monkeypatch):
         write_report(head, ServiceStore(tmp_path / "home"), report)
         return report, code
 
-    return lambda: asyncio.run(meet())
+    return meet
 
 
 def by_name(report):
     return {verdict.check: verdict for verdict in report.verdicts}
 
 
-def test_both_nodes_are_looked_at_and_reach_each_other(two_nodes, tmp_path):
-    report, code = two_nodes()
+async def test_both_nodes_are_looked_at_and_reach_each_other(two_nodes, tmp_path):
+    report, code = await two_nodes()
     verdicts = by_name(report)
     assert code == 0
     assert report.num_nodes == 2
@@ -82,16 +82,16 @@ def test_both_nodes_are_looked_at_and_reach_each_other(two_nodes, tmp_path):
     assert written.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_command_that_a_node_lacks_fails_the_check(two_nodes, tmp_path):
+async def test_a_command_that_a_node_lacks_fails_the_check(two_nodes, tmp_path):
     (tmp_path / "ray").unlink()
-    report, _ = two_nodes()
+    report, _ = await two_nodes()
     commands = by_name(report)["commands"]
     assert (commands.level, commands.nodes) == ("failed", ("n1", "n2"))
     assert commands.seen == "no command ray in this environment"
 
 
 @pytest.mark.parametrize("broken", ["n1", "n2"])
-def test_a_node_that_cannot_answer_fails_nothing(two_nodes, monkeypatch, broken):
+async def test_a_node_that_cannot_answer_fails_nothing(two_nodes, monkeypatch, broken):
     gather = node_side._gather_facts
 
     async def break_off(node):
@@ -100,56 +100,45 @@ def test_a_node_that_cannot_answer_fails_nothing(two_nodes, monkeypatch, broken)
         return await gather(node)
 
     monkeypatch.setattr(node_side, "_gather_facts", break_off)
-    report, code = two_nodes()
+    report, code = await two_nodes()
     assert code == 0
     paths = by_name(report)["paths"]
     assert (paths.level, paths.nodes, paths.seen) == ("not checked", (broken,), "the node sent no facts in time")
 
 
-def test_a_head_that_cannot_listen_at_its_address_is_looked_at_all_the_same(two_nodes, monkeypatch):
+async def test_a_head_that_cannot_listen_at_its_address_is_looked_at_all_the_same(two_nodes, monkeypatch):
     def refuse_head(name, address, token):
         if name == "n1":
             raise OSError("Cannot assign requested address")
         return PeerListener(name, address, token)
 
     monkeypatch.setattr("hpc_serve.job.preflight.node_side.PeerListener", refuse_head)
-    report, code = two_nodes()
+    report, code = await two_nodes()
     assert (code, by_name(report)["paths"].level) == (0, "ok")
     assert by_name(report)["reach"].level == "not checked"
 
 
-def test_facts_that_cannot_be_read_count_as_not_sent(two_nodes, monkeypatch):
+async def test_facts_that_cannot_be_read_count_as_not_sent(two_nodes, monkeypatch):
     facts_of = {"n2": '{"name": 3}'}
     written = "hpc_serve.job.preflight.node_side.to_json_text"
     monkeypatch.setattr(written, lambda facts: facts_of.get(facts.name) or to_json_text(facts))
-    report, _ = two_nodes()
+    report, _ = await two_nodes()
     paths = by_name(report)["paths"]
     assert (paths.level, paths.nodes) == ("not checked", ("n2",))
 
 
-def unreached(*peers: Peer, within_s: float = 60):
-    return asyncio.run(find_unreached(peers, "secret", within_s=within_s))
-
-
-def test_a_node_proves_that_it_is_the_one():
-    listener = PeerListener("n2", WORKER, "secret")
-    try:
-        assert unreached(listener.peer) == {}
-    finally:
-        listener.close()
-
-
-def test_a_node_that_does_not_listen_is_named():
+async def test_a_node_that_does_not_listen_is_named():
     with socket.socket() as bound:
         bound.bind((WORKER, 0))
         peer = Peer(name="n2", address=WORKER, port=bound.getsockname()[1])
-        assert list(unreached(peer, within_s=0.1)) == ["n2"]
+        assert list(await find_unreached([peer], "secret", within_s=0.1)) == ["n2"]
 
 
 @pytest.mark.parametrize(("name", "token"), [("n3", "secret"), ("n2", "another")])
-def test_another_program_is_no_node(name, token):
+async def test_another_program_is_no_node(name, token):
     listener = PeerListener(name, WORKER, token)
+    peer = replace(listener.peer, name="n2")
     try:
-        assert list(unreached(replace(listener.peer, name="n2"), within_s=0.1)) == ["n2"]
+        assert list(await find_unreached([peer], "secret", within_s=0.1)) == ["n2"]
     finally:
         listener.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 
@@ -154,15 +153,12 @@ def test_rules_of_silent_ends_exist():
     assert SIGKILL_RULES < SILENT_RULES <= {rule.name for rule in RULES}
 
 
-def reason_of(code):
-    async def run():
-        parts = Parts(MARK, RunEnd(), node_name="n1")
-        child = await parts.start_child("engine", [sys.executable, "-c", code], ENVIRON)
-        outcome = await parts.outcome_of(child)
-        await parts.take_down()
-        return outcome.reason
-
-    return asyncio.run(run())
+async def reason_of(code):
+    parts = Parts(MARK, RunEnd(), node_name="n1")
+    child = await parts.start_child("engine", [sys.executable, "-c", code], ENVIRON)
+    outcome = await parts.outcome_of(child)
+    await parts.take_down()
+    return outcome.reason
 
 
 CORE_ENDED = "print('RuntimeError: Engine core initialization failed. Failed core proc(s): {\\'EngineCore\\': -9}'); "
@@ -176,21 +172,20 @@ CORE_ENDED = "print('RuntimeError: Engine core initialization failed. Failed cor
         ("print('ValueError: no'); raise SystemExit(1)", None),
     ],
 )
-def test_an_end_by_sigkill_is_held_against_the_kernels_count(monkeypatch, code, words):
+async def test_an_end_by_sigkill_is_held_against_the_kernels_count(monkeypatch, code, words):
     monkeypatch.setattr(node_memory, "read_counts", lambda: OomCounts(in_cgroup=0, on_node=0))
-    reason = reason_of(code)
+    reason = await reason_of(code)
     assert reason.endswith(f"; {words}") if words else ";" not in reason
 
 
-def test_a_core_process_of_real_vllm_that_was_killed(tmp_path, monkeypatch):
+async def test_a_core_process_of_real_vllm_that_was_killed(tmp_path, monkeypatch):
     """Its server ends with 0, and says that it does not know why. The lines are those of a real one."""
     monkeypatch.setattr(node_memory, "read_counts", lambda: OomCounts(in_cgroup=0, on_node=0))
     (case,) = (case for case in read_cases() if case.rule == "engine-core-gone")
     log = tmp_path / "engine.log"
     log.write_text("\n".join(line for line in case.lines if "hpc-serve:" not in line))
-    reason = reason_of(f"print(open({str(log)!r}).read())")
+    reason = await reason_of(f"print(open({str(log)!r}).read())")
     assert reason.startswith("engine exited with 0 before it was stopped: the engine's core process ended")
     assert reason.endswith(KILLED_OR_ENDED)
     found = cause_in(reason)
-    assert found is not None
     assert found.name == "killed-by-others"

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
-from hpc_serve.job.progress import STAGE_OF_PHRASE, StartStages
+from hpc_serve.job.machine.process import mark_environ
+from hpc_serve.job.progress import STAGE_OF_PHRASE, ReadSoFar, RunReading, StartStages, weight_sizes
 from hpc_serve.rendezvous.record import START_STAGES
 from hpc_serve.rendezvous.start_times import PastStart
-from hpc_serve.units import GIB
+from hpc_serve.units import GIB, MIB
 from hpc_serve.vllm.log import PHRASES, read_phrase
-from tests.unit.job.starts import Clock, gpu_start, play, recorded, tell
+from tests.unit.job.starts import Clock, from_half_way, gpu_start, play, recorded, share_right, tell
+from tests.unit.job.starts.loads import Load, play_load
 
 # As threads show them: vLLM 0.6 (#11349), 0.8 (gateway-api-inference-extension#550), 0.19 (#39559), 0.20 (#38820).
 GENERATIONS = {
@@ -78,7 +86,6 @@ def test_lines_of_each_generation_lead_through_the_stages(version):
 )
 def test_other_bars_are_read_too(line, text, done, total):
     phrase = read_phrase(line)
-    assert phrase is not None
     assert (phrase.text, phrase.done, phrase.total) == (text, done, total)
 
 
@@ -188,3 +195,173 @@ def test_a_copy_that_becomes_slow_is_foretold_by_its_rate_of_late():
         clock.now = 5.0 + second
         stages.note_copied(int((min(second, 50) + max(0, second - 50) / 4) * GIB), 80 * GIB)
     assert stages.record(0.0).time_left_s == pytest.approx(17.5 * 4 + 30, abs=10)
+
+
+# -- How right the time left is: recorded starts are played again, and starts on GPUs whose times are made up
+
+
+@pytest.mark.parametrize(("before", "now"), [("quiet", "again"), ("again", "quiet")])
+def test_a_start_like_the_last_one_is_foretold_from_half_way_on(before, now):
+    past, _ = play(recorded(before))
+    _, said = play(recorded(now), past)
+    assert [one for one in from_half_way(said) if not one.is_right] == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"weights_s": 3_000}, {"weights_s": 6_000}, {"weights_s": 120}, {"engine_s": 100}],
+    ids=["as before", "disk 5x slower", "disk 10x slower", "from the cache", "slow imports"],
+)
+def test_a_start_on_gpus_is_foretold_whatever_has_changed(changes):
+    past, _ = play(gpu_start())
+    _, said = play(gpu_start(**changes), past)
+    assert share_right(said) >= 0.9
+
+
+def test_a_stage_that_takes_longer_than_last_time_is_not_said_to_end_at_once():
+    clock = Clock()
+    past = PastStart(service="m", model="m", layout="l", ready_at=0.0, took_s={"engine": 40.0, "server": 5.0})
+    stages = StartStages(past, first="engine", clock=clock)
+    for clock.now, left_s in ((10.0, 35.0), (39.0, 6.0), (80.0, 25.0)):
+        assert stages.time_left_s() == left_s
+
+
+def test_without_a_past_nothing_is_promised_but_for_the_weights():
+    clock = Clock()
+    stages = StartStages(clock=clock)
+    clock.now = 10
+    stages.note_phrase("starting the engine")
+    assert stages.record(1e9).time_left_s is None
+    for clock.now, line in gpu_start():
+        tell(stages, line)
+        if "50% Completed" in line:
+            break
+    record = stages.record(1e9)
+    assert (record.stage, record.time_left_s) == ("weights", None)
+    assert record.weights_left_s == pytest.approx(298, rel=0.05)
+
+
+# -- The time left of loads that are made up: within half of the truth, or ten seconds, from half-way on
+
+
+LEAST_RIGHT = 0.9
+RATES: dict[str, Callable[[float], float]] = {
+    "constant": lambda at_s: 50.0,
+    "slowing": lambda at_s: 50.0 * max(0.4, 1 - at_s / 600),
+    "slow after a minute": lambda at_s: 80.0 if at_s < 60 else 25.0,
+    "fast after a minute": lambda at_s: 20.0 if at_s < 60 else 80.0,
+    "in bursts": lambda at_s: 250.0 if at_s % 5 < 1 else 0.0,
+}
+SHARDS = {
+    "one file": (10_000.0,),
+    "3 files": (4_000.0, 4_000.0, 2_000.0),
+    "10 files": (1_000.0,) * 10,
+    "40 files": (250.0,) * 40,
+    "uneven files": (4_000.0, 200.0, 300.0, 200.0, 4_000.0, 800.0, 500.0),
+}
+COMPILES_S = (0.0, 60.0)
+PASTS = {"the same disk": 1.0, "a disk 3x faster": 1 / 3, "a disk 3x slower": 3.0, "a disk 10x faster": 0.1}
+
+
+@pytest.mark.parametrize("compile_s", COMPILES_S)
+@pytest.mark.parametrize("past", PASTS)
+@pytest.mark.parametrize("shards", SHARDS)
+@pytest.mark.parametrize("rate", RATES)
+def test_a_load_is_foretold_by_its_own_rate_whatever_the_last_one_was(rate, shards, past, compile_s):
+    load = Load(shards_mib=SHARDS[shards], mib_per_s=RATES[rate], compile_s=compile_s)
+    _, said, weights = play_load(load, play_load(load.slower(PASTS[past]))[0])
+    assert share_right(said) >= LEAST_RIGHT
+    assert share_right(weights) >= LEAST_RIGHT
+
+
+@pytest.mark.parametrize("way", ["mapped", "by_read", "from_disk"])
+@pytest.mark.parametrize("shards", SHARDS)
+@pytest.mark.parametrize("rate", RATES)
+def test_the_weights_of_a_first_start_are_foretold_too(rate, shards, way):
+    _, _, weights = play_load(Load(shards_mib=SHARDS[shards], mib_per_s=RATES[rate], way=way))
+    assert share_right(weights) >= LEAST_RIGHT
+
+
+@pytest.mark.parametrize("past", PASTS)
+@pytest.mark.parametrize("shards", ["10 files", "40 files", "uneven files"])
+def test_where_nobody_sees_what_is_read_files_count_by_their_bytes(shards, past):
+    load = Load(shards_mib=SHARDS[shards], is_told=False)
+    _, said, _ = play_load(load, play_load(load.slower(PASTS[past]))[0])
+    assert share_right(said) >= LEAST_RIGHT
+
+
+@pytest.mark.parametrize("past", PASTS)
+@pytest.mark.parametrize("rate", RATES)
+def test_where_nobody_counts_files_what_is_read_tells(rate, past):
+    load = Load(mib_per_s=RATES[rate], has_bar=False)
+    _, said, _ = play_load(load, play_load(load.slower(PASTS[past]))[0])
+    assert share_right(said) >= LEAST_RIGHT
+
+
+@pytest.mark.parametrize("past", PASTS)
+def test_what_a_rank_imports_hides_nothing_of_a_small_model(past):
+    """470 MiB of weights, and 300 MiB of programs that are mapped before them within ten seconds."""
+    load = Load(shards_mib=(470.0,), mib_per_s=lambda at_s: 6.0, imported_mib=300.0, imports_s=10.0)
+    _, said, weights = play_load(load, play_load(load.slower(PASTS[past]))[0])
+    assert share_right(said) >= LEAST_RIGHT
+    assert share_right(weights) >= LEAST_RIGHT
+
+
+# -- What processes read is seen however they read it
+
+
+SIZE = 32 * MIB
+
+
+def looks_at(name: str, *steps: str, words: tuple[str, ...] = ()) -> list[ReadSoFar]:
+    """What is counted of a process before its first step, and after each of them."""
+    mark = f"test-{os.getpid()}-{name}"
+    lines = [line for step in ("pass", *steps) for line in (step, "print(flush=True)", "sys.stdin.readline()")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "\n".join(["import mmap, sys", *lines]), *words],
+        env={**os.environ, **mark_environ(mark)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    reading, found = RunReading(mark), []
+    with process.stdin, process.stdout:
+        for _ in range(len(steps) + 1):
+            assert process.stdout.readline() == b"\n"
+            found.append(reading.look())
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+    process.wait()
+    return found
+
+
+@pytest.fixture
+def weights(tmp_path) -> Path:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(os.urandom(MIB) * (SIZE // MIB))
+    return path
+
+
+def test_what_marked_processes_read_is_counted():
+    before, after = looks_at("reader", "kept = open('/dev/zero', 'rb').read(10_000_000)")
+    assert after.by_read - before.by_read >= 10_000_000
+
+
+MAP = "f = open(sys.argv[1], 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); sum(m[::4096])"
+
+
+def test_a_mapped_file_is_counted_though_no_byte_comes_by_read_and_stays_counted_when_it_is_unmapped(weights):
+    """As vLLM loads weights that the page cache has, or that lie on FUSE."""
+    before, mapped, closed = looks_at("mapper", MAP, "m.close()", words=(str(weights),))
+    assert closed.mapped - before.mapped >= mapped.mapped - before.mapped >= 0.9 * SIZE
+    assert mapped.by_read - before.by_read < SIZE / 2
+
+
+def test_counts_of_nodes_are_added():
+    both = ReadSoFar(by_read=1, from_disk=2, mapped=3) + ReadSoFar(by_read=10, mapped=30)
+    assert (both, both.total) == (ReadSoFar(by_read=11, from_disk=2, mapped=33), 46)
+
+
+def test_files_of_weights_are_in_the_order_in_which_they_are_loaded(tmp_path):
+    for number in (10, 2, 1):
+        (tmp_path / f"part-{number}.safetensors").write_bytes(b"w" * number)
+    assert weight_sizes(tmp_path) == [1, 2, 10]
