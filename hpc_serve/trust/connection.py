@@ -75,6 +75,12 @@ class VerifiedConnection(http.client.HTTPConnection):
                 raise NotOurEngineError(tls_refusal(error)) from error
             raise
 
+    def ask(self, method: str, path: str, content: str | None = None) -> http.client.HTTPResponse:
+        """Send a request with the service's key, and JSON if any; return the answer, whose body was not read."""
+        headers = {"Authorization": f"Bearer {self._identity.api_key}", "Content-Type": "application/json"}
+        self.request(method, path, content, headers)
+        return self.getresponse()
+
 
 def tls_refusal(error: ssl.SSLError) -> str:
     """Why a handshake failed, for a person."""
