@@ -51,6 +51,7 @@ def test_the_last_replica_is_the_one_that_answered_in_this_thread(service):
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(is_told, range(80)))
+    assert client._watch.pool._under_way == {}
     assert client.last_replica in ("100-r0-0", "101-r0-0"), "it answered in another thread"
     stream = client.chat.completions.create(model=client.model, messages=HELLO, stream=True)
     first = client.last_replica
