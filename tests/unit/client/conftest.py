@@ -101,6 +101,12 @@ def asker(request: pytest.FixtureRequest) -> Iterator[Callable[..., Asker]]:
         one.close()
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """Tests that are coroutines run in asyncio's loop."""
+    return "asyncio"
+
+
 class FakeClock:
     """A clock that stands until it is moved on."""
 

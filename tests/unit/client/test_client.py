@@ -76,20 +76,17 @@ def test_everything_the_sdk_does_works(service):
         client.chat.completions.create(model="other", messages=HELLO)
 
 
-def test_an_async_client_does_the_same(service):
+@pytest.mark.anyio
+async def test_an_async_client_does_the_same(service):
     service.start()
-
-    async def talk():
-        async with await connect_async() as client:
-            assert isinstance(client, openai.AsyncOpenAI)
-            assert client.service == "405b"
-            asked = client.with_options(timeout=5).chat.completions
-            stream = await asked.create(model=client.model, messages=HELLO, stream=True)
-            assert len([chunk async for chunk in stream if chunk.choices]) == 4
-            raw = await client.chat.completions.with_raw_response.create(model=client.model, messages=HELLO)
-            assert raw.parse().choices
-
-    asyncio.run(talk())
+    async with await connect_async() as client:
+        assert isinstance(client, openai.AsyncOpenAI)
+        assert client.service == "405b"
+        asked = client.with_options(timeout=5).chat.completions
+        stream = await asked.create(model=client.model, messages=HELLO, stream=True)
+        assert len([chunk async for chunk in stream if chunk.choices]) == 4
+        raw = await client.chat.completions.with_raw_response.create(model=client.model, messages=HELLO)
+        assert raw.parse().choices
 
 
 def test_copies_stay_clients_of_the_service(service):
@@ -183,21 +180,18 @@ def test_a_stream_that_breaks_says_so_and_the_next_one_goes_elsewhere(service):
     assert client._watch.pool._under_way == {}
 
 
-def test_an_async_request_that_is_cancelled_is_given_back(service, work_log):
+@pytest.mark.anyio
+async def test_an_async_request_that_is_cancelled_is_given_back(service, work_log):
     service.start("--stub-first-s", "30", *work_log.flags)
-
-    async def talk():
-        client = await connect_async("405b")
-        request = asyncio.ensure_future(client.chat.completions.create(model=client.model, messages=HELLO))
-        # Not while it connects: there anyio loses a cancellation under Python 3.10, at times.
-        await asyncio.to_thread(wait_until, lambda: work_log.count("begun"))
-        request.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await request
-        assert client._watch.pool._under_way == {}
-        assert len(client._watch.pool) == 1, "it is not the replica's fault"
-
-    asyncio.run(talk())
+    client = await connect_async("405b")
+    request = asyncio.ensure_future(client.chat.completions.create(model=client.model, messages=HELLO))
+    # Not while it connects: there anyio loses a cancellation under Python 3.10, at times.
+    await asyncio.to_thread(wait_until, lambda: work_log.count("begun"))
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    assert client._watch.pool._under_way == {}
+    assert len(client._watch.pool) == 1, "it is not the replica's fault"
 
 
 def test_a_replica_that_comes_later_is_found_and_one_that_says_it_drains_is_left(service, monkeypatch):
@@ -248,17 +242,14 @@ def test_a_client_waits_for_what_is_coming(service):
     published.join()
 
 
-def test_an_async_client_waits_without_blocking_the_loop(service):
+@pytest.mark.anyio
+async def test_an_async_client_waits_without_blocking_the_loop(service):
     engine = service.start(state="starting", stage="loading weights")
-
-    async def talk():
-        connecting = asyncio.ensure_future(connect_async("405b", wait=True))
-        await asyncio.sleep(0.2)
-        assert not connecting.done()
-        service.publish(engine, counter=2)
-        return await asyncio.wait_for(connecting, 60)
-
-    assert asyncio.run(talk()).service == "405b"
+    connecting = asyncio.ensure_future(connect_async("405b", wait=True))
+    await asyncio.sleep(0.2)
+    assert not connecting.done()
+    service.publish(engine, counter=2)
+    assert (await asyncio.wait_for(connecting, 60)).service == "405b"
 
 
 def test_a_request_waits_for_the_successor(service):

@@ -67,16 +67,13 @@ def test_a_stream_that_is_closed_half_way_is_cancelled_at_once(service, work_log
     wait_until(lambda: work_log.count("abort"))
 
 
-def test_an_async_stream_that_is_closed_half_way_is_cancelled_at_once(service, work_log):
+@pytest.mark.anyio
+async def test_an_async_stream_that_is_closed_half_way_is_cancelled_at_once(service, work_log):
     service.start(*ENDLESS, *work_log.flags)
-
-    async def ask():
-        begun = await (await connect_async("405b", max_retries=0)).completions.create(**STREAM)
-        await begun.__anext__()
-        await begun.close()
-        await asyncio.to_thread(wait_until, lambda: work_log.count("abort"))
-
-    asyncio.run(ask())
+    begun = await (await connect_async("405b", max_retries=0)).completions.create(**STREAM)
+    await begun.__anext__()
+    await begun.close()
+    await asyncio.to_thread(wait_until, lambda: work_log.count("abort"))
 
 
 def test_a_stream_that_another_thread_closes_does_not_go_on_elsewhere(service, opened):

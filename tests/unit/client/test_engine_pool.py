@@ -31,6 +31,8 @@ from hpc_serve.trust.connection import Identity
 from tests.support.patience import wait_until
 from tests.support.tls_servers import server_context
 
+pytestmark = pytest.mark.anyio  # the tests that are coroutines
+
 LATE_S = 60.0
 MUCH = b"x" * 20_000_000
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -81,7 +83,8 @@ class Trial:
 
     async def _count(self, reader: Any, writer: Any) -> None:
         self.connections += 1
-        await self._serve(reader, writer)
+        with suppress(asyncio.IncompleteReadError, OSError):  # the client may leave
+            await self._serve(reader, writer)
 
     async def ask(
         self,
@@ -117,22 +120,19 @@ def kind(request):
 
 
 @pytest.fixture
-def run(service, kind):
-    """Run `trial(Trial)` against an engine."""
+async def engine(service, kind):
+    """Makes trials against an engine."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(3 * MOST_HANDSHAKES))
+    made: list[Trial] = []
 
-    def run_it(trial: Callable[[Trial], Awaitable[None]], serve: Callable[..., Awaitable[None]], **limits: Any) -> None:
-        async def whole() -> None:
-            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(3 * MOST_HANDSHAKES))
-            tried = Trial(kind, service.certificate(), serve, limits)
-            await tried.start()
-            try:
-                await trial(tried)
-            finally:
-                await tried.close()
+    async def start(serve: Callable[..., Awaitable[None]], **limits: Any) -> Trial:
+        made.append(Trial(kind, service.certificate(), serve, limits))
+        await made[-1].start()
+        return made[-1]
 
-        asyncio.run(whole())
-
-    return run_it
+    yield start
+    for trial in made:
+        await trial.close()
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -164,31 +164,24 @@ def says(*answers: bytes, closes: bool = False) -> Callable[..., Awaitable[None]
         (b"HTTP/1.1 204 No Content\r\n\r\n", False, b""),
     ],
 )
-def test_an_answer_ends_where_it_says(run, answer, closes, body):
-    async def trial(tried):
-        assert await tried.read(await tried.ask()) == body
-
-    run(trial, says(answer, closes=closes))
+async def test_an_answer_ends_where_it_says(engine, answer, closes, body):
+    tried = await engine(says(answer, closes=closes))
+    assert await tried.read(await tried.ask()) == body
 
 
-def test_an_answer_to_head_has_no_body_whatever_length_it_names(run):
-    async def trial(tried):
-        answer = await tried.ask("HEAD")
-        assert (answer.headers["content-length"], await tried.read(answer)) == ("2", b"")
-
-    run(trial, says(OK.removesuffix(b"ok")))
+async def test_an_answer_to_head_has_no_body_whatever_length_it_names(engine):
+    tried = await engine(says(OK.removesuffix(b"ok")))
+    answer = await tried.ask("HEAD")
+    assert (answer.headers["content-length"], await tried.read(answer)) == ("2", b"")
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_connection_serves_until_the_engine_ends_it(run, closes):
+async def test_a_connection_serves_until_the_engine_ends_it(engine, closes):
     answer = OK.replace(b"200 OK\r\n", b"200 OK\r\nconnection: close\r\n") if closes else OK
-
-    async def trial(tried):
-        for _ in range(3):
-            assert await tried.read(await tried.ask()) == b"ok"
-        assert tried.connections == (3 if closes else 1)
-
-    run(trial, says(answer, answer, answer))
+    tried = await engine(says(answer, answer, answer))
+    for _ in range(3):
+        assert await tried.read(await tried.ask()) == b"ok"
+    assert tried.connections == (3 if closes else 1)
 
 
 @pytest.mark.parametrize(
@@ -202,29 +195,25 @@ def test_a_connection_serves_until_the_engine_ends_it(run, closes):
         b"HTTP/1.1 101 x\r\nconnection: upgrade\r\nupgrade: x\r\n\r\nhello",
     ],
 )
-def test_an_answer_that_breaks_off_is_an_error_once(run, answer):
-    async def trial(tried):
-        with pytest.raises(http.RemoteProtocolError):
-            await tried.read(await tried.ask())
-        assert tried.pool._idle == {}
-
-    run(trial, says(answer, closes=True))
+async def test_an_answer_that_breaks_off_is_an_error_once(engine, answer):
+    tried = await engine(says(answer, closes=True))
+    with pytest.raises(http.RemoteProtocolError):
+        await tried.read(await tried.ask())
+    assert tried.pool._idle == {}
 
 
-def test_a_reset_is_an_error_of_reading(run):
+async def test_a_reset_is_an_error_of_reading(engine):
     async def reset(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         writer.transport.abort()
 
-    async def trial(tried):
-        with pytest.raises((http.ReadError, http.RemoteProtocolError)):
-            await tried.ask()
-
-    run(trial, reset)
+    tried = await engine(reset)
+    with pytest.raises((http.ReadError, http.RemoteProtocolError)):
+        await tried.ask()
 
 
-def test_much_waits_at_the_engine_until_it_is_read(run):
+async def test_much_waits_at_the_engine_until_it_is_read(engine):
     sent: list[int] = []
 
     async def much(reader, writer):
@@ -236,19 +225,17 @@ def test_much_waits_at_the_engine_until_it_is_read(run):
             sent.append(100_000)
         await reader.read()
 
-    async def trial(tried):
-        answer = await tried.ask()
-        await asyncio.sleep(0.2)
-        assert answer.unread_bytes < len(MUCH) / 2
-        assert sum(sent) < len(MUCH)
-        assert len(await tried.read(answer)) == len(MUCH)
-        assert sum(sent) == len(MUCH)
-
-    run(trial, much)
+    tried = await engine(much)
+    answer = await tried.ask()
+    await asyncio.sleep(0.2)
+    assert answer.unread_bytes < len(MUCH) / 2
+    assert sum(sent) < len(MUCH)
+    assert len(await tried.read(answer)) == len(MUCH)
+    assert sum(sent) == len(MUCH)
 
 
 @pytest.mark.parametrize("chunked", [True, False])
-def test_an_upload_is_sent_as_its_headers_say(run, kind, chunked):
+async def test_an_upload_is_sent_as_its_headers_say(engine, kind, chunked):
     async def pieces():
         yield b"ab"
         yield b"cde"
@@ -263,27 +250,22 @@ def test_an_upload_is_sent_as_its_headers_say(run, kind, chunked):
         writer.write(OK)
         await reader.read()
 
-    async def trial(tried):
-        length = (b"transfer-encoding", b"chunked") if chunked else (b"content-length", b"5")
-        answer = await tried.ask(headers=[length], content=None, upload=upload)
-        assert await tried.read(answer) == b"ok"
-
-    run(trial, take)
+    tried = await engine(take)
+    length = (b"transfer-encoding", b"chunked") if chunked else (b"content-length", b"5")
+    answer = await tried.ask(headers=[length], content=None, upload=upload)
+    assert await tried.read(answer) == b"ok"
     assert got == [b"2\r\nab\r\n3\r\ncde\r\n0\r\n\r\n" if chunked else b"abcde"]
 
 
-def test_an_engine_that_says_nothing_is_late(run):
-    async def trial(tried):
-        with pytest.raises(http.ReadTimeout):
-            await tried.ask(read_s=0.2)
-
-    run(trial, says())
+async def test_an_engine_that_says_nothing_is_late(engine):
+    tried = await engine(says())
+    with pytest.raises(http.ReadTimeout):
+        await tried.ask(read_s=0.2)
 
 
-def test_a_loop_that_was_held_up_reads_what_has_come_before_it_calls_an_engine_lost(run, kind):
+@pytest.mark.parametrize("kind", [LoopPool])  # a thread is held up in another way
+async def test_a_loop_that_was_held_up_reads_what_has_come_before_it_calls_an_engine_lost(engine):
     """The event loop of the gateway runs timers before it looks for what came while it was held up."""
-    if kind is ThreadPool:
-        pytest.skip("a thread is held up in another way")
     engines: list[Any] = []
 
     async def serve(reader, writer):
@@ -292,20 +274,17 @@ def test_a_loop_that_was_held_up_reads_what_has_come_before_it_calls_an_engine_l
         engines.append(writer)
         await reader.read()
 
-    async def trial(tried):
-        answer = await tried.ask()
-        reading = asyncio.create_task(tried.read(answer))
-        await asyncio.sleep(0)  # it waits by now
-        engines[0].write(OK[-2:])
-        answer.connection.check()  # as the timer does, before the loop has read
-        assert await reading == b"ok"
-
-    run(trial, serve, judge=HarshJudge())
+    tried = await engine(serve, judge=HarshJudge())
+    answer = await tried.ask()
+    reading = asyncio.create_task(tried.read(answer))
+    await asyncio.sleep(0)  # it waits by now
+    engines[0].write(OK[-2:])
+    answer.connection.check()  # as the timer does, before the loop has read
+    assert await reading == b"ok"
 
 
-def test_a_request_that_is_given_up_ends_its_connection(run, kind):
-    if kind is ThreadPool:
-        pytest.skip("a thread that waits is not cancelled")
+@pytest.mark.parametrize("kind", [LoopPool])  # a thread that waits is not cancelled
+async def test_a_request_that_is_given_up_ends_its_connection(engine):
     left = []
 
     async def wait(reader, writer):
@@ -314,27 +293,16 @@ def test_a_request_that_is_given_up_ends_its_connection(run, kind):
         left.append(True)
         writer.close()
 
-    async def trial(tried):
-        asking = asyncio.create_task(tried.ask())
-        await until(lambda: tried.connections)
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-        await until(lambda: left)
-
-    run(trial, wait)
+    tried = await engine(wait)
+    asking = asyncio.create_task(tried.ask())
+    await until(lambda: tried.connections)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await until(lambda: left)
 
 
-def test_requests_over_the_bound_wait_for_an_answer_to_end(run):
-    async def trial(tried):
-        first = await tried.ask()
-        with pytest.raises(http.PoolTimeout):
-            await tried.ask(pool_s=0.05)
-        second = asyncio.create_task(tried.ask())
-        assert await tried.read(first) == b"ok"
-        await first.aclose()
-        await (await second).aclose()
-
+async def test_requests_over_the_bound_wait_for_an_answer_to_end(engine):
     async def serve(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(CHUNKS + b"2\r\nok\r\n")
@@ -342,83 +310,82 @@ def test_requests_over_the_bound_wait_for_an_answer_to_end(run):
         writer.write(b"0\r\n\r\n")
         await says(OK)(reader, writer)
 
-    run(trial, serve, max_connections=1)
+    tried = await engine(serve, max_connections=1)
+    first = await tried.ask()
+    with pytest.raises(http.PoolTimeout):
+        await tried.ask(pool_s=0.05)
+    second = asyncio.create_task(tried.ask())
+    assert await tried.read(first) == b"ok"
+    await first.aclose()
+    await (await second).aclose()
 
 
-def test_few_connections_are_made_at_once_and_when_one_fails_all_that_wait_fail(run):
+async def test_few_connections_are_made_at_once_and_when_one_fails_all_that_wait_fail(engine):
     """A thousand handshakes at once take an engine longer than the time after which it counts as lost."""
-
-    async def trial(tried):
-        with socket.create_server(("127.0.0.1", 0), backlog=200) as silent:  # no handshake ends
-            tried.replica = replace(tried.replica, port=silent.getsockname()[1])
-            asked = [asyncio.create_task(tried.ask()) for _ in range(2 * MOST_HANDSHAKES)]
-            begun = [await asyncio.to_thread(silent.accept) for _ in range(MOST_HANDSHAKES)]
-            silent.settimeout(0.2)
-            with pytest.raises(TimeoutError):
-                await asyncio.to_thread(silent.accept)
-            begun[0][0].close()
-            failed = await asyncio.gather(*asked[MOST_HANDSHAKES:], return_exceptions=True)
-            assert {type(error) for error in failed} == {http.ConnectError}
-            for connection, _ in begun:
-                connection.close()
-            assert all(await asyncio.gather(*asked, return_exceptions=True))
-
-    run(trial, says())
+    tried = await engine(says())
+    with socket.create_server(("127.0.0.1", 0), backlog=200) as silent:  # no handshake ends
+        tried.replica = replace(tried.replica, port=silent.getsockname()[1])
+        asked = [asyncio.create_task(tried.ask()) for _ in range(2 * MOST_HANDSHAKES)]
+        begun = [await asyncio.to_thread(silent.accept) for _ in range(MOST_HANDSHAKES)]
+        silent.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            await asyncio.to_thread(silent.accept)
+        begun[0][0].close()
+        failed = await asyncio.gather(*asked[MOST_HANDSHAKES:], return_exceptions=True)
+        assert {type(error) for error in failed} == {http.ConnectError}
+        for connection, _ in begun:
+            connection.close()
+        assert all(await asyncio.gather(*asked, return_exceptions=True))
 
 
 @pytest.mark.parametrize("fault", ["it had too little time", "it was before the wait"])
-def test_who_waits_does_not_fail_by_a_failure_that_tells_nothing_of_its_own_attempt(run, fault):
-    async def trial(tried):
-        async def ask() -> None:
-            if fault == "it had too little time":
-                return await tried.ask(connect_s=1.0)
-            with suppress(http.ConnectError):
-                await tried.ask()
-            await tried.ask()  # while the failure goes through those that waited
+async def test_who_waits_does_not_fail_by_a_failure_that_tells_nothing_of_its_own_attempt(engine, fault):
+    tried = await engine(says())
 
-        with socket.create_server(("127.0.0.1", 0), backlog=200) as silent:  # no handshake ends
-            tried.replica = replace(tried.replica, port=silent.getsockname()[1])
-            asked = [asyncio.create_task(ask()) for _ in range(MOST_HANDSHAKES)]
-            begun = [await asyncio.to_thread(silent.accept) for _ in range(MOST_HANDSHAKES)]
-            asked.append(asyncio.create_task(tried.ask()))
-            if fault == "it was before the wait":
-                await asyncio.sleep(0.2)  # the last one waits by now
-                begun[0][0].close()
-            silent.settimeout(LATE_S)
-            begun.append(await asyncio.to_thread(silent.accept))
-        for connection, _ in begun:
-            connection.close()
-        failed = await asyncio.gather(*asked, return_exceptions=True)
-        assert all(isinstance(error, http.TransportError) for error in failed)
+    async def ask() -> None:
+        if fault == "it had too little time":
+            return await tried.ask(connect_s=1.0)
+        with suppress(http.ConnectError):
+            await tried.ask()
+        await tried.ask()  # while the failure goes through those that waited
 
-    run(trial, says())
-
-
-def test_who_waits_to_connect_takes_a_connection_that_becomes_idle(run):
-    async def trial(tried):
-        async def ask() -> bytes:
-            return await tried.read(await tried.ask())
-
-        assert set(await asyncio.gather(*(ask() for _ in range(3 * MOST_HANDSHAKES)))) == {b"ok"}
-        assert tried.connections < 3 * MOST_HANDSHAKES
-
-    run(trial, says(*[OK] * 3 * MOST_HANDSHAKES))
+    with socket.create_server(("127.0.0.1", 0), backlog=200) as silent:  # no handshake ends
+        tried.replica = replace(tried.replica, port=silent.getsockname()[1])
+        asked = [asyncio.create_task(ask()) for _ in range(MOST_HANDSHAKES)]
+        begun = [await asyncio.to_thread(silent.accept) for _ in range(MOST_HANDSHAKES)]
+        asked.append(asyncio.create_task(tried.ask()))
+        if fault == "it was before the wait":
+            await asyncio.sleep(0.2)  # the last one waits by now
+            begun[0][0].close()
+        silent.settimeout(LATE_S)
+        begun.append(await asyncio.to_thread(silent.accept))
+    for connection, _ in begun:
+        connection.close()
+    failed = await asyncio.gather(*asked, return_exceptions=True)
+    assert all(isinstance(error, http.TransportError) for error in failed)
 
 
-def test_an_idle_connection_is_closed_in_time(run, kind):
-    async def trial(tried):
-        assert await tried.read(await tried.ask()) == b"ok"
-        await asyncio.sleep(0.3)
-        assert not tried.pool.connections or kind is ThreadPool, "in threads the next request ends it"
-        assert await tried.read(await tried.ask()) == b"ok"
-        assert tried.connections == 2
+async def test_who_waits_to_connect_takes_a_connection_that_becomes_idle(engine):
+    tried = await engine(says(*[OK] * 3 * MOST_HANDSHAKES))
 
-    run(trial, says(OK, OK), keepalive_expiry=0.05)
+    async def ask() -> bytes:
+        return await tried.read(await tried.ask())
+
+    assert set(await asyncio.gather(*(ask() for _ in range(3 * MOST_HANDSHAKES)))) == {b"ok"}
+    assert tried.connections < 3 * MOST_HANDSHAKES
 
 
-def test_a_refusal_before_the_end_of_an_upload_ends_it(run, kind):
-    if kind is ThreadPool:
-        pytest.skip("a thread reads when all is sent")
+async def test_an_idle_connection_is_closed_in_time(engine, kind):
+    tried = await engine(says(OK, OK), keepalive_expiry=0.05)
+    assert await tried.read(await tried.ask()) == b"ok"
+    await asyncio.sleep(0.3)
+    assert not tried.pool.connections or kind is ThreadPool, "in threads the next request ends it"
+    assert await tried.read(await tried.ask()) == b"ok"
+    assert tried.connections == 2
+
+
+@pytest.mark.parametrize("kind", [LoopPool])  # a thread reads when all is sent
+async def test_a_refusal_before_the_end_of_an_upload_ends_it(engine):
     refused = asyncio.Event()
 
     async def pieces():
@@ -433,34 +400,28 @@ def test_a_refusal_before_the_end_of_an_upload_ends_it(run, kind):
         await reader.read()
         refused.set()
 
-    async def trial(tried):
-        length = (b"transfer-encoding", b"chunked")
-        answer = await tried.ask(headers=[length], content=None, upload=pieces())
-        assert (answer.status_code, await tried.read(answer)) == (413, b"big")
-        assert tried.pool._idle == {}
-        await asyncio.wait_for(refused.wait(), LATE_S)
-
-    run(trial, refuse)
+    tried = await engine(refuse)
+    length = (b"transfer-encoding", b"chunked")
+    answer = await tried.ask(headers=[length], content=None, upload=pieces())
+    assert (answer.status_code, await tried.read(answer)) == (413, b"big")
+    assert tried.pool._idle == {}
+    await asyncio.wait_for(refused.wait(), LATE_S)
 
 
 @pytest.mark.parametrize("further", [OK, OK[:-1], b"no HTTP"])
-def test_a_connection_with_more_than_the_answer_is_not_kept(run, further):
-    async def trial(tried):
-        for _ in range(2):
-            assert await tried.read(await tried.ask()) == b"ok"
-        assert tried.connections == 2
-
-    run(trial, says(OK + further, OK))
+async def test_a_connection_with_more_than_the_answer_is_not_kept(engine, further):
+    tried = await engine(says(OK + further, OK))
+    for _ in range(2):
+        assert await tried.read(await tried.ask()) == b"ok"
+    assert tried.connections == 2
 
 
-def test_trailers_are_no_headers_of_the_next_answer(run):
-    async def trial(tried):
-        assert await tried.read(await tried.ask()) == b"ab"
-        answer = await tried.ask()
-        assert await tried.read(answer) == b"ok"
-        assert dict(answer.headers) == {"content-length": "2"}
-
-    run(trial, says(CHUNKS + b"2\r\nab\r\n0\r\ncontent-encoding: gzip\r\n\r\n", OK))
+async def test_trailers_are_no_headers_of_the_next_answer(engine):
+    tried = await engine(says(CHUNKS + b"2\r\nab\r\n0\r\ncontent-encoding: gzip\r\n\r\n", OK))
+    assert await tried.read(await tried.ask()) == b"ab"
+    answer = await tried.ask()
+    assert await tried.read(answer) == b"ok"
+    assert dict(answer.headers) == {"content-length": "2"}
 
 
 @pytest.mark.parametrize("value", ["a\r\nx: y", "a\nb", "a\0"])

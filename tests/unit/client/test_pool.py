@@ -136,6 +136,17 @@ def test_a_replica_that_was_slow_once_comes_back():
     assert play.shares() == pytest.approx(dict.fromkeys(ONE_SLOW, 25.0), abs=3.0)
 
 
+def test_a_replica_that_gets_nothing_is_tried_again():
+    speeds = Speeds()
+    for number in range(20):
+        speeds.note("a", "whole", 1.0, float(number))
+        speeds.note("slow", "whole", 10.0, float(number))
+    assert speeds.weights(["a", "slow"], 20.0) == {"a": 1.0, "slow": pytest.approx(0.1)}
+    for number in range(20, 200):
+        speeds.note("a", "whole", 1.0, float(number))
+    assert speeds.weights(["a", "slow"], 200.0) == {"a": 1.0, "slow": 1.0}
+
+
 def test_a_fresh_replica_is_tried_at_once():
     play = Play(Engines({**FOUR, "fresh": 1.0}), clients=1)
     (pool,) = play.pools

@@ -4,6 +4,8 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from hpc_serve.client import Replica, connect, connect_async
 from tests.support.stubs import make_record, make_submitted
 from tests.unit.client.conftest import HELLO, port_of
@@ -59,7 +61,8 @@ def test_the_last_replica_is_the_one_that_answered_in_this_thread(service):
     assert client.last_replica == first
 
 
-def test_the_last_replica_is_the_one_that_answered_in_this_task(service):
+@pytest.mark.anyio
+async def test_the_last_replica_is_the_one_that_answered_in_this_task(service):
     service.start()
     service.start()
 
@@ -68,11 +71,8 @@ def test_the_last_replica_is_the_one_that_answered_in_this_task(service):
         await asyncio.sleep(0)
         return client.last_replica == name_of(service, answer)
 
-    async def talk():
-        client = await connect_async("405b")
-        assert all(await asyncio.gather(*(ask(client) for _ in range(40))))
-
-    asyncio.run(talk())
+    client = await connect_async("405b")
+    assert all(await asyncio.gather(*(ask(client) for _ in range(40))))
 
 
 def test_clients_do_not_take_each_others_answers(service):

@@ -119,21 +119,18 @@ def test_a_stranger_that_takes_the_port_under_load_gets_nothing(service, monkeyp
 
 
 @pytest.mark.parametrize("kind", STRANGERS)
-def test_a_stranger_that_takes_the_port_under_async_load_gets_nothing(service, monkeypatch, kind):
+@pytest.mark.anyio
+async def test_a_stranger_that_takes_the_port_under_async_load_gets_nothing(service, monkeypatch, kind):
     monkeypatch.setattr(exchange, "LOST_WAIT_S", 0.2)
     engine = service.start()
-
-    async def talk():
-        client = await connect_async("405b", max_retries=0)
-        await asyncio.gather(*(ask(client) for _ in range(12)))
-        engine.kill()
-        stranger = Stranger(kind, service, port=engine.port)
-        for _ in range(3):
-            ends = await asyncio.gather(*(ask(client) for _ in range(6)), return_exceptions=True)
-            assert all(isinstance(end, (HpcServeError, openai.APIConnectionError)) for end in ends)
-        return stranger
-
-    asyncio.run(talk()).check_heard_nothing(service)
+    client = await connect_async("405b", max_retries=0)
+    await asyncio.gather(*(ask(client) for _ in range(12)))
+    engine.kill()
+    stranger = Stranger(kind, service, port=engine.port)
+    for _ in range(3):
+        ends = await asyncio.gather(*(ask(client) for _ in range(6)), return_exceptions=True)
+        assert all(isinstance(end, (HpcServeError, openai.APIConnectionError)) for end in ends)
+    stranger.check_heard_nothing(service)
 
 
 def test_the_next_replica_gets_the_request_that_a_stranger_did_not(service):
