@@ -230,14 +230,12 @@ def _tell(
 
 
 def _ask(replica: ReplicaAddress, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> ReplicaAnswer:
-    headers = {"Authorization": f"Bearer {replica.identity.api_key}", "Content-Type": "application/json"}
     connection = VerifiedConnection(replica.host, replica.port, replica.identity, timeout_s=_CONNECT_S)
     try:
         with contextlib.closing(connection):
             connection.connect()
             connection.sock.settimeout(timeout_s)
-            connection.request("POST", path, json.dumps(body) if body is not None else None, headers)
-            response = connection.getresponse()
+            response = connection.ask("POST", path, json.dumps(body) if body is not None else None)
             return ReplicaAnswer(status=response.status, text=response.read().decode(errors="replace"))
     except (OSError, http.client.HTTPException) as error:
         return ReplicaAnswer(status=None, text=str(error) or type(error).__name__)

@@ -38,14 +38,12 @@ def target_groups(statuses: Iterable[ReplicaStatus]) -> tuple[list[dict[str, Any
     """The replicas as file_sd has them, in a fixed order; and why others that serve are left out."""
     groups, problems = [], []
     for status in sorted(statuses, key=lambda one: (one.service, one.job_id, one.replica)):
-        if status.state not in _SCRAPED or status.record is None or status.host is None:
+        if status.state not in _SCRAPED or not status.address:
             continue
-        host = f"[{status.host}]" if ":" in status.host else status.host
-        address = f"{host}:{status.record.port}"
-        if not _ADDRESS.fullmatch(address):
-            problems.append(f"{status.service} (job {status.name}) is left out: {address} is no address.")
+        if not _ADDRESS.fullmatch(status.address):
+            problems.append(f"{status.service} (job {status.name}) is left out: {status.address} is no address.")
         else:
-            groups.append({"targets": [address], "labels": _labels(status)})
+            groups.append({"targets": [status.address], "labels": _labels(status)})
     return groups, problems
 
 
@@ -196,8 +194,7 @@ def _ask(status: ReplicaStatus, api_key: str, timeout_s: float) -> EngineWork | 
         with contextlib.closing(
             VerifiedConnection(status.host, status.record.port, identity, timeout_s=timeout_s)
         ) as connection:
-            connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {api_key}"})
-            response = connection.getresponse()
+            response = connection.ask("GET", "/metrics")
             if response.status != 200:
                 return f"its engine answers /metrics with {response.status}"
             text = _read(response, time.monotonic() + timeout_s)

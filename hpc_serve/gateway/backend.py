@@ -14,10 +14,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+import anyio
+
 from hpc_serve.client.connections.message import Header, Message
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.wait import WaitPolicy, wait_for_replica
-from hpc_serve.client.replicas.event_loops import InLoop, Places
+from hpc_serve.client.replicas.event_loops import InLoop
 from hpc_serve.client.replicas.pool import replica_of_file
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.replicas.status import summary
@@ -48,14 +50,15 @@ class Turns:
         self._service = service
         self._most_in_flight = most_in_flight
         self._most_queued = most_queued
-        self._turns = Places(most_in_flight)
+        self._turns = anyio.Semaphore(most_in_flight)
         self.in_flight = 0
         self.queued = 0
 
     def enter_now(self) -> bool:
         """Give a request of a ready service its turn, until `leave`, if it need not wait for it."""
-        if not self._turns.acquire_now():
+        if not self._turns.value:
             return False
+        self._turns.acquire_nowait()
         self.in_flight += 1
         return True
 

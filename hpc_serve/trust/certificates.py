@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import re
 import secrets
 import ssl
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from hpc_serve.errors import HpcServeError, RecordError, StoreError
+from hpc_serve.errors import RecordError, StoreError
 from hpc_serve.rendezvous.files import create_private, make_private_folder, read_private, write_private
 
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----[A-Za-z0-9+/=\s]+-----END CERTIFICATE-----")
@@ -61,13 +60,20 @@ def authority_file(home: Path) -> Path:
 def ensure_authority(home: Path) -> Path:
     """Return the file of the home's authority, made if it is missing; two makers at once end with one authority.
 
+    It may sign for IP addresses and localhost, not for other names: a program that trusts it still asks others than
+    its holder who a web site is. A name of localhost alone says so: constraints bind the kinds of names that they
+    list. One that lists all addresses as well is refused by BoringSSL ("unsupported name constraint type").
     Raises StoreError, RecordError (the file there is not usable), or InvalidRequestError without `cryptography`.
     """
     path = authority_file(home)
     make_private_folder(home, tighten=False)
     make_private_folder(path.parent)
     if not path.exists():
-        create_private(path, _new_authority())
+        from hpc_serve.trust import making
+
+        # Names of their own: two authorities of one name confuse whoever looks for an issuer by its name.
+        name = f"hpc-serve authority {secrets.token_hex(4)}"
+        create_private(path, making.new_authority(name, lifetime=_AUTHORITY_LIFETIME, signs_for=_LOCAL_NAME))
     return path
 
 
@@ -105,20 +111,6 @@ def make_run_certificate(home: Path, folder: Path, *, run: str, addresses: Itera
     return made
 
 
-def _new_authority() -> str:
-    """Return a key and a certificate that signs for it, in one text.
-
-    It may sign for IP addresses and localhost, not for other names: a program that trusts it still asks others than
-    its holder who a web site is. A name of localhost alone says so: constraints bind the kinds of names that they
-    list. One that lists all addresses as well is refused by BoringSSL ("unsupported name constraint type").
-    """
-    from hpc_serve.trust import making
-
-    # Names of their own: two authorities of one name confuse whoever looks for an issuer by its name.
-    name = f"hpc-serve authority {secrets.token_hex(4)}"
-    return making.new_authority(name, lifetime=_AUTHORITY_LIFETIME, signs_for=_LOCAL_NAME)
-
-
 def _unusable(path: Path, why: str) -> RecordError:
     return RecordError(
         f"{path} cannot sign certificates: {why}. Remove it to have a new one made by the next job, and run "
@@ -128,11 +120,7 @@ def _unusable(path: Path, why: str) -> RecordError:
 
 # -- the processes of one run's Ray
 
-_AUTHORITY = "ray_authority.pem"
-
 _NAME = "hpc-serve run"
-
-_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,11 +145,11 @@ def make_peer_files(run_dir: Path, folder: Path, *, addresses: Iterable[str]) ->
     """
     from hpc_serve.trust import making
 
-    path = run_dir / _AUTHORITY
+    path = run_dir / "ray_authority.pem"
     if not path.exists():  # it may sign for anybody, since only this run trusts it
         create_private(path, making.new_authority(f"{_NAME} authority", lifetime=making.RUN_LIFETIME))
     authority = read_private(path, secret=True)
-    names = making.names((), (*addresses, _LOOPBACK))
+    names = making.names((), (*addresses, "127.0.0.1"))
     try:
         key, certificate = making.issue(authority, _NAME, names, is_for_clients=True)
     except ValueError as error:
@@ -234,25 +222,27 @@ def trust_variables(home: Path, environ: Mapping[str, str]) -> dict[str, str]:
     folder = home / "authority"
     replacing, adding = folder / "bundle.pem", folder / "certificate.pem"
     chosen = [value for name in REPLACING_VARIABLES if (value := environ.get(name))]
-    _write_with(certificate, replacing, [*_originals(chosen, replacing), *_system_bundles()])
-    _write_with(certificate, adding, _originals([environ.get(ADDING_VARIABLE, "")], adding))
+    for path, sources in (
+        (replacing, [*_originals(chosen, replacing), *_system_bundles()]),
+        (adding, _originals([environ.get(ADDING_VARIABLE, "")], adding)),
+    ):
+        source, trusted = _first_trusted(sources)
+        _write_changed(path, source + trusted + certificate)
     return {**dict.fromkeys(REPLACING_VARIABLES, str(replacing)), ADDING_VARIABLE: str(adding)}
 
 
 def with_systems(certificate: str) -> str:
     """Return the certificates that the system trusts, and `certificate` after them."""
-    systems: tuple[str, ...] = next(filter(None, map(_read_certificates, _system_bundles())), ())
-    return "".join((*systems, certificate))
+    _, systems = _first_trusted(_system_bundles())
+    return systems + certificate
 
 
-def _write_with(certificate: str, path: Path, sources: Iterable[Path]) -> None:
-    """Write `certificate` to `path`, after those of the first source that holds any."""
-    text = certificate
+def _first_trusted(sources: Iterable[Path]) -> tuple[str, str]:
+    """Return a line that names the first source with certificates, and its certificates; both empty without one."""
     for source in sources:
-        if trusted := _read_certificates(source):
-            text = f"{_MADE_FROM}{source}\n{''.join(trusted)}{certificate}"
-            break
-    _write_changed(path, text)
+        if trusted := certificates_of(_read(source)):
+            return f"{_MADE_FROM}{source}\n", "".join(trusted)
+    return "", ""
 
 
 def _originals(chosen: Iterable[str], ours: Path) -> Iterator[Path]:
@@ -260,8 +250,8 @@ def _originals(chosen: Iterable[str], ours: Path) -> Iterator[Path]:
     for path in map(Path, filter(None, chosen)):
         if path != ours:
             yield path
-        elif (original := _made_from(ours)) is not None:
-            yield original
+        elif (line := _read(ours).partition("\n")[0]).startswith(_MADE_FROM):
+            yield Path(line.removeprefix(_MADE_FROM))
 
 
 def _system_bundles() -> Iterator[Path]:
@@ -273,30 +263,19 @@ def _system_bundles() -> Iterator[Path]:
         return
 
 
-def _made_from(bundle: Path) -> Path | None:
+def _read(bundle: Path) -> str:
     try:
         with open(bundle, errors="replace") as file:
-            line = file.readline()
+            return file.read(_LONGEST_BUNDLE)
     except OSError:
-        return None
-    return Path(line[len(_MADE_FROM) :].rstrip("\n")) if line.startswith(_MADE_FROM) else None
-
-
-def _read_certificates(path: Path) -> tuple[str, ...]:
-    try:
-        with open(path, errors="replace") as file:
-            return certificates_of(file.read(_LONGEST_BUNDLE))
-    except OSError:
-        return ()
+        return ""
 
 
 def _write_changed(path: Path, text: str) -> None:
     """Programs that run now read it: it is replaced as a whole, and only if something is new."""
-    try:
-        if os.path.getsize(path) == len(text.encode()) and read_private(path) == text:
+    with contextlib.suppress(OSError, RecordError):
+        if read_private(path) == text:
             return
-    except (OSError, HpcServeError):
-        pass
     write_private(path, text)
 
 

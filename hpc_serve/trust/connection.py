@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import http.client
-import socket
 import ssl
 from dataclasses import dataclass, field
 
@@ -61,26 +60,26 @@ class VerifiedConnection(http.client.HTTPConnection):
         self._identity = identity
 
     def connect(self) -> None:
+        """Connect, and have the other end show that it is the engine of `identity`.
+
+        Raises NotOurEngineError, RecordError if the record names no certificate, or another OSError if no answer comes
+        in time or the connection breaks.
+        """
         super().connect()
         try:
-            self.sock = verify_socket(self.sock, self._identity)
-        except BaseException:
+            self.sock = pinned_context(self._identity.certificate).wrap_socket(self.sock)
+        except BaseException as error:
             self.close()
+            # An engine that ends breaks the handshake off, too.
+            if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+                raise NotOurEngineError(tls_refusal(error)) from error
             raise
 
-
-def verify_socket(connected: socket.socket, identity: Identity) -> socket.socket:
-    """Return the socket to use from now on, once the other end has shown that it is the engine of `identity`.
-
-    Raises NotOurEngineError, RecordError if the record names no certificate, or another OSError if no answer comes
-    within the socket's timeout or the connection breaks.
-    """
-    try:
-        return pinned_context(identity.certificate).wrap_socket(connected)
-    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):  # an engine that ends does this too
-        raise
-    except ssl.SSLError as error:
-        raise NotOurEngineError(tls_refusal(error)) from error
+    def ask(self, method: str, path: str, content: str | None = None) -> http.client.HTTPResponse:
+        """Send a request with the service's key, and JSON if any; return the answer, whose body was not read."""
+        headers = {"Authorization": f"Bearer {self._identity.api_key}", "Content-Type": "application/json"}
+        self.request(method, path, content, headers)
+        return self.getresponse()
 
 
 def tls_refusal(error: ssl.SSLError) -> str:

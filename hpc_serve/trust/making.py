@@ -27,6 +27,10 @@ except ImportError as error:
 RUN_LIFETIME = timedelta(days=730)
 # Clocks of nodes and clients differ.
 _BACKDATED = timedelta(days=1)
+_KEY_USES = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+    *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
 
 Names = list[x509.GeneralName]
 
@@ -37,7 +41,7 @@ def new_authority(name: str, *, lifetime: timedelta, signs_for: str | None = Non
     made = (
         _builder(name, name, key, ends_at=now() + lifetime)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_key_usage(key_cert_sign=True), critical=True)
+        .add_extension(_key_usage("key_cert_sign"), critical=True)
     )
     if signs_for is not None:
         limits = x509.NameConstraints(permitted_subtrees=[x509.DNSName(signs_for)], excluded_subtrees=None)
@@ -94,7 +98,7 @@ def _certificate(
     made = (
         _builder(name, issuer, key, ends_at=min(latest, ends_at or latest))
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_key_usage(digital_signature=True), critical=True)
+        .add_extension(_key_usage("digital_signature"), critical=True)
         .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
@@ -134,18 +138,8 @@ def _builder(name: str, issuer: str, key: ec.EllipticCurvePrivateKey, *, ends_at
     )
 
 
-def _key_usage(*, digital_signature: bool = False, key_cert_sign: bool = False) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=digital_signature,
-        key_cert_sign=key_cert_sign,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        crl_sign=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
+def _key_usage(granted: str) -> x509.KeyUsage:
+    return x509.KeyUsage(**{use: use == granted for use in _KEY_USES})
 
 
 def _sign(builder: x509.CertificateBuilder, signer: ec.EllipticCurvePrivateKey) -> str:

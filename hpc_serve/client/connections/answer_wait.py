@@ -69,9 +69,9 @@ class AnswerWait:
 
     def begin_write(self, timeout_s: float | None) -> float:
         """Begin to send a part of a request; return how long the first attempt may take."""
-        wait_s = self._begin(timeout_s, self._clock(), math.inf)
         self._answer_since_s = None
-        return wait_s
+        now_s = self._clock()
+        return self._begin(timeout_s, now_s, now_s, math.inf)
 
     def begin(self, timeout_s: float | None) -> float:
         """Begin to wait for bytes; return how long the first read may take.
@@ -79,14 +79,14 @@ class AnswerWait:
         `timeout_s` is the user's. It counts from the last bytes that were more than a sign.
         """
         now_s = self._clock()
-        return self._begin(timeout_s, now_s, self._limit.limit_s(now_s) if self.expects_signs else math.inf)
-
-    def _begin(self, timeout_s: float | None, now_s: float, limit_s: float) -> float:
-        self._since_s, self._limit_s, self._ends_at_s = now_s, limit_s, math.inf
         if self._answer_since_s is None:
             self._answer_since_s = now_s
-        if timeout_s is not None:
-            self._ends_at_s = self._answer_since_s + timeout_s
+        limit_s = self._limit.limit_s(now_s) if self.expects_signs else math.inf
+        return self._begin(timeout_s, self._answer_since_s, now_s, limit_s)
+
+    def _begin(self, timeout_s: float | None, counts_from_s: float, now_s: float, limit_s: float) -> float:
+        self._since_s, self._limit_s = now_s, limit_s
+        self._ends_at_s = math.inf if timeout_s is None else counts_from_s + timeout_s
         return self._wait_s(now_s)
 
     def again(self) -> float | None:

@@ -17,7 +17,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -25,9 +25,9 @@ import anyio
 
 from hpc_serve.client.connections.answer_wait import Judge
 from hpc_serve.client.connections.engine_connection import EngineAnswer, EngineConnection, Owner
-from hpc_serve.client.connections.engine_pool import LIMITS, EnginePool
+from hpc_serve.client.connections.engine_pool import EnginePool
 from hpc_serve.client.connections.message import Message
-from hpc_serve.client.replicas.event_loops import InLoop, InThread, Places, leave_behind, renew_after_fork
+from hpc_serve.client.replicas.event_loops import InLoop, InThread, leave_behind, renew_after_fork
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.rendezvous.gate_headers import PROCESSING
 
@@ -138,11 +138,9 @@ class ThreadPool(EnginePool):
 class LoopConnection(EngineConnection, asyncio.Protocol):
     """A connection in an event loop."""
 
-    def __init__(
-        self, owner: Owner, replica: ReplicaAddress, judge: Judge, transport: Any, loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def __init__(self, owner: Owner, replica: ReplicaAddress, judge: Judge, transport: Any) -> None:
         super().__init__(owner, replica, judge, transport.get_extra_info("socket"))
-        self.loop = loop
+        self.loop = asyncio.get_running_loop()
         self.transport = transport
         self._is_paused = False
         self._room: asyncio.Future[None] | None = None
@@ -221,30 +219,25 @@ class LoopConnection(EngineConnection, asyncio.Protocol):
             self._is_paused = False
             self.transport.resume_reading()
 
-    # -- loops that end
-
-    def end_with_loop(self) -> None:
-        """Break the connection, as its event loop has ended."""
-        # Event loops give out no socket of the standard library: a second number of the same connection is one.
-        with suppress(OSError, ValueError), socket.socket(fileno=os.dup(self.socket.fileno())) as same:
-            same.shutdown(socket.SHUT_RDWR)
-
 
 class LoopPool(EnginePool):
     """The connections of the loop that runs."""
 
     trusts_idle_s = 0.5  # the loop may not have run since the engine closed a connection that was idle for longer
 
-    def __init__(self, judge: Judge, limits: Mapping[str, Any] = LIMITS) -> None:
-        super().__init__(judge, limits)
+    def __init__(self, judge: Judge) -> None:
+        super().__init__(judge)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
-    def _make_room(self, number: int) -> Places:
-        return Places(number)
+    def _make_room(self, number: int) -> anyio.Semaphore:
+        return anyio.Semaphore(number)
 
     def _enter_now(self) -> bool:
-        return bool(self._room.acquire_now())
+        if not self._room.value:
+            return False
+        self._room.acquire_nowait()
+        return True
 
     async def _enter(self, room: Any, timeout_s: float | None) -> None:
         with anyio.fail_after(timeout_s):
@@ -255,7 +248,7 @@ class LoopPool(EnginePool):
             transport, _ = await self._loop.create_connection(asyncio.Protocol, replica.host, replica.port)
         if self._timer is None:
             self._timer = self._loop.call_later(_LOOK_S, self._look)
-        return LoopConnection(self, replica, self._judge, transport, self._loop)
+        return LoopConnection(self, replica, self._judge, transport)
 
     def _upload(self, upload: Any) -> Any:
         return upload
@@ -271,12 +264,9 @@ class LoopPool(EnginePool):
     def end_with_loop(self) -> None:
         """Break the connections, as their event loop has ended."""
         for connection in self.connections:
-            connection.end_with_loop()
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        super().close()
+            # Event loops give out no socket of the standard library: a second number of the same connection is one.
+            with suppress(OSError, ValueError), socket.socket(fileno=os.dup(connection.socket.fileno())) as same:
+                same.shutdown(socket.SHUT_RDWR)
 
 
 class ThreadConnections(InThread):

@@ -31,19 +31,7 @@ MOST_HANDSHAKES = 32
 
 # A host without power answers nothing, not even that a connection is closed. The kernel asks an idle one after 10 s,
 # and gives up 25 s after the last packet. That counts where no other replica is ready: else silence decides sooner.
-_KEEPALIVE = [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    *(
-        (socket.IPPROTO_TCP, getattr(socket, name), value)
-        for name, value in (
-            ("TCP_KEEPIDLE", 10),
-            ("TCP_KEEPINTVL", 5),
-            ("TCP_KEEPCNT", 3),
-            ("TCP_USER_TIMEOUT", 25_000),
-        )
-        if hasattr(socket, name)
-    ),
-]
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 
 
 class _Making:
@@ -74,11 +62,11 @@ class EnginePool:
     # Seconds for which a connection that is idle counts as open, as whoever reads it would know otherwise.
     trusts_idle_s = 0.0
 
-    def __init__(self, judge: Judge, limits: Mapping[str, Any] = LIMITS) -> None:
+    def __init__(self, judge: Judge) -> None:
         self._judge = judge
-        self._keepalive_s: float = limits["keepalive_expiry"]
+        self._keepalive_s: float = LIMITS["keepalive_expiry"]
         self._lock = threading.RLock()
-        self._room = self._make_room(limits["max_connections"])
+        self._room = self._make_room(LIMITS["max_connections"])
         self._idle: dict[ReplicaAddress, list[EngineConnection]] = {}
         self._making: dict[ReplicaAddress, _Making] = {}
         self.connections: set[Any] = set()
@@ -162,8 +150,10 @@ class EnginePool:
             connection = await self._open(replica, timeout_s)
             with self._lock:
                 self.connections.add(connection)
-            for option in _KEEPALIVE:
-                connection.socket.setsockopt(*option)
+            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEPALIVE.items():
+                if hasattr(socket, name):
+                    connection.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             context = pinned_context(replica.identity.certificate)
             await connection.secure(context, max(ends_at_s - time.monotonic(), 0.001))
             return connection

@@ -75,17 +75,6 @@ class Message:
         if self.of_user is not None:
             self.of_user.url = _url_at(self.target, replica.host, replica.port)
 
-    def own(self, method: str, target: bytes, content: bytes) -> Message:
-        """Return a request of our own, with the headers and timeouts of the user's."""
-        return Message(
-            method=method,
-            target=target,
-            headers=self.headers,
-            content=content,
-            extensions=self.extensions,
-            wants_signs=self.wants_signs,
-        )
-
     # -- as it is sent
 
     def timeout_s(self, name: str) -> float | None:

@@ -75,17 +75,14 @@ class ServiceWatch:
         self._reader = RecordReader(store, service, self._proofs)
         self._refreshed_at_s = float("-inf")
         self._searched_at_s = float("-inf")
-        self._make_locks()
+        self.after_fork()
         renew_after_fork(self)
-
-    def _make_locks(self) -> None:
-        self._refresh_lock = threading.Lock()
-        self._search_lock = threading.Lock()
-        self._refreshing: Future[None] | None = None
 
     def after_fork(self) -> None:
         """In a forked process, locks may be held by threads that are not there."""
-        self._make_locks()
+        self._refresh_lock = threading.Lock()
+        self._search_lock = threading.Lock()
+        self._refreshing: Future[None] | None = None
         self._proofs.after_fork()
         self.pool.after_fork()
         self.lost.after_fork()
@@ -124,14 +121,11 @@ class ServiceWatch:
                 return False
             if not search.is_ready:
                 return False
-            self._show(search)
+            # What the search found counts as what is known, until the next refresh.
+            records = tuple(record for record, _ in search.answers.values())
+            probes = {name: result or _NOT_YET for name, (_, result) in search.answers.items()}
+            self.status = self._assess(ServiceRecords(service=self.service, records=records), probes)
             return True
-
-    def _show(self, search: Search) -> None:
-        """Take what a search found as what is known, until the next refresh."""
-        records = [record for record, _ in search.answers.values()]
-        probes = {name: result or _NOT_YET for name, (_, result) in search.answers.items()}
-        self.status = self._assess(ServiceRecords(service=self.service, records=tuple(records)), probes)
 
     def _ask(self, record: EndpointRecord) -> ProbeResult:
         result = self._judge(record, self._probe([record], self.api_key)[record.name])
@@ -286,12 +280,11 @@ def _ready_ones(records: Sequence[EndpointRecord]) -> list[EndpointRecord]:
 
 def _address(record: EndpointRecord, result: ProbeResult, api_key: str) -> ReplicaAddress:
     assert result.host is not None
-    identity = Identity.of(record, api_key)
     return ReplicaAddress(
         name=record.name,
         host=result.host,
         port=record.port,
-        identity=identity,
+        identity=Identity.of(record, api_key),
         signs=record.signs,
         adapters=frozenset(record.adapter_names),
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -45,28 +44,23 @@ AskOthers = Callable[[Set[str]], None]
 class LostReplicas:
     """The replicas of one service. Safe to share between threads."""
 
-    def __init__(
-        self, pool: ReplicaPool, look: Look, ask_others: AskOthers, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, pool: ReplicaPool, look: Look, ask_others: AskOthers, *, clock: Callable[[], float]) -> None:
         self.clock = clock
         self._pool = pool
         self._look = look
         self._ask_others = ask_others
         self._limits: dict[str, SilenceLimit] = {}
         self._reasons: dict[str, tuple[str, float]] = {}
-        self._forget_looks()
+        self.after_fork()
 
-    def _forget_looks(self) -> None:
+    def after_fork(self) -> None:
+        """In a forked process, the lock may be held by a thread that is not there, and no look is under way."""
         self._lock = threading.Lock()
         self._is_looking = False
         self._looked_for: Set[str] = frozenset()
         self._wanted: set[str] = set()
         self._look_at_s = float("-inf")
         self._ask_others_at_s = float("-inf")
-
-    def after_fork(self) -> None:
-        """In a forked process, the lock may be held by a thread that is not there, and no look is under way."""
-        self._forget_looks()
 
     def limit_of(self, name: str) -> SilenceLimit:
         """Return the limit of a replica, which all its connections share."""

@@ -36,7 +36,6 @@ class Search:
     """One search. `answers` are all records that were asked, with what they answered; None until they do.
 
     `read` gives the records of files, `ask` asks the engine of one. `ask` is called in threads.
-    `clock` gives the seconds since the epoch.
     """
 
     def __init__(
@@ -44,13 +43,11 @@ class Search:
         *,
         read: Callable[[Sequence[RecordFile]], Sequence[EndpointRecord]],
         ask: Callable[[EndpointRecord], ProbeResult],
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self.answers: dict[str, tuple[EndpointRecord, ProbeResult | None]] = {}
         self.is_ready = False
         self._read = read
         self._ask = ask
-        self._clock = clock
         self._changed = threading.Condition()
         self._waiting = 0
 
@@ -60,7 +57,7 @@ class Search:
         overdue: list[EndpointRecord] = []
         while read < len(files) and not self.is_ready:
             records = self._read(files[read : read + count])
-            renewed = [record for record in records if not record.is_overdue(self._clock())]
+            renewed = [record for record in records if not record.is_overdue(time.time())]
             overdue += [record for record in records if record not in renewed]
             for record in renewed:
                 self._start(record)

@@ -57,14 +57,14 @@ class Waker:
         self._store = store
         self._service = service
         self._may_wake = may_wake
-        self._lock = threading.Lock()
+        self.after_fork()
         renew_after_fork(self)
 
     def after_fork(self) -> None:
         """In a forked process a thread that is not there may hold the lock."""
         self._lock = threading.Lock()
 
-    def wake_if_asleep(self, *, is_pending: bool = False) -> bool:
+    def wake_if_asleep(self, *, is_pending: bool) -> bool:
         """Have the service woken if its file says that it is asleep; whether it is coming, as far as that tells.
 
         Where jobs wait that published nothing (`is_pending`), Slurm may know that they ended: the service is looked

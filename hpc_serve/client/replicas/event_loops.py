@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -78,44 +77,6 @@ class InLoop:
         import anyio
 
         await anyio.sleep(seconds)
-
-
-class Places:
-    """A bounded number of places for the tasks of one event loop. A free one costs no wait."""
-
-    def __init__(self, count: int) -> None:
-        self._free = count
-        self._waiting: deque[Any] = deque()
-
-    def acquire_now(self) -> bool:
-        """Take a place if one is free. While tasks wait, none is."""
-        if not self._free:
-            return False
-        self._free -= 1
-        return True
-
-    async def acquire(self) -> None:
-        """Wait for a place, in turn."""
-        import asyncio
-
-        if self.acquire_now():
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # its turn had come
-                self.release()
-            raise
-
-    def release(self) -> None:
-        """Give a place to the task that has waited longest."""
-        while self._waiting:
-            if not (turn := self._waiting.popleft()).done():
-                turn.set_result(None)
-                return
-        self._free += 1
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:

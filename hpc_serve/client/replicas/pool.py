@@ -178,19 +178,23 @@ class ReplicaPool:
     ) -> None:
         self._clock = clock
         self._chance = chance
-        # Reentrant: the garbage collector may end a request, and give its replica back, in the middle of any line.
-        self._lock = threading.RLock()
         self._replicas: Mapping[str, ReplicaAddress] = {}  # never changed, but replaced: who reads it needs no lock
         self.is_uneven = False
         """Some replicas have adapters that others lack."""
-        self.process = object()
-        """Another one in each process that is forked: requests of the other process are not under way here."""
         self._losses: dict[str, _Loss] = {}
-        self._under_way: dict[str, int] = {}
         self._speeds = Speeds()
         self._beginnings = Beginnings()
         self._weights: Mapping[str, float] = {}
         self._weighed_at_s = float("-inf")
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """In a forked process no request of `take` is under way, and a thread of the parent may hold the lock."""
+        # Reentrant: the garbage collector may end a request, and give its replica back, in the middle of any line.
+        self._lock = threading.RLock()
+        self._under_way: dict[str, int] = {}
+        self.process = object()
+        """Another one in each process that is forked: requests of the other process are not under way here."""
 
     def __len__(self) -> int:
         return len(self._replicas)
@@ -301,12 +305,6 @@ class ReplicaPool:
                 self._under_way[replica.name] = left
             else:
                 del self._under_way[replica.name]
-
-    def after_fork(self) -> None:
-        """In a forked process no request of `take` is under way, and a thread of the parent may hold the lock."""
-        self._lock = threading.RLock()
-        self._under_way = {}
-        self.process = object()
 
 
 # -- for whoever wants to see where requests go

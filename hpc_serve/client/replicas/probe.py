@@ -70,8 +70,12 @@ class Proofs:
     """What the replicas of one service have proved, by which probe and when. Safe to share between threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
         self._replicas: dict[str, _Known] = {}
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """In a forked process the lock may be one that a thread of the other process holds."""
+        self._lock = threading.RLock()
 
     @property
     def proven(self) -> Mapping[str, EndpointRecord]:
@@ -141,10 +145,6 @@ class Proofs:
             kept = tuple(record for name, record in self.proven.items() if name not in names)
         return replace(found, records=(*found.records, *kept))
 
-    def after_fork(self) -> None:
-        """In a forked process the lock may be one that a thread of the other process holds."""
-        self._lock = threading.RLock()
-
 
 def _engine(record: EndpointRecord) -> tuple[int, str | None]:
     return record.port, record.certificate
@@ -173,32 +173,27 @@ def probe(host: str, port: int, identity: Identity, *, timeout_s: float = PROBE_
     """Ask at one address whether the engine of `identity` is there, whether it is healthy and takes the key."""
     try:
         with contextlib.closing(VerifiedConnection(host, port, identity, timeout_s=timeout_s)) as connection:
-            return _ask_engine(connection, host, identity.api_key)
+            return _ask_engine(connection, host)
     except NotOurEngineError as error:
         return ProbeResult(status="not ours", host=host, detail=str(error))
     except (OSError, http.client.HTTPException, ValueError, RecordError) as error:
         return ProbeResult(status="no answer", host=host, detail=str(error) or type(error).__name__)
 
 
-def _ask_engine(connection: VerifiedConnection, host: str, api_key: str) -> ProbeResult:
-    with_key = {"Authorization": f"Bearer {api_key}"}
-    health = _get(connection, "/health", with_key)
+def _ask_engine(connection: VerifiedConnection, host: str) -> ProbeResult:
+    health = connection.ask("GET", "/health")
+    health.read()
     if is_draining(health.headers):
         return ProbeResult(status="draining", host=host)
     if health.status != 200:
         return ProbeResult(status="unhealthy", host=host, detail=f"/health answers {health.status}")
     if reason := why_hung(health.headers):
         return ProbeResult(status="hung", host=host, detail=reason)
-    if _get(connection, "/v1/models", with_key).status == 401:
+    models = connection.ask("GET", "/v1/models")
+    models.read()
+    if models.status == 401:
         return ProbeResult(status="other key", host=host, detail="it does not take the service's key")
     return ProbeResult(status="ready", host=host)
-
-
-def _get(connection: VerifiedConnection, path: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
-    connection.request("GET", path, headers=headers)
-    response = connection.getresponse()
-    response.read()
-    return response
 
 
 def probe_record(record: EndpointRecord, api_key: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> ProbeResult:

@@ -157,15 +157,16 @@ class ReplicaStatus:
 
     @property
     def address(self) -> str:
-        """Host and port; empty if none is known."""
-        return f"{self.host}:{self.record.port}" if self.record and self.host else ""
+        """Host and port, as a URL has them; empty if none is known."""
+        if self.record is None or self.host is None:
+            return ""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.record.port}"
 
     @property
     def base_url(self) -> str:
         """The engine's URL as OpenAI clients want it; for a replica that is ready."""
-        assert self.record is not None
-        host = f"[{self.host}]" if self.host and ":" in self.host else self.host
-        return f"https://{host}:{self.record.port}/v1"
+        return f"https://{self.address}/v1"
 
     @property
     def is_overdue(self) -> bool:
@@ -313,10 +314,8 @@ def assess_replica(
         return replace(status, state=record.state, reason=_end_reason(record), end_reported_by_job=True)
     if record.state != "ready":
         probe = None
-    if probe is not None and probe.status == "ready":
-        return replace(status, state="ready")
-    if probe is not None and probe.status == "draining":
-        return replace(status, state="draining")
+    if probe is not None and (probe.status == "ready" or probe.status == "draining"):
+        return replace(status, state=probe.status)
     if lease_age_s > record.lease_s or wall_age_s > ABANDONED_AFTER_S:
         age = duration(status.record_age_s)
         reason = f"its record has not been renewed for {age}; it was {record.stage_words}"

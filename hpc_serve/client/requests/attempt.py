@@ -51,20 +51,14 @@ class Repeats:
     def is_without_effect(self) -> bool:
         return self._request.method in ("GET", "HEAD") or self._request.path.endswith(_WITHOUT_EFFECT)
 
-    @property
-    def is_replayable(self) -> bool:
-        """Whether the body is held in memory. An upload that was streamed is gone."""
-        return self._request.content is not None
-
-    def count(self, failure: BaseException) -> None:
-        """The request failed at a replica."""
-        self.lost += _was_lost(failure)
-
     def may_follow(self, failure: BaseException) -> bool:
-        """Whether it may be sent once more after this failure, which was counted."""
+        """Count a failure; return whether the request may be sent once more. An upload that was streamed is gone."""
         if never_arrived(failure):
             return True
-        return _was_lost(failure) and not self.is_over and self.is_without_effect and self.is_replayable
+        if not _was_lost(failure):
+            return False
+        self.lost += 1
+        return not self.is_over and self.is_without_effect and self._request.content is not None
 
     def shown(self, failure: BaseException) -> BaseException:
         """The error for the SDK. After any but its own it would send the request again by itself."""
@@ -134,15 +128,11 @@ class Attempt(Body):
                 self._watch.pool.note_time(self.replica, "first", time.monotonic() - self._began_at_s)
             if self.is_whole or piece.endswith(DONE_EVENT):
                 self.is_whole = True
-                self._more = await self._read_end()
+                # Nothing follows `[DONE]`. Without an end of the body in time the connection is closed.
+                self.answer.timeout_s = END_S
+                with suppress(http.TransportError):
+                    self._more = await self.answer.read()
         return piece
-
-    async def _read_end(self) -> bytes | None:
-        """What follows `[DONE]`, which is nothing. Without an end of the body in time the connection is closed."""
-        self.answer.timeout_s = END_S
-        with suppress(http.TransportError):
-            return await self.answer.read()
-        return None
 
     def end(self, *, is_suspect: bool = False) -> None:
         """The request is over; the replica may be at fault."""

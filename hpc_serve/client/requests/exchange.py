@@ -88,7 +88,6 @@ class Exchange:
                 attempt.answered(await self._here.send(self._request, attempt.replica, connect_s))
             except BaseException as error:
                 attempt.end_with(error)
-                self._repeats.count(error)
                 if self._repeats.may_follow(error):
                     failure = error
                     continue
@@ -116,44 +115,41 @@ class Exchange:
     async def go_on(self, relay: Relay, replica: str, failure: BaseException) -> Attempt:
         """The attempt whose answer continues a stream which broke at a replica. Raises StreamBrokenError."""
         self._repeats.lost += 1
-        while True:
-            try:
+        try:
+            while True:
                 asks = relay.steps()
                 ask, is_last = _next(asks)
                 if self._repeats.is_over:
                     raise CannotResumeError(self._repeats.why_over)
                 attempt = self._take(self._tried) or await self._find()
-            except CannotResumeError as error:
-                raise _broken_stream(relay, replica, failure, str(error)) from failure
-            except (HpcServeError, NoReplicaError) as error:
-                raise _broken_stream(relay, replica, failure, f"no other one is ready: {error}") from failure
-            replica = attempt.replica.name
-            try:
-                while not is_last:
-                    found = await self._here.send(self._asking(ask), attempt.replica, CONNECT_S)
-                    ask, is_last = _next(asks, await found.read_all())
-                attempt.answered(await self._here.send(self._asking(ask), attempt.replica, CONNECT_S))
-                status = attempt.answer.status_code
-                if status == 200:
-                    relay.go_on(replica)
-                    self.resumed += relay.is_continued
-                    self.sent += not relay.is_continued
-                    return attempt
-                said = await attempt.read_all()
-            except CannotResumeError as error:
-                attempt.end()
-                raise _broken_stream(relay, replica, failure, str(error)) from failure
-            except BaseException as error:
-                attempt.end_with(error)
-                if not isinstance(error, http.TransportError):
-                    raise
-                failure = error
-                self._repeats.lost += not never_arrived(failure)
-                continue
-            failure = http.RemoteProtocolError(f"HTTP {status}: {said.decode(errors='replace')[:200]}")
-            if status < 500:
-                raise _broken_stream(relay, replica, failure, "it does not go on there") from None
-            self._watch.mark_suspect(attempt.replica)
+                replica = attempt.replica.name
+                try:
+                    while not is_last:
+                        found = await self._here.send(self._asking(ask), attempt.replica, CONNECT_S)
+                        ask, is_last = _next(asks, await found.read_all())
+                    attempt.answered(await self._here.send(self._asking(ask), attempt.replica, CONNECT_S))
+                    status = attempt.answer.status_code
+                    if status == 200:
+                        relay.go_on(replica)
+                        self.resumed += relay.is_continued
+                        self.sent += not relay.is_continued
+                        return attempt
+                    said = await attempt.read_all()
+                except BaseException as error:
+                    attempt.end_with(error)
+                    if not isinstance(error, http.TransportError):
+                        raise
+                    failure = error
+                    self._repeats.lost += not never_arrived(failure)
+                    continue
+                failure = http.RemoteProtocolError(f"HTTP {status}: {said.decode(errors='replace')[:200]}")
+                if status < 500:
+                    raise CannotResumeError("it does not go on there")
+                self._watch.mark_suspect(attempt.replica)
+        except CannotResumeError as error:
+            raise _broken_stream(relay, replica, failure, str(error)) from failure
+        except (HpcServeError, NoReplicaError) as error:
+            raise _broken_stream(relay, replica, failure, f"no other one is ready: {error}") from failure
 
     # -- which replica
 
@@ -198,7 +194,7 @@ class Exchange:
         to requests that arrive while it shuts down, and to requests that broke it. The record tells which: a request
         that broke one engine must not be sent to the next.
         """
-        if not self._repeats.is_replayable:
+        if self._request.content is None:
             return False
         if answer.status_code == 404:
             with contextlib.suppress(HpcServeError):
@@ -214,7 +210,8 @@ class Exchange:
     # -- sending
 
     def _asking(self, ask: Ask) -> Message:
-        return self._request.own(ask.method, ask.path.encode(), ask.content)
+        """Return a request of our own, with the headers and timeouts of the user's."""
+        return replace(self._request, method=ask.method, target=ask.path.encode(), content=ask.content, of_user=None)
 
 
 def _next(asks: Steps, answer: bytes | None = None) -> tuple[Ask, bool]:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,15 @@ def say(client: Any, **options: Any) -> int:
 def address(name: str = "a", *, signs: bool = True) -> ReplicaAddress:
     """The address of a replica that nobody asks."""
     return ReplicaAddress(name=name, host="h", port=1, identity=Identity(certificate="", api_key="k"), signs=signs)
+
+
+def watch_told(service: StubService, answers: dict[str, Any], **options: Any) -> Any:
+    """A watch to which the engines of records answer what stands there by their names."""
+
+    def probe(records: Any, api_key: str) -> dict[str, ProbeResult]:
+        return {record.name: ProbeResult(status=answers[record.name], host="127.0.0.1") for record in records}
+
+    return ServiceWatch(service.store, service.service, probe=probe, **options)
 
 
 class Asker:
@@ -92,6 +101,12 @@ def asker(request: pytest.FixtureRequest) -> Iterator[Callable[..., Asker]]:
         one.close()
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """Tests that are coroutines run in asyncio's loop."""
+    return "asyncio"
+
+
 class FakeClock:
     """A clock that stands until it is moved on."""
 
@@ -101,14 +116,43 @@ class FakeClock:
         return self.now_s
 
 
-@pytest.fixture
-def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubService]:
+@contextmanager
+def stub_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StubService]]:
+    """Makes services of stub engines by their names, and ends their processes."""
     be_patient(monkeypatch)
     monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(waiting, "STEP_S", 0.05)
-    service = StubService(tmp_path / "home")
-    yield service
-    service.close()
+    with ExitStack() as made:
+        yield lambda name="405b": made.enter_context(closing(StubService(tmp_path / "home", name)))
+
+
+@pytest.fixture
+def services_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StubService]]:
+    with stub_services(tmp_path, monkeypatch) as make:
+        yield make
+
+
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubService]:
+    with stub_services(tmp_path, monkeypatch) as make:
+        yield make()
+
+
+class WorkLog:
+    """What engines that were started with these `flags` write down of their requests."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.flags = ("--stub-work-log", str(folder))
+        self._folder = folder
+
+    def count(self, event: str) -> int:
+        return sum(log.read_text().count(f'"event": "{event}"') for log in self._folder.iterdir())
+
+
+@pytest.fixture
+def work_log(tmp_path: Path) -> WorkLog:
+    return WorkLog(tmp_path / "work")
 
 
 @pytest.fixture

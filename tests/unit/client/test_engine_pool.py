@@ -7,27 +7,31 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from hpc_serve.client.connections.connections import LoopPool, ThreadPool
-from hpc_serve.client.connections.engine_pool import MOST_HANDSHAKES
-from hpc_serve.client.connections.message import Message, lines_for
+from hpc_serve.client.connections.connections import LoopPool, ThreadConnection, ThreadPool
+from hpc_serve.client.connections.engine_pool import LIMITS, MOST_HANDSHAKES
+from hpc_serve.client.connections.message import Message
 from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.pool import LastReplica, ReplicaAddress, ReplicaPool
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.replicas.silence import SilenceLimit
 from hpc_serve.client.requests import attempt
 from hpc_serve.client.resume.stream import DONE_EVENT
+from hpc_serve.rendezvous.gate_headers import SIGNS
 from hpc_serve.trust.connection import Identity
 from tests.support.patience import wait_until
 from tests.support.tls_servers import server_context
+
+pytestmark = pytest.mark.anyio  # the tests that are coroutines
 
 LATE_S = 60.0
 MUCH = b"x" * 20_000_000
@@ -64,6 +68,7 @@ class Trial:
         self._kind = kind
         self._certificate = certificate
         self._serve = serve
+        self._judge = limits.pop("judge", NoJudge())
         self._limits = {"max_connections": 100, "keepalive_expiry": LATE_S, **limits}
 
     async def start(self) -> None:
@@ -73,11 +78,13 @@ class Trial:
         identity = Identity(certificate=shown.certificate, api_key="k")
         port = self._server.sockets[0].getsockname()[1]
         self.replica = ReplicaAddress(name="1.json", host="127.0.0.1", port=port, identity=identity)
-        self.pool = self._kind(NoJudge(), self._limits)
+        with mock.patch.dict(LIMITS, self._limits):
+            self.pool = self._kind(self._judge)
 
     async def _count(self, reader: Any, writer: Any) -> None:
         self.connections += 1
-        await self._serve(reader, writer)
+        with suppress(asyncio.IncompleteReadError, OSError):  # the client may leave
+            await self._serve(reader, writer)
 
     async def ask(
         self,
@@ -113,21 +120,19 @@ def kind(request):
 
 
 @pytest.fixture
-def run(service, kind):
-    """Run `trial(Trial)` against an engine."""
+async def engine(service, kind):
+    """Makes trials against an engine."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(3 * MOST_HANDSHAKES))
+    made: list[Trial] = []
 
-    def run_it(trial: Callable[[Trial], Awaitable[None]], serve: Callable[..., Awaitable[None]], **limits: Any) -> None:
-        async def whole() -> None:
-            tried = Trial(kind, service.certificate(), serve, limits)
-            await tried.start()
-            try:
-                await trial(tried)
-            finally:
-                await tried.close()
+    async def start(serve: Callable[..., Awaitable[None]], **limits: Any) -> Trial:
+        made.append(Trial(kind, service.certificate(), serve, limits))
+        await made[-1].start()
+        return made[-1]
 
-        asyncio.run(whole())
-
-    return run_it
+    yield start
+    for trial in made:
+        await trial.close()
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -159,66 +164,56 @@ def says(*answers: bytes, closes: bool = False) -> Callable[..., Awaitable[None]
         (b"HTTP/1.1 204 No Content\r\n\r\n", False, b""),
     ],
 )
-def test_an_answer_ends_where_it_says(run, answer, closes, body):
-    async def trial(tried):
-        assert await tried.read(await tried.ask()) == body
-
-    run(trial, says(answer, closes=closes))
+async def test_an_answer_ends_where_it_says(engine, answer, closes, body):
+    tried = await engine(says(answer, closes=closes))
+    assert await tried.read(await tried.ask()) == body
 
 
-def test_an_answer_to_head_has_no_body_whatever_length_it_names(run):
-    async def trial(tried):
-        answer = await tried.ask("HEAD")
-        assert (answer.headers["content-length"], await tried.read(answer)) == ("2", b"")
-
-    run(trial, says(OK.removesuffix(b"ok")))
+async def test_an_answer_to_head_has_no_body_whatever_length_it_names(engine):
+    tried = await engine(says(OK.removesuffix(b"ok")))
+    answer = await tried.ask("HEAD")
+    assert (answer.headers["content-length"], await tried.read(answer)) == ("2", b"")
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_connection_serves_until_the_engine_ends_it(run, closes):
+async def test_a_connection_serves_until_the_engine_ends_it(engine, closes):
     answer = OK.replace(b"200 OK\r\n", b"200 OK\r\nconnection: close\r\n") if closes else OK
-
-    async def trial(tried):
-        for _ in range(3):
-            assert await tried.read(await tried.ask()) == b"ok"
-        assert tried.connections == (3 if closes else 1)
-
-    run(trial, says(answer, answer, answer))
+    tried = await engine(says(answer, answer, answer))
+    for _ in range(3):
+        assert await tried.read(await tried.ask()) == b"ok"
+    assert tried.connections == (3 if closes else 1)
 
 
 @pytest.mark.parametrize(
-    ("answer", "error"),
+    "answer",
     [
-        (OK[:-1], http.RemoteProtocolError),
-        (CHUNKS + b"2\r\nab\r\n", http.RemoteProtocolError),
-        (CHUNKS + b"no number\r\n", http.RemoteProtocolError),
-        (b"", http.RemoteProtocolError),
-        (b"SSH-2.0-x\r\n\r\n", http.RemoteProtocolError),
+        OK[:-1],
+        CHUNKS + b"2\r\nab\r\n",
+        CHUNKS + b"no number\r\n",
+        b"",
+        b"SSH-2.0-x\r\n\r\n",
+        b"HTTP/1.1 101 x\r\nconnection: upgrade\r\nupgrade: x\r\n\r\nhello",
     ],
 )
-def test_an_answer_that_breaks_off_is_an_error_once(run, answer, error):
-    async def trial(tried):
-        with pytest.raises(error):
-            await tried.read(await tried.ask())
-        assert tried.pool._idle == {}
-
-    run(trial, says(answer, closes=True))
+async def test_an_answer_that_breaks_off_is_an_error_once(engine, answer):
+    tried = await engine(says(answer, closes=True))
+    with pytest.raises(http.RemoteProtocolError):
+        await tried.read(await tried.ask())
+    assert tried.pool._idle == {}
 
 
-def test_a_reset_is_an_error_of_reading(run):
+async def test_a_reset_is_an_error_of_reading(engine):
     async def reset(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         writer.transport.abort()
 
-    async def trial(tried):
-        with pytest.raises((http.ReadError, http.RemoteProtocolError)):
-            await tried.ask()
-
-    run(trial, reset)
+    tried = await engine(reset)
+    with pytest.raises((http.ReadError, http.RemoteProtocolError)):
+        await tried.ask()
 
 
-def test_much_waits_at_the_engine_until_it_is_read(run):
+async def test_much_waits_at_the_engine_until_it_is_read(engine):
     sent: list[int] = []
 
     async def much(reader, writer):
@@ -230,19 +225,17 @@ def test_much_waits_at_the_engine_until_it_is_read(run):
             sent.append(100_000)
         await reader.read()
 
-    async def trial(tried):
-        answer = await tried.ask()
-        await asyncio.sleep(0.2)
-        assert answer.unread_bytes < len(MUCH) / 2
-        assert sum(sent) < len(MUCH)
-        assert len(await tried.read(answer)) == len(MUCH)
-        assert sum(sent) == len(MUCH)
-
-    run(trial, much)
+    tried = await engine(much)
+    answer = await tried.ask()
+    await asyncio.sleep(0.2)
+    assert answer.unread_bytes < len(MUCH) / 2
+    assert sum(sent) < len(MUCH)
+    assert len(await tried.read(answer)) == len(MUCH)
+    assert sum(sent) == len(MUCH)
 
 
 @pytest.mark.parametrize("chunked", [True, False])
-def test_an_upload_is_sent_as_its_headers_say(run, kind, chunked):
+async def test_an_upload_is_sent_as_its_headers_say(engine, kind, chunked):
     async def pieces():
         yield b"ab"
         yield b"cde"
@@ -257,74 +250,41 @@ def test_an_upload_is_sent_as_its_headers_say(run, kind, chunked):
         writer.write(OK)
         await reader.read()
 
-    async def trial(tried):
-        length = (b"transfer-encoding", b"chunked") if chunked else (b"content-length", b"5")
-        answer = await tried.ask(headers=[length], content=None, upload=upload)
-        assert await tried.read(answer) == b"ok"
-
-    run(trial, take)
+    tried = await engine(take)
+    length = (b"transfer-encoding", b"chunked") if chunked else (b"content-length", b"5")
+    answer = await tried.ask(headers=[length], content=None, upload=upload)
+    assert await tried.read(answer) == b"ok"
     assert got == [b"2\r\nab\r\n3\r\ncde\r\n0\r\n\r\n" if chunked else b"abcde"]
 
 
-def test_an_engine_that_says_nothing_is_late(run):
-    async def trial(tried):
-        with pytest.raises(http.ReadTimeout):
-            await tried.ask(read_s=0.2)
-
-    run(trial, says())
+async def test_an_engine_that_says_nothing_is_late(engine):
+    tried = await engine(says())
+    with pytest.raises(http.ReadTimeout):
+        await tried.ask(read_s=0.2)
 
 
-def test_a_loop_that_was_held_up_reads_what_has_come_before_it_calls_an_engine_lost(service):
+@pytest.mark.parametrize("kind", [LoopPool])  # a thread is held up in another way
+async def test_a_loop_that_was_held_up_reads_what_has_come_before_it_calls_an_engine_lost(engine):
     """The event loop of the gateway runs timers before it looks for what came while it was held up."""
-    uvloop = pytest.importorskip("uvloop")
-    shown, released, sent = service.certificate(), threading.Event(), threading.Event()
+    engines: list[Any] = []
 
-    def serve(listening: socket.socket) -> None:
-        with server_context(shown.certificate_file, shown.key_file).wrap_socket(listening.accept()[0], True) as engine:
-            engine.recv(65536)
-            engine.sendall(OK[:-2])
-            released.wait()
-            engine.sendall(OK[-2:])
-            sent.set()
-            engine.recv(1)
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK[:-2])
+        engines.append(writer)
+        await reader.read()
 
-    async def trial(replica: ReplicaAddress) -> bytes:
-        pool = LoopPool(HarshJudge())
-        message = Message(method="POST", target=b"/", headers=[], content=b"", extensions={})
-        answer = await pool.send(message, replica, LATE_S)
-
-        def hold_up() -> None:
-            bell.recv(1)
-            released.set()
-            assert sent.wait(LATE_S)
-            while time.monotonic() < answer.connection.wait.look_at_s + 0.2:
-                time.sleep(0.1)
-
-        bell, rope = socket.socketpair()
-        asyncio.get_running_loop().add_reader(bell, hold_up)
-        reading = asyncio.create_task(answer.read_all())
-        await asyncio.sleep(0)
-        rope.send(b"x")
-        try:
-            return await reading
-        finally:
-            pool.close()
-            asyncio.get_running_loop().remove_reader(bell)
-            bell.close()
-            rope.close()
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=serve, args=[listening])
-        thread.start()
-        identity = Identity(certificate=shown.certificate, api_key="k")
-        address = ReplicaAddress(name="1.json", host="127.0.0.1", port=listening.getsockname()[1], identity=identity)
-        assert uvloop.run(trial(address)) == b"ok"
-        thread.join()
+    tried = await engine(serve, judge=HarshJudge())
+    answer = await tried.ask()
+    reading = asyncio.create_task(tried.read(answer))
+    await asyncio.sleep(0)  # it waits by now
+    engines[0].write(OK[-2:])
+    answer.connection.check()  # as the timer does, before the loop has read
+    assert await reading == b"ok"
 
 
-def test_a_request_that_is_given_up_ends_its_connection(run, kind):
-    if kind is ThreadPool:
-        pytest.skip("a thread that waits is not cancelled")
+@pytest.mark.parametrize("kind", [LoopPool])  # a thread that waits is not cancelled
+async def test_a_request_that_is_given_up_ends_its_connection(engine):
     left = []
 
     async def wait(reader, writer):
@@ -333,27 +293,16 @@ def test_a_request_that_is_given_up_ends_its_connection(run, kind):
         left.append(True)
         writer.close()
 
-    async def trial(tried):
-        asking = asyncio.create_task(tried.ask())
-        await until(lambda: tried.connections)
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-        await until(lambda: left)
-
-    run(trial, wait)
+    tried = await engine(wait)
+    asking = asyncio.create_task(tried.ask())
+    await until(lambda: tried.connections)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await until(lambda: left)
 
 
-def test_requests_over_the_bound_wait_for_an_answer_to_end(run):
-    async def trial(tried):
-        first = await tried.ask()
-        with pytest.raises(http.PoolTimeout):
-            await tried.ask(pool_s=0.05)
-        second = asyncio.create_task(tried.ask())
-        assert await tried.read(first) == b"ok"
-        await first.aclose()
-        await (await second).aclose()
-
+async def test_requests_over_the_bound_wait_for_an_answer_to_end(engine):
     async def serve(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(CHUNKS + b"2\r\nok\r\n")
@@ -361,92 +310,82 @@ def test_requests_over_the_bound_wait_for_an_answer_to_end(run):
         writer.write(b"0\r\n\r\n")
         await says(OK)(reader, writer)
 
-    run(trial, serve, max_connections=1)
+    tried = await engine(serve, max_connections=1)
+    first = await tried.ask()
+    with pytest.raises(http.PoolTimeout):
+        await tried.ask(pool_s=0.05)
+    second = asyncio.create_task(tried.ask())
+    assert await tried.read(first) == b"ok"
+    await first.aclose()
+    await (await second).aclose()
 
 
-def test_few_connections_are_made_at_once_and_when_one_fails_all_that_wait_fail(service, kind):
+async def test_few_connections_are_made_at_once_and_when_one_fails_all_that_wait_fail(engine):
     """A thousand handshakes at once take an engine longer than the time after which it counts as lost."""
-
-    async def whole() -> None:
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(3 * MOST_HANDSHAKES))
-        trial = Trial(kind, service.certificate(), says(), {})
-        await trial.start()
-        with socket.create_server(("127.0.0.1", 0), backlog=200) as silent:  # no handshake ends
-            trial.replica = replace(trial.replica, port=silent.getsockname()[1])
-            asked = [asyncio.create_task(trial.ask()) for _ in range(2 * MOST_HANDSHAKES)]
-            begun = [await asyncio.to_thread(silent.accept) for _ in range(MOST_HANDSHAKES)]
-            silent.settimeout(0.2)
-            with pytest.raises(TimeoutError):
-                await asyncio.to_thread(silent.accept)
-            begun[0][0].close()
-            failed = await asyncio.gather(*asked[MOST_HANDSHAKES:], return_exceptions=True)
-            assert {type(error) for error in failed} == {http.ConnectError}
-            for connection, _ in begun:
-                connection.close()
-            assert all(await asyncio.gather(*asked, return_exceptions=True))
-        await trial.close()
-
-    asyncio.run(whole())
+    tried = await engine(says())
+    with socket.create_server(("127.0.0.1", 0), backlog=200) as silent:  # no handshake ends
+        tried.replica = replace(tried.replica, port=silent.getsockname()[1])
+        asked = [asyncio.create_task(tried.ask()) for _ in range(2 * MOST_HANDSHAKES)]
+        begun = [await asyncio.to_thread(silent.accept) for _ in range(MOST_HANDSHAKES)]
+        silent.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            await asyncio.to_thread(silent.accept)
+        begun[0][0].close()
+        failed = await asyncio.gather(*asked[MOST_HANDSHAKES:], return_exceptions=True)
+        assert {type(error) for error in failed} == {http.ConnectError}
+        for connection, _ in begun:
+            connection.close()
+        assert all(await asyncio.gather(*asked, return_exceptions=True))
 
 
 @pytest.mark.parametrize("fault", ["it had too little time", "it was before the wait"])
-def test_who_waits_does_not_fail_by_a_failure_that_tells_nothing_of_its_own_attempt(service, kind, fault):
-    async def whole() -> None:
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(3 * MOST_HANDSHAKES))
-        trial = Trial(kind, service.certificate(), says(), {})
-        await trial.start()
+async def test_who_waits_does_not_fail_by_a_failure_that_tells_nothing_of_its_own_attempt(engine, fault):
+    tried = await engine(says())
 
-        async def ask() -> None:
-            if fault == "it had too little time":
-                return await trial.ask(connect_s=1.0)
-            with suppress(http.ConnectError):
-                await trial.ask()
-            await trial.ask()  # while the failure goes through those that waited
+    async def ask() -> None:
+        if fault == "it had too little time":
+            return await tried.ask(connect_s=1.0)
+        with suppress(http.ConnectError):
+            await tried.ask()
+        await tried.ask()  # while the failure goes through those that waited
 
-        with socket.create_server(("127.0.0.1", 0), backlog=200) as silent:  # no handshake ends
-            trial.replica = replace(trial.replica, port=silent.getsockname()[1])
-            asked = [asyncio.create_task(ask()) for _ in range(MOST_HANDSHAKES)]
-            begun = [await asyncio.to_thread(silent.accept) for _ in range(MOST_HANDSHAKES)]
-            asked.append(asyncio.create_task(trial.ask()))
-            if fault == "it was before the wait":
-                await asyncio.sleep(0.2)  # the last one waits by now
-                begun[0][0].close()
-            silent.settimeout(LATE_S)
-            begun.append(await asyncio.to_thread(silent.accept))
-        for connection, _ in begun:
-            connection.close()
-        failed = await asyncio.gather(*asked, return_exceptions=True)
-        assert all(isinstance(error, http.TransportError) for error in failed)
-        await trial.close()
-
-    asyncio.run(whole())
+    with socket.create_server(("127.0.0.1", 0), backlog=200) as silent:  # no handshake ends
+        tried.replica = replace(tried.replica, port=silent.getsockname()[1])
+        asked = [asyncio.create_task(ask()) for _ in range(MOST_HANDSHAKES)]
+        begun = [await asyncio.to_thread(silent.accept) for _ in range(MOST_HANDSHAKES)]
+        asked.append(asyncio.create_task(tried.ask()))
+        if fault == "it was before the wait":
+            await asyncio.sleep(0.2)  # the last one waits by now
+            begun[0][0].close()
+        silent.settimeout(LATE_S)
+        begun.append(await asyncio.to_thread(silent.accept))
+    for connection, _ in begun:
+        connection.close()
+    failed = await asyncio.gather(*asked, return_exceptions=True)
+    assert all(isinstance(error, http.TransportError) for error in failed)
 
 
-def test_who_waits_to_connect_takes_a_connection_that_becomes_idle(run):
-    async def trial(tried: Trial) -> None:
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(3 * MOST_HANDSHAKES))
+async def test_who_waits_to_connect_takes_a_connection_that_becomes_idle(engine):
+    tried = await engine(says(*[OK] * 3 * MOST_HANDSHAKES))
 
-        async def ask() -> bytes:
-            return await tried.read(await tried.ask())
+    async def ask() -> bytes:
+        return await tried.read(await tried.ask())
 
-        assert set(await asyncio.gather(*(ask() for _ in range(3 * MOST_HANDSHAKES)))) == {b"ok"}
-        assert tried.connections < 3 * MOST_HANDSHAKES
-
-    run(trial, says(*[OK] * 3 * MOST_HANDSHAKES))
+    assert set(await asyncio.gather(*(ask() for _ in range(3 * MOST_HANDSHAKES)))) == {b"ok"}
+    assert tried.connections < 3 * MOST_HANDSHAKES
 
 
-def test_an_idle_connection_is_closed_in_time(run, kind):
-    async def trial(tried):
-        assert await tried.read(await tried.ask()) == b"ok"
-        await asyncio.sleep(0.3)
-        assert not tried.pool.connections or kind is ThreadPool, "in threads the next request ends it"
-        assert await tried.read(await tried.ask()) == b"ok"
-        assert tried.connections == 2
-
-    run(trial, says(OK, OK), keepalive_expiry=0.05)
+async def test_an_idle_connection_is_closed_in_time(engine, kind):
+    tried = await engine(says(OK, OK), keepalive_expiry=0.05)
+    assert await tried.read(await tried.ask()) == b"ok"
+    await asyncio.sleep(0.3)
+    assert not tried.pool.connections or kind is ThreadPool, "in threads the next request ends it"
+    assert await tried.read(await tried.ask()) == b"ok"
+    assert tried.connections == 2
 
 
-def test_a_refusal_before_the_end_of_an_upload_ends_it(run, kind):
+@pytest.mark.parametrize("kind", [LoopPool])  # a thread reads when all is sent
+async def test_a_refusal_before_the_end_of_an_upload_ends_it(engine):
     refused = asyncio.Event()
 
     async def pieces():
@@ -461,50 +400,28 @@ def test_a_refusal_before_the_end_of_an_upload_ends_it(run, kind):
         await reader.read()
         refused.set()
 
-    async def trial(tried):
-        if kind is ThreadPool:
-            pytest.skip("a thread reads when all is sent")
-        length = (b"transfer-encoding", b"chunked")
-        answer = await tried.ask(headers=[length], content=None, upload=pieces())
-        assert (answer.status_code, await tried.read(answer)) == (413, b"big")
-        assert tried.pool._idle == {}
-        await asyncio.wait_for(refused.wait(), LATE_S)
-
-    run(trial, refuse)
+    tried = await engine(refuse)
+    length = (b"transfer-encoding", b"chunked")
+    answer = await tried.ask(headers=[length], content=None, upload=pieces())
+    assert (answer.status_code, await tried.read(answer)) == (413, b"big")
+    assert tried.pool._idle == {}
+    await asyncio.wait_for(refused.wait(), LATE_S)
 
 
 @pytest.mark.parametrize("further", [OK, OK[:-1], b"no HTTP"])
-def test_a_connection_with_more_than_the_answer_is_not_kept(run, further):
-    async def trial(tried):
-        for _ in range(2):
-            assert await tried.read(await tried.ask()) == b"ok"
-        assert tried.connections == 2
-
-    run(trial, says(OK + further, OK))
+async def test_a_connection_with_more_than_the_answer_is_not_kept(engine, further):
+    tried = await engine(says(OK + further, OK))
+    for _ in range(2):
+        assert await tried.read(await tried.ask()) == b"ok"
+    assert tried.connections == 2
 
 
-def test_trailers_are_no_headers_of_the_next_answer(run):
-    async def trial(tried):
-        assert await tried.read(await tried.ask()) == b"ab"
-        answer = await tried.ask()
-        assert await tried.read(answer) == b"ok"
-        assert dict(answer.headers) == {"content-length": "2"}
-
-    run(trial, says(CHUNKS + b"2\r\nab\r\n0\r\ncontent-encoding: gzip\r\n\r\n", OK))
-
-
-def test_an_engine_that_changes_the_protocol_is_an_error(run):
-    async def trial(tried):
-        with pytest.raises(http.RemoteProtocolError):
-            await tried.read(await tried.ask())
-
-    run(trial, says(b"HTTP/1.1 101 x\r\nconnection: upgrade\r\nupgrade: x\r\n\r\nhello"))
-
-
-def test_a_request_names_the_host_as_urls_do():
-    identity = Identity(certificate="", api_key="k")
-    replica = ReplicaAddress(name="1.json", host="::1", port=8000, identity=identity)
-    assert lines_for(replica).startswith(b"host: [::1]:8000\r\n")
+async def test_trailers_are_no_headers_of_the_next_answer(engine):
+    tried = await engine(says(CHUNKS + b"2\r\nab\r\n0\r\ncontent-encoding: gzip\r\n\r\n", OK))
+    assert await tried.read(await tried.ask()) == b"ab"
+    answer = await tried.ask()
+    assert await tried.read(answer) == b"ok"
+    assert dict(answer.headers) == {"content-length": "2"}
 
 
 @pytest.mark.parametrize("value", ["a\r\nx: y", "a\nb", "a\0"])
@@ -553,3 +470,119 @@ def test_the_time_for_the_end_of_a_stream_is_not_that_of_the_next_request(servic
         await tried.close()
 
     asyncio.run(whole())
+
+
+# A connection in a thread: a request in one piece, what came before a close, errors as httpx has them
+
+
+ADDRESS = ReplicaAddress(name="1.json", host="::1", port=8000, identity=Identity(certificate="", api_key="k"))
+
+
+class CountingSocket(socket.socket):
+    """Counts what gives the interpreter's lock away."""
+
+    limits = sends = 0
+
+    def settimeout(self, value: float | None) -> None:
+        self.limits += 1
+        super().settimeout(value)
+
+    def send(self, *arguments: Any) -> int:
+        self.sends += 1
+        return super().send(*arguments)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[CountingSocket, socket.socket]]:
+    one, other = socket.socketpair()
+    with CountingSocket(fileno=one.detach()) as ours, other:
+        other.settimeout(30)
+        yield ours, other
+
+
+def ask_over(ours: socket.socket, content: bytes = b"{}", *, judge: NoJudge | None = None, **timeouts: float) -> bytes:
+    """The body of an answer over a connection in the clear."""
+    connection = ThreadConnection(ThreadPool(NoJudge()), ADDRESS, judge or NoJudge(), ours)
+    extensions = {"timeout": {"read": 30.0, "write": 30.0, **timeouts}}
+    message = Message(method="POST", target=b"/", headers=[], content=content, extensions=extensions)
+
+    async def whole() -> bytes:
+        return await (await connection.ask(message, None)).read_all()
+
+    return run_blocking(whole())
+
+
+def test_a_thread_that_was_held_up_reads_what_has_come_before_it_calls_an_engine_lost(
+    ends: tuple[CountingSocket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, other = ends
+
+    def recv(connected: socket.socket, size: int) -> bytes:
+        monkeypatch.undo()
+        other.sendall(OK)
+        raise TimeoutError  # nothing came in time, and then the thread did not run until something had
+
+    monkeypatch.setattr(CountingSocket, "recv", recv, raising=False)
+    assert ask_over(ours, judge=HarshJudge()) == b"ok"
+
+
+def test_a_request_is_sent_in_one_piece(ends: tuple[CountingSocket, socket.socket]) -> None:
+    ours, other = ends
+    for _ in range(3):
+        other.sendall(OK)
+        assert ask_over(ours) == b"ok"
+        head = b"POST / HTTP/1.1\r\nhost: [::1]:8000\r\nauthorization: Bearer k\r\n%b: %b\r\n" % SIGNS
+        assert other.recv(1000) == head + b"content-length: 2\r\n\r\n{}"
+    assert ours.sends == 3
+    assert ours.limits <= 2, "that of a write and that of a read"
+
+
+def test_what_was_answered_before_the_close_is_read(ends: tuple[CountingSocket, socket.socket]) -> None:
+    ours, other = ends
+    other.sendall(b"HTTP/1.1 413 x\r\ncontent-length: 3\r\n\r\nbig")
+    other.close()
+    assert ask_over(ours, b"a" * 10_000_000) == b"big"
+
+
+def test_an_engine_that_takes_nothing_is_a_timeout_of_writing(ends: tuple[CountingSocket, socket.socket]) -> None:
+    ours, _ = ends
+    with pytest.raises(http.WriteTimeout):
+        ask_over(ours, b"a" * 10_000_000, write=0.05)
+
+
+def test_an_interrupt_while_an_answer_is_read_is_no_error_of_the_engine(
+    ends: tuple[CountingSocket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ThreadConnection, "on_body", interrupted)
+    ours, other = ends
+    other.sendall(OK)
+    with pytest.raises(KeyboardInterrupt):
+        ask_over(ours)
+    assert ours.fileno() == -1, "the connection has ended"
+
+
+def test_a_socket_is_not_closed_while_another_thread_reads(ends: tuple[CountingSocket, socket.socket]) -> None:
+    ours, _other = ends
+    begun, goes_on, reads = threading.Event(), threading.Event(), ours.recv
+
+    def recv(size: int) -> bytes:
+        begun.set()
+        data = reads(size)
+        goes_on.wait(60)
+        return data
+
+    ours.recv = recv  # type: ignore[method-assign,assignment]
+    connection = ThreadConnection(ThreadPool(NoJudge()), ADDRESS, NoJudge(), ours)
+    asked = Message(method="POST", target=b"/", headers=[], content=b"{}")
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(run_blocking, connection.ask(asked, None))
+        assert begun.wait(60)
+        connection.fail(http.ReadError("closed"))
+        assert ours.fileno() >= 0
+        goes_on.set()
+        with pytest.raises(http.ReadError, match="closed"):
+            answer.result(60)
+    assert ours.fileno() < 0

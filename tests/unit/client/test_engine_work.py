@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hpc_serve.client import engine_work
+from hpc_serve.client import connect, engine_work
 from hpc_serve.client.engine_work import ReplicaWork, WorkWatch, look_for
 from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus, assess_replica, assess_submitted
 from hpc_serve.vllm.metrics import EngineWork
@@ -21,8 +21,6 @@ def status_of(service: StubService, place: int = 0) -> ReplicaStatus:
 
 
 def complete(service: StubService, words: int) -> None:
-    from hpc_serve.client import connect
-
     with connect(service.service, home=service.store.home) as client:
         client.completions.create(model=client.model, prompt="a", max_tokens=words)
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,6 @@ CHECKOUT = Path(__file__).parents[3]
 FORK = multiprocessing.get_context("fork")
 WORDS = 20
 STUB = ("--stub-greedy", "--stub-words", str(WORDS), "--stub-word-s", "0.002")
-
-
-@pytest.fixture
-def service(service, tmp_path):
-    (tmp_path / "work").mkdir()
-    return service
-
-
-def log_of(service):
-    return ("--stub-work-log", str(service.store.home.with_name("work")))
-
-
-def events(service, kind):
-    folder = service.store.home.with_name("work")
-    return sum(log.read_text().count(f'"event": "{kind}"') for log in folder.iterdir())
 
 
 def check_own_answers(client, name, count=5):
@@ -86,15 +71,6 @@ def run_test_without_coverage(test):
     done = subprocess.run(argv, cwd=CHECKOUT, env=environ, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout, done.stdout
-
-
-def test_children_get_their_own_answers(service):
-    service.start(*STUB)
-    service.start(*STUB)
-    client = connect("405b", max_retries=0)
-    check_own_answers(client, "parent")
-    run_children(lambda number: check_own_answers(client, f"child {number}"))
-    check_own_answers(client, "parent again")
 
 
 def test_a_fork_makes_and_frees_nothing_of_tls(service, monkeypatch):
@@ -194,25 +170,9 @@ def test_children_of_an_async_client_get_their_own_answers(service):
     run_children(lambda number: asyncio.run(check_own_answers_async(client, f"child {number}")), count=10)
 
 
-def test_a_loader_with_workers_uses_one_client(service):
-    service.start(*STUB)
-    global loaded
-    loaded = connect("405b", max_retries=0)
-    check_own_answers(loaded, "parent")
-    with ProcessPoolExecutor(4, mp_context=FORK) as workers:
-        list(workers.map(_load, [f"item {number}" for number in range(20)], timeout=60))
-
-
-loaded: Any = None
-
-
-def _load(name):
-    check_own_answers(loaded, name, count=1)
-
-
-def test_a_child_does_not_hold_its_parents_connections(service):
+def test_a_child_does_not_hold_its_parents_connections(service, work_log):
     """An engine aborts the request of a client that has left. It must see that, whatever children live."""
-    service.start(*STUB, *log_of(service), "--stub-words", "100000", "--stub-word-s", "0.02")
+    service.start(*STUB, *work_log.flags, "--stub-words", "100000", "--stub-word-s", "0.02")
     client = connect("405b", max_retries=0)
     stream = client.completions.create(model="405b", prompt="x", stream=True)
     next(iter(stream))
@@ -220,7 +180,7 @@ def test_a_child_does_not_hold_its_parents_connections(service):
     child = FORK.Process(target=os.read, args=(here, 1))
     child.start()
     stream.close()
-    wait_until(lambda: events(service, "abort"))
+    wait_until(lambda: work_log.count("abort"))
     os.write(there, b"x")
     child.join(60)
     assert child.exitcode == 0
@@ -264,9 +224,9 @@ def test_an_async_client_is_used_in_several_loops_at_once(service):
             loop.result(60)
 
 
-def test_connections_of_a_loop_that_ended_are_closed(service):
+def test_connections_of_a_loop_that_ended_are_closed(service, work_log):
     """So that engines do not wait for a client that is gone."""
-    service.start(*STUB, *log_of(service), "--stub-words", "100000", "--stub-word-s", "0.02")
+    service.start(*STUB, *work_log.flags, "--stub-words", "100000", "--stub-word-s", "0.02")
 
     async def leave_open():
         client = await connect_async("405b", max_retries=0)
@@ -277,9 +237,9 @@ def test_connections_of_a_loop_that_ended_are_closed(service):
     loop = asyncio.new_event_loop()
     client, stream = loop.run_until_complete(leave_open())
     loop.close()
-    assert not events(service, "abort")
+    assert not work_log.count("abort")
     asyncio.run(check_models(client))
-    wait_until(lambda: events(service, "abort"))
+    wait_until(lambda: work_log.count("abort"))
     assert stream.response.status_code == 200
 
 

@@ -1,6 +1,5 @@
 """Requests under way at a replica that is lost: stub engines that are stopped, or whose records say that they ended."""
 
-import asyncio
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from hpc_serve.client import connect, connect_async
+from hpc_serve.client import connect
 from hpc_serve.client.connections import answer_wait
 from hpc_serve.client.connections.answer_wait import ReplicaLostError
 from hpc_serve.client.connections.connections import ThreadPool
@@ -23,23 +22,22 @@ from hpc_serve.client.replicas.silence import MOST_SILENT_S, SILENT_S
 from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.client.requests import exchange
 from hpc_serve.errors import StreamBrokenError
-from tests.support.patience import PATIENCE_S, connect_to_all, wait_until
+from tests.support.patience import connect_to_all, wait_until
 from tests.support.stub_engine import chat_context, greedy_answer
 from tests.support.stubs import make_record
-from tests.unit.client.conftest import HELLO, port_of
+from tests.unit.client.conftest import HELLO, FakeClock, port_of, watch_told
 
 NEVER = ("--stub-first-s", "600")
 ENDLESS = ("--stub-words", "100000", "--stub-word-s", "0.05")
 
 
 @pytest.fixture
-def service(service, tmp_path, monkeypatch):
+def service(service, work_log, monkeypatch):
     monkeypatch.setattr(exchange, "LOST_WAIT_S", 0.2)
     monkeypatch.setattr(answer_wait, "ASK_S", 0.1)
     monkeypatch.setattr(lost_replicas, "LOOK_S", 0.1)
     monkeypatch.setattr(lost_replicas, "DOUBT_S", 0.1)
-    (tmp_path / "work").mkdir()
-    monkeypatch.setenv("STUB_ENGINE_ARGS", f"--stub-work-log {tmp_path / 'work'}")
+    monkeypatch.setenv("STUB_ENGINE_ARGS", " ".join(work_log.flags))
     return service
 
 
@@ -47,19 +45,18 @@ def ask(client, **options):
     return client.chat.completions.create(model="405b", messages=HELLO, **options)
 
 
-def until_under_way(service, count=1):
-    """Until the engines have begun to work on so many requests."""
-    folder = service.store.home.with_name("work")
-    wait_until(lambda: sum(log.read_text().count('"begun"') for log in folder.iterdir()) == count)
-
-
-@contextmanager
-def under_way(service, client, count=1):
+@pytest.fixture
+def under_way(work_log):
     """So many requests on which the engines have begun to work."""
-    with ThreadPoolExecutor(count) as threads:
-        answers = [threads.submit(ask, client) for _ in range(count)]
-        until_under_way(service, count)
-        yield answers
+
+    @contextmanager
+    def asked(client, count=1):
+        with ThreadPoolExecutor(count) as threads:
+            answers = [threads.submit(ask, client) for _ in range(count)]
+            wait_until(lambda: work_log.count("begun") == count)
+            yield answers
+
+    return asked
 
 
 def why_lost(error):
@@ -72,10 +69,10 @@ def why_lost(error):
     return str(lost[0])
 
 
-def test_requests_at_a_frozen_engine_end_with_the_reason(service, freeze):
+def test_requests_at_a_frozen_engine_end_with_the_reason(service, freeze, under_way):
     engine = service.start(*NEVER)
     client = connect("405b", max_retries=0)
-    with under_way(service, client, 8) as answers:
+    with under_way(client, 8) as answers:
         freeze(engine)
         errors = [answer.exception(60) for answer in answers]
     for error in errors:
@@ -95,35 +92,21 @@ def test_a_stream_from_a_frozen_engine_ends_with_the_reason(service, freeze, ask
     assert "no answer from" in why_lost(broken.value)
 
 
-def test_async_requests_at_a_frozen_engine_end_with_the_reason(service, freeze):
-    engine = service.start(*NEVER)
-
-    async def talk():
-        client = await connect_async("405b", max_retries=0)
-        answers = [asyncio.ensure_future(ask(client)) for _ in range(8)]
-        await asyncio.to_thread(until_under_way, service, 8)
-        freeze(engine)
-        return await asyncio.gather(*answers, return_exceptions=True)
-
-    for error in asyncio.run(talk()):
-        assert "no answer from" in why_lost(error)
-
-
 @pytest.mark.parametrize("state", ["failed", "stopped", "starting"])
-def test_requests_end_when_the_record_says_that_the_engine_ended(service, state):
+def test_requests_end_when_the_record_says_that_the_engine_ended(service, state, under_way):
     engine = service.start(*NEVER)
     client = connect("405b", max_retries=0)
-    with under_way(service, client) as (answer,):
+    with under_way(client) as (answer,):
         service.publish(engine, state=state, stage="", reason="the node is down", counter=2)
         assert f"its record says that it is {state}" in why_lost(answer.exception(60))
     assert len(client._watch.pool) == 0
 
 
-def test_requests_end_when_the_record_is_removed_and_the_engine_does_not_answer(service, freeze, monkeypatch):
+def test_requests_end_when_the_record_is_gone_and_the_engine_does_not_answer(service, freeze, monkeypatch, under_way):
     looks = counted_looks(monkeypatch)
     engine, other = service.start(*NEVER), service.start(*NEVER, state="starting")
     client = connect("405b", max_retries=0)
-    with under_way(service, client) as (answer,):
+    with under_way(client) as (answer,):
         (service.store.service_dir("405b") / "100-r0-0.json").unlink()
         seen = len(looks)
         wait_until(lambda: len(looks) > seen + 4)
@@ -156,21 +139,21 @@ def test_a_connection_may_take_as_long_as_its_replica_may_be_silent(service, mon
     assert given == [limit_s]
 
 
-def test_the_sdks_retries_take_what_was_abandoned_to_another_replica(service, freeze):
+def test_the_sdks_retries_take_what_was_abandoned_to_another_replica(service, freeze, under_way):
     frozen = service.start(*NEVER)
     client = connect("405b", max_retries=1)
     well = service.start()
-    with under_way(service, client, 4) as answers:
+    with under_way(client, 4) as answers:
         freeze(frozen)
         assert {port_of(answer.result(60)) for answer in answers} == {well.port}
 
 
-def test_a_slow_engine_and_a_draining_one_are_left_in_peace(service, monkeypatch, tmp_path):
+def test_a_slow_engine_and_a_draining_one_are_left_in_peace(service, monkeypatch, tmp_path, under_way):
     (tmp_path / "hang").touch()
     slow = service.start("--stub-hang-file", str(tmp_path / "hang"))
     looks = counted_looks(monkeypatch)
     client = connect("405b", max_retries=0)
-    with under_way(service, client, 4) as answers:
+    with under_way(client, 4) as answers:
         wait_until(lambda: len(looks) > 2)
         service.publish(slow, state="draining", counter=2)
         seen = len(looks)
@@ -194,12 +177,8 @@ def counted_looks(monkeypatch):
 def test_one_probe_that_is_missed_costs_an_engine_nothing(service):
     """It is asked last until it has answered again; at the second in a row it is given up."""
     first, second = service.publish(service.start()), service.publish(service.start())
-    answers: dict[str, Any] = {first.name: "ready", second.name: "ready"}
-    watch = ServiceWatch(
-        service.store,
-        "405b",
-        probe=lambda records, key: {r.name: ProbeResult(status=answers[r.name], host="127.0.0.1") for r in records},
-    )
+    answers = {first.name: "ready", second.name: "ready"}
+    watch = watch_told(service, answers)
     names = {first.name, second.name}
     watch.refresh()
     answers[first.name] = "no answer"
@@ -235,27 +214,19 @@ def test_an_engine_that_was_started_again_proves_itself_anew(service):
     assert not watch.refresh().ready
 
 
-def test_words_of_an_answer_are_a_sign_of_life(service, monkeypatch, tmp_path):
+def test_words_of_an_answer_are_a_sign_of_life(service):
     """An engine that ends gently closes its port and goes on with its streams."""
-    monkeypatch.setattr(lost_replicas, "HEARD_S", PATIENCE_S)
-    hang = tmp_path / "hang"
-    engine = service.start("--stub-words", "40", "--stub-word-s", "0.05", "--stub-hang-file", str(hang))
-    looks = counted_looks(monkeypatch)
-    client = connect("405b", max_retries=0)
-    stream = iter(ask(client, stream=True))
-    next(stream)
-    monkeypatch.setattr(
-        client._watch,
-        "_probe",
-        lambda records, key: {r.name: ProbeResult(status="no answer", detail="refused") for r in records},
-    )
-    hang.touch()  # the stream lasts until it has been looked at several times
-    with ThreadPoolExecutor(1) as threads:
-        rest = threads.submit(list, stream)
-        wait_until(lambda: len(looks) > 5)
-        hang.unlink()
-        assert len([chunk for chunk in rest.result(60) if chunk.choices]) == 39
-    assert engine.process.poll() is None
+    record, clock = service.publish(service.start()), FakeClock()
+    answers = {record.name: "ready"}
+    watch = watch_told(service, answers, clock=clock)
+    watch.refresh()
+    answers[record.name] = "no answer"
+    for _ in range(5):
+        watch.lost.limit_of(record.name).note(clock(), 0.0)
+        assert not watch._look_after({record.name}).lost
+        clock.now_s += 5.0
+    assert not watch._look_after({record.name}).lost, "it is the first probe that was missed in silence"
+    assert watch._look_after({record.name}).lost
 
 
 def test_a_host_without_power_is_noticed_by_the_kernel(service):
@@ -307,11 +278,11 @@ def test_streams_go_on_elsewhere_when_their_engine_goes_silent(service, freeze, 
 
 @pytest.mark.parametrize("fault", ["frozen", "hung"])
 def test_a_whole_answer_is_asked_for_again_when_its_engine_goes_silent(
-    service, freeze, silence_counts, tmp_path, fault
+    service, freeze, silence_counts, tmp_path, fault, under_way
 ):
     engine = service.start(*NEVER, "--stub-hang-file", str(tmp_path / "hang"))
     client = connect("405b", max_retries=0)
-    with under_way(service, client) as (answer,):
+    with under_way(client) as (answer,):
         other = service.start()
         client._watch.refresh()
         silence_of(fault, engine, freeze, tmp_path)

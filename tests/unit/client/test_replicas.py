@@ -4,6 +4,8 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from hpc_serve.client import Replica, connect, connect_async
 from tests.support.stubs import make_record, make_submitted
 from tests.unit.client.conftest import HELLO, port_of
@@ -51,6 +53,7 @@ def test_the_last_replica_is_the_one_that_answered_in_this_thread(service):
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(is_told, range(80)))
+    assert client._watch.pool._under_way == {}
     assert client.last_replica in ("100-r0-0", "101-r0-0"), "it answered in another thread"
     stream = client.chat.completions.create(model=client.model, messages=HELLO, stream=True)
     first = client.last_replica
@@ -58,7 +61,8 @@ def test_the_last_replica_is_the_one_that_answered_in_this_thread(service):
     assert client.last_replica == first
 
 
-def test_the_last_replica_is_the_one_that_answered_in_this_task(service):
+@pytest.mark.anyio
+async def test_the_last_replica_is_the_one_that_answered_in_this_task(service):
     service.start()
     service.start()
 
@@ -67,11 +71,8 @@ def test_the_last_replica_is_the_one_that_answered_in_this_task(service):
         await asyncio.sleep(0)
         return client.last_replica == name_of(service, answer)
 
-    async def talk():
-        client = await connect_async("405b")
-        assert all(await asyncio.gather(*(ask(client) for _ in range(40))))
-
-    asyncio.run(talk())
+    client = await connect_async("405b")
+    assert all(await asyncio.gather(*(ask(client) for _ in range(40))))
 
 
 def test_clients_do_not_take_each_others_answers(service):

@@ -142,26 +142,15 @@ def test_signs_do_not_prolong_the_time_of_the_user(judge, sign):
     assert pass_time(judge, wait, wait.begin(5.0), 1.0) is None
 
 
-def test_bytes_of_the_answer_begin_the_time_of_the_user_anew(judge):
+@pytest.mark.parametrize(
+    "data", [COMMENT_CHUNK + b"5\r\ndata:\r\n", PROCESSING + b"HTTP/1.1 200 OK\r\n", b"3\r\nabc\r\n"]
+)
+def test_bytes_of_the_answer_begin_the_time_of_the_user_anew(judge, data):
     wait = AnswerWait(address(), judge)
     for _ in range(30):
         wait_s = wait.begin(5.0)
         assert pass_time(judge, wait, wait_s, 1.0) is not None
-        wait.end(COMMENT_CHUNK + b"5\r\ndata:\r\n")
-
-
-@pytest.mark.parametrize(
-    ("data", "is_one"),
-    [
-        (PROCESSING, True),
-        (COMMENT_CHUNK * 2, True),
-        (PROCESSING + b"HTTP/1.1 200 OK\r\n", False),
-        (b"3\r\nabc\r\n", False),
-        (b"", False),
-    ],
-)
-def test_what_is_a_sign(data, is_one):
-    assert is_sign(data) is is_one
+        wait.end(data)
 
 
 # Who is lost

@@ -1,9 +1,8 @@
-"""The status of a replica from its record and a probe, how long to wait for it, and which replica is next."""
+"""The status of a replica from its record and a probe, and how long to wait for it."""
 
 import pytest
 
 from hpc_serve.client.discovery.wait import WaitPolicy
-from hpc_serve.client.replicas.pool import ReplicaPool
 from hpc_serve.client.replicas.status import (
     ProbeResult,
     ServiceStatus,
@@ -16,7 +15,7 @@ from hpc_serve.client.replicas.status import (
 from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError, WaitTimeoutError
 from hpc_serve.rendezvous.record import JobEnd, Progress
 from tests.support.stubs import make_record, make_submitted
-from tests.unit.client.conftest import FakeClock, address
+from tests.unit.client.conftest import FakeClock
 
 READY = ProbeResult(status="ready", host="10.0.0.2")
 
@@ -217,38 +216,3 @@ def test_what_is_not_there_is_not_believed_at_once(clock, before):
 def test_a_wait_that_is_none_is_refused(wait):
     with pytest.raises(InvalidRequestError, match="wait is"):
         WaitPolicy(wait)
-
-
-# Pool
-
-
-def test_the_least_loaded_is_taken():
-    pool = ReplicaPool()
-    assert pool.take() is None
-    pool.fill(map(address, "abc"))
-    taken = [pool.take() for _ in range(6)]
-    assert sorted(address.name for address in taken) == ["a", "a", "b", "b", "c", "c"]
-    freed = taken[0]
-    pool.give_back(freed)
-    assert pool.take() == freed
-
-
-def test_tried_and_dropped_ones_are_not_offered():
-    pool = ReplicaPool()
-    pool.fill(map(address, "ab"))
-    assert pool.take({"a"}).name == "b"
-    pool.drop("b")
-    assert pool.take({"a"}) is None
-    assert pool.take().name == "a"
-    assert len(pool) == 1
-
-
-def test_counts_survive_a_refill():
-    pool = ReplicaPool()
-    pool.fill(map(address, "ab"))
-    busy = pool.take()
-    (other,) = {"a", "b"} - {busy.name}
-    pool.fill(map(address, "ab"))
-    assert [pool.take().name for _ in range(1)] == [other]
-    pool.fill([])
-    pool.give_back(busy)

@@ -15,7 +15,6 @@ from hpc_serve.errors import RecordError
 from hpc_serve.trust import making
 from hpc_serve.trust.certificates import RunCertificate
 from hpc_serve.trust.connection import Identity, NotOurEngineError, VerifiedConnection, pinned_context
-from tests.support.relay import Relay
 from tests.support.tls_servers import RecordingServer, server_context
 from tests.unit.trust.conftest import made_in, serving
 
@@ -67,13 +66,6 @@ def test_a_record_without_a_certificate_is_never_asked(text: str) -> None:
 
 def test_the_key_is_not_in_a_repr() -> None:
     assert KEY not in repr(Identity(certificate="", api_key=KEY))
-
-
-def test_a_relay_carries_what_it_cannot_read(ours: RunCertificate) -> None:
-    with serving(ours) as server, closing(Relay(server.port)) as relay:
-        assert ask(relay.port, ours.certificate) == b"ok"
-    assert KEY.encode() in server.received
-    assert KEY.encode() not in relay.heard
 
 
 @pytest.mark.parametrize("authority", ["home", "other/home"])

@@ -13,7 +13,7 @@ from hpc_serve.client.resume.relay import Relay
 from hpc_serve.client.resume.stream import read_request
 from hpc_serve.demo_model import make_demo_model
 from tests.unit.client.resume.engine import Engine
-from tests.unit.client.resume.test_relay import CHAT, COMPLETIONS, ask, fed, go_on, request, seen
+from tests.unit.client.resume.test_relay import CHAT, COMPLETIONS, ask, cut_off, fed, go_on, request, seen
 
 tokenizers = pytest.importorskip("tokenizers")
 detokenizer = pytest.importorskip("vllm.v1.engine.detokenizer")
@@ -95,18 +95,15 @@ def test_greedy_streams_are_the_same_after_each_token(tokenizer, path, wishes, s
 @pytest.mark.parametrize("several", [1, 4])
 @pytest.mark.parametrize("stop", [[], ["never comes"]], ids=["no stop", "stop"])
 def test_sampled_streams_go_on_after_each_token(tokenizer, several, stop):
-    read = read_request(*request(CHAT, temperature=0.7, stop=stop))
     ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
     other = tokenizer.encode(" Some other text €.", add_special_tokens=False).ids
-    events = DetokenizingEngine(tokenizer, ids, several=several).stream(CHAT, read.content).split(b"\n\n")
-    for count in range(2, len(events) - 2):
-        relay = Relay(read)
-        user = fed(relay, b"".join(event + b"\n\n" for event in events[:count]))
+    engine, wishes = DetokenizingEngine(tokenizer, ids, several=several), {"temperature": 0.7, "stop": stop}
+    for count in range(2, engine.stream(*request(CHAT, **wishes)).count(b"\n\n") - 1):
+        relay, user = cut_off(CHAT, count, engine, **wishes)
         if not seen(user).text:
             continue
-        relay.read()
-        asked = json.loads(ask(relay, DetokenizingEngine(tokenizer, ids)).content)
-        kept = asked["prompt"][len(DetokenizingEngine(tokenizer, ids).prompt) :]
+        asked = json.loads(ask(relay, engine).content)
+        kept = asked["prompt"][len(engine.prompt) :]
         assert kept == ids[: len(kept)]
         shown = seen(user + fed(relay, go_on(relay, DetokenizingEngine(tokenizer, [*kept, *other], name="b"))))
         assert shown.text == tokenizer.decode([*kept, *other])

@@ -11,7 +11,7 @@ import pytest
 from hpc_serve.client.resume import relay as relay_module
 from hpc_serve.client.resume.relay import Ask, Relay
 from hpc_serve.client.resume.stream import CannotResumeError, datas, read_request
-from tests.unit.client.resume.engine import END, FIRST, Engine
+from tests.unit.client.resume.engine import FIRST, Engine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEXT = "Zürich: 20 € — so 😀 what?"
@@ -85,6 +85,16 @@ def go_on(relay: Relay, engine: Engine) -> bytes:
 
 def fed(relay: Relay, raw: bytes, size: int = 50) -> bytes:
     return b"".join(relay.feed(raw[at : at + size]) for at in range(0, len(raw), size))
+
+
+def cut_off(path: str, count: int, engine: Engine | None = None, **wishes: Any) -> tuple[Relay, bytes]:
+    """A stream whose engine is gone after so many events, and what its user has."""
+    read = read_request(*request(path, **wishes))
+    relay = Relay(read)
+    events = (engine or Engine(TEXT)).stream(path, read.content).split(b"\n\n")
+    user = fed(relay, b"".join(event + b"\n\n" for event in events[:count]))
+    relay.read()
+    return relay, user
 
 
 def broken(asked: tuple[str, bytes], *breaks: int, **engine: Any) -> Seen:
@@ -162,13 +172,8 @@ def test_the_mark_says_how_many_tokens_stand():
 
 
 def test_a_sampled_stream_goes_on_from_its_last_whole_character():
-    asked = request(CHAT, temperature=0.7)
-    read = read_request(*asked)
-    whole = TEXT.encode()
-    raw = Engine(TEXT).stream(CHAT, read.content)
-    for count in range(1, len(whole)):
-        relay = Relay(read)
-        user = fed(relay, b"\n\n".join(raw.split(b"\n\n")[: 1 + count]) + b"\n\n")
+    for count in range(1, len(TEXT.encode())):
+        relay, user = cut_off(CHAT, 1 + count, temperature=0.7)
         text = seen(user).text
         other = text + " and otherwise"
         shown = seen(user + fed(relay, go_on(relay, Engine(other, name="b"))))
@@ -179,11 +184,9 @@ def test_a_sampled_stream_goes_on_from_its_last_whole_character():
 @pytest.mark.parametrize("stop", [[], ["Zug: ", "\n\n"]], ids=["no stop", "stop"])
 @pytest.mark.parametrize("several", [1, 2, 3, 40])
 def test_where_several_tokens_come_at_once_their_text_is_asked_for(several, stop):
-    read = read_request(*request(CHAT, temperature=0.7, stop=stop))
-    events = Engine(TEXT, several=several).stream(CHAT, read.content).split(b"\n\n")
-    for count in range(2, len(events) - 2):
-        relay = Relay(read)
-        user = fed(relay, b"\n\n".join(events[:count]) + b"\n\n")
+    wishes, engine = {"temperature": 0.7, "stop": stop}, Engine(TEXT, several=several)
+    for count in range(2, engine.stream(*request(CHAT, **wishes)).count(b"\n\n") - 1):
+        relay, user = cut_off(CHAT, count, engine, **wishes)
         made = bytes(token - FIRST for token in seen(user).ids).decode(errors="ignore")
         if not seen(user).text:
             made = ""
@@ -198,20 +201,13 @@ def test_where_several_tokens_come_at_once_their_text_is_asked_for(several, stop
 
 def test_many_tokens_are_not_made_again(monkeypatch):
     monkeypatch.setattr(relay_module, "MANY_TOKENS", 6)
-    read = read_request(*request(COMPLETIONS))
-    relay = Relay(read)
-    events = Engine(TEXT, several=4).stream(COMPLETIONS, read.content).split(b"\n\n")
-    fed(relay, b"\n\n".join(events[:5]) + b"\n\n")
-    relay.read()
+    relay, _ = cut_off(COMPLETIONS, 5, Engine(TEXT, several=4))
     body = json.loads(ask(relay, Engine(TEXT)).content)
     assert body["max_tokens"] == 400 - 20
 
 
 def test_a_sampled_stream_cannot_go_on_within_a_token():
-    read = read_request(*request(CHAT, temperature=0.7))
-    relay = Relay(read)
-    fed(relay, Engine("A longer one", several=3).stream(CHAT, read.content)[:900])
-    relay.read()
+    relay, _ = cut_off(CHAT, 3, Engine("A longer one", several=3), temperature=0.7)
     assert ask(relay, Engine("A longer one")).path == COMPLETIONS
     with pytest.raises(CannotResumeError, match="it ended within a token"):
         ask(relay, Inarticulate(TEXT))
@@ -233,10 +229,8 @@ class Silent(Engine):
 
 @pytest.mark.parametrize(("text", "made"), [("we stop", "we "), ("we go on", "we go on")], ids=["begun", "not begun"])
 def test_a_sampled_stream_ends_within_no_stop_string(text, made):
-    read = read_request(*request(CHAT, temperature=0.7, stop=["stopping"], include_stop_str_in_output=True))
-    relay = Relay(read)
-    events = Engine(text + "ping").stream(CHAT, read.content).split(b"\n\n")
-    fed(relay, b"\n\n".join(events[: 1 + len(text)]) + b"\n\n")
+    wishes = {"temperature": 0.7, "stop": ["stopping"], "include_stop_str_in_output": True}
+    relay, _ = cut_off(CHAT, 1 + len(text), Engine(text + "ping"), **wishes)
     assert relay.read().text == text
     if made == text:
         assert len(json.loads(ask(relay, Engine(text)).content)["prompt"]) == 3 + len(text)
@@ -246,33 +240,21 @@ def test_a_sampled_stream_ends_within_no_stop_string(text, made):
 
 
 def test_another_replica_that_disagrees_is_not_believed():
-    read = read_request(*request(COMPLETIONS))
-    relay = Relay(read)
-    fed(relay, Engine("Zürich: 20 €", several=4).stream(COMPLETIONS, read.content)[:500])
-    relay.read()
+    relay, _ = cut_off(COMPLETIONS, 3, Engine("Zürich: 20 €", several=4))
     ask(relay, Engine(TEXT))
     relay.go_on("b")
     with pytest.raises(CannotResumeError, match="other tokens"):
-        fed(relay, Engine("Zug: 20 €", name="b").stream(COMPLETIONS, read.content))
+        fed(relay, Engine("Zug: 20 €", name="b").stream(COMPLETIONS, relay.request.content))
 
 
 def test_what_is_asked_of_the_next_engine():
-    wishes = {
-        "top_k": 3,
-        "seed": 5,
-        "stop_token_ids": [4],
-        "ignore_eos": True,
-        "min_tokens": 20,
-        "logit_bias": {"3": 1},
-    }
-    read = read_request(*request(CHAT, **wishes, max_completion_tokens=30, chat_template_kwargs={"x": 1}, tools=None))
-    relay = Relay(read)
-    fed(relay, b"\n\n".join(Engine(TEXT).stream(CHAT, read.content).split(b"\n\n")[:6]) + b"\n\n")
-    relay.read()
+    kept: Any = {"top_k": 3, "seed": 5, "stop_token_ids": [4], "ignore_eos": True, "logit_bias": {"3": 1}}
+    others: Any = {"max_completion_tokens": 30, "min_tokens": 20, "chat_template_kwargs": {"x": 1}, "tools": None}
+    relay, _ = cut_off(CHAT, 6, **kept, **others)
     body = json.loads(ask(relay, Engine(TEXT)).content)
     made = [byte + FIRST for byte in TEXT.encode()[:5]]
     assert body == {
-        **{name: value for name, value in wishes.items() if name != "min_tokens"},
+        **kept,
         **{"model": "m", "temperature": 0, "stream": True, "return_token_ids": True},
         **{"prompt": [7, 8, 9, *made], "max_tokens": 25, "min_tokens": 15},
     }
@@ -337,9 +319,3 @@ def test_an_engine_that_says_that_it_fails_is_left(event, failure):
     passed = relay.feed(told + failing)
     assert relay.failure == failure
     assert passed == (told if failure else told + failing)
-
-
-def test_an_end_token_is_counted():
-    whole, _ = unbroken(request(CHAT, stream_options={"include_usage": True}))
-    assert whole.ids[-1] == END
-    assert whole.usage["completion_tokens"] == len(TEXT.encode()) + 1

@@ -36,6 +36,12 @@ class Engines:
         return ends
 
 
+def at(count: int, **options: Any) -> ReplicaPool:
+    pool = ReplicaPool(**options)
+    pool.fill(address(str(number)) for number in range(count))
+    return pool
+
+
 class Play:
     """So many clients, each with a pool of its own."""
 
@@ -167,26 +173,37 @@ def test_a_replica_weighs_less_if_it_is_slower(of_a, of_b, weight):
     assert speeds.weights(["a", "b"], 0.0) == {"a": 1.0, "b": pytest.approx(weight)}
 
 
+def test_tried_and_dropped_ones_are_not_offered():
+    pool = at(2)
+    assert pool.take({"0"}).name == "1"
+    pool.drop("1")
+    assert pool.take({"0"}) is None
+    assert pool.take().name == "0"
+    assert len(pool) == 1
+
+
+def test_counts_survive_a_refill():
+    pool = at(2)
+    busy = pool.take()
+    pool.fill([address("0"), address("1")])
+    assert pool.take() != busy
+    pool.fill([])
+    pool.give_back(busy)
+    assert pool.take() is None
+
+
 def test_replicas_that_are_gone_are_forgotten():
-    pool = ReplicaPool()
-    replicas = [address("a"), address("b")]
-    pool.fill(replicas)
-    for replica in replicas:
-        pool.note_time(replica, "whole", 1.0)
-    pool.fill(replicas[:1])
-    assert {name for of_kind in pool._speeds._means.values() for name in of_kind} == {"a"}
+    pool = at(2)
+    for name in "01":
+        pool.note_time(address(name), "whole", 1.0)
+    pool.fill([address("0")])
+    assert {name for of_kind in pool._speeds._means.values() for name in of_kind} == {"0"}
 
 
 # Requests that begin alike
 
 
 DOCUMENT = b"the same document, " * 500
-
-
-def at(count: int, **options: Any) -> ReplicaPool:
-    pool = ReplicaPool(**options)
-    pool.fill(address(str(number)) for number in range(count))
-    return pool
 
 
 def test_requests_that_begin_alike_go_to_one_replica():

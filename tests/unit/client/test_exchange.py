@@ -1,6 +1,8 @@
-"""Streams whose engines are lost half-way: stub engines that die, and clients that go on at others."""
+"""Requests and streams whose engines are lost half-way: which of them are sent again, and how a stream goes on."""
 
 import asyncio
+import io
+import json
 import re
 import sys
 import threading
@@ -11,16 +13,17 @@ import openai
 import pytest
 
 from hpc_serve.client import connect, connect_async
-from hpc_serve.client.connections.connections import ThreadConnections
 from hpc_serve.client.connections.message import Message
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.wait import WaitPolicy
-from hpc_serve.client.replicas.event_loops import run_blocking
+from hpc_serve.client.replicas.event_loops import InThread, run_blocking
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests import exchange
-from hpc_serve.client.requests.exchange import Exchange
-from hpc_serve.errors import StreamBrokenError
-from tests.cluster import wait_for
+from hpc_serve.client.requests.attempt import MOST_ENGINES
+from hpc_serve.client.requests.exchange import Exchange, NoReplicaError
+from hpc_serve.client.resume.stream import read_request
+from hpc_serve.errors import StreamBrokenError, WaitTimeoutError
+from tests.support.patience import wait_until
 from tests.support.stub_engine import chat_context, greedy_answer
 
 QUESTION = "Why is the sky blue?"
@@ -82,18 +85,6 @@ def judge(chunks, *, is_chat: bool, has_usage: bool, halves: int = 1) -> None:
         usage = chunks[-1].usage
         assert (usage.prompt_tokens, usage.completion_tokens) == (prompt, halves * WORDS)
         assert usage.total_tokens == prompt + halves * WORDS
-
-
-def dead(engines, count: int):
-    """The engines that ended, once there are so many."""
-    found: list[Any] = []
-
-    def are_there() -> bool:
-        found[:] = [engine for engine in engines if engine.process.poll() is not None]
-        return len(found) >= count
-
-    wait_for(are_there, 60, what="the ends of engines", step_s=0.05)
-    return found
 
 
 @pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "completion"])
@@ -178,7 +169,7 @@ def test_a_stream_without_a_token_is_simply_repeated(service, options):
         target=lambda: answers.append(list(client.chat.completions.create(**arguments(is_chat=True, **options))))
     )
     asking.start()
-    wait_for(lambda: client._watch.pool._under_way, 60, what="the request", step_s=0.01)
+    wait_until(lambda: client._watch.pool._under_way)
     service.start(*GREEDY)
     engine.kill()
     asking.join(60)
@@ -233,48 +224,15 @@ def test_without_resume_a_broken_stream_is_the_sdks_error(service):
     assert client.with_options(timeout=5)._resume is False
 
 
-def test_a_request_that_ends_engines_does_not_end_them_all(service):
-    engines = [service.start(*MORTAL) for _ in range(5)]
-    client = connect("405b")
-    with pytest.raises(openai.APIConnectionError, match="3 replicas were lost with it"):
-        client.completions.create(model="405b", prompt=QUESTION)
-    assert len(dead(engines, 3)) == 3
-
-
-def test_a_stream_that_ends_engines_does_not_end_them_all(service):
+@pytest.mark.parametrize(
+    ("is_stream", "error"), [(False, openai.APIConnectionError), (True, StreamBrokenError)], ids=["whole", "stream"]
+)
+def test_a_request_that_ends_engines_does_not_end_them_all(service, is_stream, error):
     engines = [service.start(*MORTAL, "--stub-words", "40") for _ in range(5)]
     client = connect("405b")
-    with pytest.raises(StreamBrokenError, match="3 replicas were lost with it"):
-        list(client.completions.create(**arguments(is_chat=False, max_tokens=40)))
-    assert len(dead(engines, 3)) == 3
-
-
-@pytest.mark.parametrize(
-    ("path", "error", "raised"),
-    [
-        ("/v1/responses", http.ReadError("reset"), openai.APIConnectionError),
-        ("/v1/responses", http.ReadTimeout("slow"), openai.APITimeoutError),
-        ("/v1/responses", http.ConnectTimeout("slow"), exchange.NoReplicaError),
-        ("/v1/embeddings", http.ReadTimeout("slow"), http.ReadTimeout),
-    ],
-)
-def test_what_may_have_had_an_effect_is_not_sent_again(service, path, error, raised):
-    service.start()
-    service.start()
-    watch = ServiceWatch(service.store, "405b")
-    watch.refresh()
-    request = Message.of(http.Request("POST", f"http://x{path}", content=b"{}"))
-    sent = []
-
-    class Failing(ThreadConnections):
-        async def send(self, request, *_):
-            sent.append(request)
-            raise error
-
-    with pytest.raises(raised):
-        run_blocking(Exchange(watch, Failing(watch.lost), request, resume=True, wait=None).begin())
-    assert len(sent) == (2 if isinstance(error, http.ConnectTimeout) else 1)
-    assert watch.pool._under_way == {}
+    with pytest.raises(error, match="3 replicas were lost with it"):
+        list(client.completions.create(**arguments(is_chat=False, max_tokens=40, stream=is_stream)))
+    wait_until(lambda: sum(engine.process.poll() is not None for engine in engines) == 3)
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -299,3 +257,132 @@ def test_no_async_generator_of_ours_is_left_to_the_event_loop(service, resume):
     asyncio.run(talk())
     assert any("openai" in name for name in begun)
     assert not [name for name in begun if Path(name).is_relative_to(Path(exchange.__file__).parent)]
+
+
+# Whether a request may be sent again, and how often: what failed it is made up, and no engine is asked
+
+
+CHAT = "/v1/chat/completions"
+STREAM = json.dumps({"model": "405b", "messages": [], "stream": True}).encode()
+
+
+def post(path: str, content: bytes = b"{}") -> http.Request:
+    return http.Request("POST", f"http://x{path}", content=content)
+
+
+class Given(InThread):
+    """Connections on which happens what is given: one failure or response for each time that something is sent."""
+
+    def __init__(self, watch: ServiceWatch, *sent: Any, returns: bool) -> None:
+        self._watch, self._sent, self._returns = watch, list(sent), returns
+        self._replicas = watch.pool.others(set())
+        self.count = 0
+
+    async def call(self, function: Any, *arguments: Any) -> Any:
+        """Look at nothing. A replica that was dropped is offered again by the next look, if it `returns`."""
+        if self._returns:
+            self._watch.pool.fill(self._replicas)
+        elif function == self._watch.find_one:
+            raise WaitTimeoutError("none is ready")
+
+    async def send(self, message: Any, *_: Any) -> Any:
+        self.count += 1
+        assert self.count < 50, "it is repeated without an end"
+        outcome = self._sent.pop(0) if len(self._sent) > 1 else self._sent[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return Broken(outcome)
+
+
+class Broken:
+    """An answer that breaks off before the first byte of its body."""
+
+    is_event_stream = False
+
+    def __init__(self, given: http.Response) -> None:
+        self.status_code, self.headers = given.status_code, given.headers
+
+    async def read(self) -> bytes:
+        raise http.ReadError("reset")
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@pytest.fixture
+def watch(service):
+    for _ in range(2):
+        service.start()
+    watch = ServiceWatch(service.store, "405b")
+    watch.refresh()
+    return watch
+
+
+def exchange_of(watch, given, request=None, *, resume=False):
+    return Exchange(watch, given, Message.of(request or post(CHAT)), resume=resume, wait=None)
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_lost_request_that_is_refused_everywhere_afterwards_ends_as_lost(watch, returns):
+    """The SDK would send it again by itself after a connection error, and begin to count anew."""
+    given = Given(watch, http.ReadError("reset"), http.ConnectError("refused"), returns=returns)
+    with pytest.raises(openai.APIConnectionError, match="was lost with its replica and is not sent again: no other"):
+        run_blocking(exchange_of(watch, given).begin())
+    assert given.count <= 2 + MOST_ENGINES
+    assert watch.pool._under_way == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "raised"),
+    [
+        ("/v1/responses", http.ReadError("reset"), openai.APIConnectionError),
+        ("/v1/responses", http.ReadTimeout("slow"), openai.APITimeoutError),
+        ("/v1/responses", http.ConnectTimeout("slow"), NoReplicaError),
+        (CHAT, http.ConnectError("refused"), NoReplicaError),
+        ("/v1/embeddings", http.ReadTimeout("slow"), http.ReadTimeout),
+    ],
+)
+def test_what_may_have_had_an_effect_is_not_sent_again(watch, path, error, raised):
+    given = Given(watch, error, returns=True)
+    with pytest.raises(raised):
+        run_blocking(exchange_of(watch, given, post(path)).begin())
+    assert given.count == (2 if raised is NoReplicaError else 1)
+    assert watch.pool._under_way == {}
+
+
+def broken(watch, given):
+    """An exchange whose stream has broken before a word came, and its relay."""
+    exchange = exchange_of(watch, given, post(CHAT, STREAM), resume=True)
+    assert read_request(CHAT, STREAM) is not None
+    assert exchange.relay is not None
+    return exchange, exchange.relay
+
+
+def test_a_broken_stream_that_is_refused_everywhere_ends(watch):
+    given = Given(watch, http.ConnectError("refused"), returns=True)
+    exchange, relay = broken(watch, given)
+    with pytest.raises(StreamBrokenError, match="no other one is ready"):
+        run_blocking(exchange.go_on(relay, "100-r0-0.json", http.ReadError("reset")))
+    assert given.count <= 2 + MOST_ENGINES
+
+
+def test_an_error_whose_body_breaks_while_a_stream_goes_on_is_a_loss_like_others(watch):
+    given = Given(watch, http.Response(500), returns=True)
+    exchange, relay = broken(watch, given)
+    with pytest.raises(StreamBrokenError, match="3 replicas were lost with it"):
+        run_blocking(exchange.go_on(relay, "100-r0-0.json", http.ReadError("reset")))
+    assert given.count == MOST_ENGINES - 1
+    assert watch.pool._under_way == {}
+
+
+def test_a_form_with_a_file_is_sent_again(watch):
+    sound = io.BytesIO(b"RIFF")
+    request = http.Request(
+        "POST", "http://x/v1/audio/transcriptions", data={"model": "m"}, files={"file": ("a.wav", sound)}
+    )
+    given = Given(watch, http.ReadError("reset"), http.Response(200), returns=False)
+    exchange = exchange_of(watch, given, request)
+    run_blocking(exchange.begin())
+    assert exchange.answer.status_code == 200
+    assert given.count == 2
+    assert b"RIFF" in request.content
