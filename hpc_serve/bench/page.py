@@ -12,14 +12,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from hpc_serve.bench.report import (
-    Result,
-    load_curves,
-    load_title,
-    no_prediction,
-    replica_rows,
-    sweep_rows,
-)
+from hpc_serve.bench.report import Result, load_curves, load_title, no_prediction, replica_rows, sweep_rows
 from hpc_serve.bench.results import METRICS
 from hpc_serve.pages.frame import document, over_load, table
 

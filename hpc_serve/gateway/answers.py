@@ -38,18 +38,19 @@ class Refusal(Exception):
         return [JSON, *((name.encode(), value.encode()) for name, value in self.headers.items())]
 
 
+def too_much(code: str, message: str, retry_s: int = FULL_RETRY_S) -> Refusal:
+    """Return the refusal of a request over a limit, which may come again in `retry_s` seconds."""
+    headers = {"retry-after": str(retry_s)}
+    return Refusal(status=429, code=code, kind="rate_limit_error", message=message, headers=headers)
+
+
 def refusal_of(error: Exception, service: str) -> Refusal:
     """Return the gateway's answer to a request that no engine of `service` answered."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, HpcServeError | NoReplicaError):
-        return Refusal(
-            status=503,
-            code="no_replica",
-            kind="service_unavailable",
-            message=str(error),
-            headers={"retry-after": str(NO_REPLICA_RETRY_S)},
-        )
+        headers = {"retry-after": str(NO_REPLICA_RETRY_S)}
+        return Refusal(status=503, code="no_replica", kind="service_unavailable", message=str(error), headers=headers)
     if isinstance(error, openai.APITimeoutError | http.TimeoutException):
         text = f"{service} did not answer in time: {error}"
         return Refusal(status=504, code="timeout", kind="timeout", message=text, headers=_NOT_AGAIN)

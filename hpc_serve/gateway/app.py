@@ -23,7 +23,7 @@ from urllib.parse import unquote_to_bytes
 from markupsafe import Markup
 
 from hpc_serve.client.connections.message import Header, Message
-from hpc_serve.gateway.answers import JSON, Refusal, refusal_of
+from hpc_serve.gateway.answers import JSON, Refusal, refusal_of, too_much
 from hpc_serve.gateway.backend import BrokenAnswerError, forward
 from hpc_serve.gateway.directory import Directory
 from hpc_serve.gateway.http_parts import for_engine, is_own_host, read_body, route_of
@@ -73,7 +73,7 @@ class Gateway:
         self._people = People(store.home / "gateway") if has_people else None
         self._metrics = Metrics(settings.counts_file)
         self._directory = Directory(store, settings, self._metrics.of)
-        self._metrics.directory = self._directory
+        self._metrics.under_way = self._directory.counts
         self._held_bytes = 0
         self._following: list[asyncio.Task[None]] = []
 
@@ -159,13 +159,8 @@ class Gateway:
         if request.held_bytes + size > self._settings.most_body_bytes:
             raise self._too_large()
         if self._held_bytes + size > self._settings.most_held_bytes:
-            text = (
-                f"The gateway holds {self._held_bytes / MIB:.0f} MiB of requests, and takes no more until some have"
-                " ended."
-            )
-            raise Refusal(
-                status=429, code="memory_full", kind="rate_limit_error", message=text, headers={"retry-after": "1"}
-            )
+            held = f"The gateway holds {self._held_bytes / MIB:.0f} MiB of requests"
+            raise too_much("memory_full", f"{held}, and takes no more until some have ended.")
         self._held_bytes += size
         request.held_bytes += size
 

@@ -211,7 +211,7 @@ class OnDemandModels:
         states = self._services.states(service)
         return states is not None and "asleep" not in states and service not in self._ending
 
-    async def close(self) -> None:
+    def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
 

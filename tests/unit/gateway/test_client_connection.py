@@ -65,8 +65,7 @@ class Application:
             for _ in range(500):
                 request.write(b"x" * 100_000)
                 self.written_bytes += 100_000
-                if request.connection.is_full:
-                    await request.connection.room()
+                await request.connection.has_room.wait()
             request.end()
         else:
             request.respond(200, request.path + b" " + request.body, [])

@@ -405,7 +405,7 @@ def test_over_the_limit_it_says_when_to_try_again(service, gateway, tmp_path):
     hang = tmp_path / "hang"
     hang.touch()
     service.start(*GREEDY, "--stub-hang-file", str(hang))
-    front = gateway(most_in_flight=2, most_queued=1, wait_s=120.0)
+    front = gateway(max_in_flight=2, most_queued=1, wait_s=120.0)
     statuses: list = []
     asking = [threading.Thread(target=lambda: statuses.append(front.complete().status)) for _ in range(3)]
     for one in asking:
@@ -577,11 +577,7 @@ def test_only_who_shows_the_key_is_out_of_a_strangers_limits(service, path, head
     from hpc_serve.gateway.settings import Settings
 
     class Connection:
-        is_full = ends_now = has_shown = False
-
-        def write(self, data: bytes) -> None: ...
-
-        async def room(self) -> None: ...
+        has_shown = False
 
         def show_key(self) -> None:
             self.has_shown = True

@@ -259,7 +259,7 @@ def test_what_was_submitted_is_not_submitted_again_before_the_next_look(service,
         looks.models = on_demand.OnDemandModels(service.store, listed(), looks, wait_s=60.0)
         await looks.models.bring("a")
         await asyncio.sleep(20 * on_demand._LOOK_S)
-        await looks.models.close()
+        looks.models.close()
 
     monkeypatch.setattr(on_demand, "run_command", run)
     monkeypatch.setattr(on_demand, "_LOOK_S", 0.01)
@@ -412,7 +412,7 @@ def test_a_service_is_started_for_who_does_not_wait(service, monkeypatch):
         with pytest.raises(Refusal):
             await there.models.bring("a")
         assert await asyncio.to_thread(begun.wait, 10)
-        await there.models.close()
+        there.models.close()
 
     asyncio.run(ask())
 
