@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from hpc_serve.cli.use.gateway import read_on_demand
 from hpc_serve.client.discovery.wake import CommandFailedError
 from hpc_serve.errors import SiteFileError
 from hpc_serve.gateway.settings import ListedModel, OnDemand, Settings
 from hpc_serve.rendezvous.claims import change_wanted, read_wanted
+from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.submit.status.wanted_words import wanted_lines
 from tests.cluster import wait_for
@@ -99,41 +102,38 @@ class Jobs:
 
     def __init__(self, home: Path, names: tuple[str, ...]) -> None:
         self.services = {name: StubService(home, name) for name in names}
-        self.there: set[str] = set()
+        self.job_ids: dict[str, str] = {}
+        """Of the services that are there."""
         self.most = 0
         self.lines: list[str] = []
         self.fails = False
         self.load_s = 0.0
-        self._number = 0
-        self._ids: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def run(self, words: Any, home: Path) -> str:
         what, name = words[0], words[-1]
+        service = self.services[name]
         with self._lock:
             self.lines.append(f"{what} {name}")
-            self._number += 1
-            number = self._number
+            number = str(len(self.lines))
             if self.fails:
                 raise CommandFailedError("sbatch: no such partition")
-        service = self.services[name]
+            if what == "submit":
+                self.job_ids[name] = number
+                self.most = max(self.most, len(self.job_ids))
         if what == "submit":
-            with self._lock:
-                self.there.add(name)
-                self.most = max(self.most, len(self.there))
-            self._ids[name] = str(number)
             state = "starting" if self.load_s else "ready"
-            engine = service.start("--stub-words", "3", job_id=str(number), state=state)
+            engine = service.start("--stub-words", "3", job_id=number, state=state)
             if self.load_s:
-                fields = {"job_id": str(number), "counter": 2}
+                fields = {"job_id": number, "counter": 2}
                 threading.Timer(self.load_s, service.publish, args=(engine,), kwargs=fields).start()
         else:
             (engine,) = service.engines
-            service.publish(engine, job_id=self._ids[name], state="stopped")
+            service.publish(engine, job_id=self.job_ids[name], state="stopped")
             engine.kill()
             service.engines.clear()
             with self._lock:
-                self.there.discard(name)
+                del self.job_ids[name]
         return ""
 
 
@@ -141,7 +141,7 @@ NAMES = ("a", "b", "c")
 
 
 @pytest.fixture
-def jobs(tmp_path, service, monkeypatch):
+def jobs(service, monkeypatch):
     jobs = Jobs(service.store.home, NAMES)
     monkeypatch.setattr(on_demand, "run_command", jobs.run)
     monkeypatch.setattr(on_demand, "LEAST_KEPT_S", 0.5)
@@ -212,15 +212,18 @@ def test_who_waits_too_long_is_told_what_it_waits_for(jobs, gateway, monkeypatch
 
 
 class Looks:
-    """Services whose files are read at most once in a long while, unless a look must be new."""
+    """Services whose files are read at most once in a long while, unless a look must be new or takes `look_s`."""
 
-    def __init__(self) -> None:
-        self.models: Any = None
+    def __init__(self, store: ServiceStore, *, wait_s: float, look_s: float = 0.0) -> None:
+        services: Any = self
+        self.models = on_demand.OnDemandModels(store, listed(), services, wait_s=wait_s)
         self.there: dict[str, tuple[str, ...]] = {}
         self.seen: dict[str, tuple[str, ...]] = {}
+        self._look_s = look_s
 
     async def look(self, *, older_than_s: float = 1.0) -> None:
-        if not older_than_s:
+        await asyncio.sleep(self._look_s)
+        if self._look_s or not older_than_s:
             self.seen = dict(self.there)
             self.models.note_states()
 
@@ -238,9 +241,7 @@ def test_over_the_gpu_hours_of_a_day_retry_after_is_when_some_are_left(jobs, gat
     began_s = time.time() - 10 * 3600
     fields = {"started_at": began_s, "updated_at": began_s + 3600, "num_nodes": 1, "gpus_per_node": 4}
     service.store.write(make_record(service="a", state="stopped", **fields))
-    models = {name: ListedModel(words=(name,), gpus=1) for name in NAMES}
-    front = gateway(on_demand=OnDemand(models=models, most_gpu_hours=4.0), wait_s=3.0)
-    answer = front.complete("b")
+    answer = gateway(on_demand=listed(most_gpu_hours=4.0), wait_s=3.0).complete("b")
     assert (answer.status, answer.code) == (503, "on_demand")
     assert "used 4.0 GPU-hours in a day" in answer.json["error"]["message"]
     assert 14 * 3600 - 120 < int(answer.headers["retry-after"]) <= 14 * 3600 + 1
@@ -248,20 +249,20 @@ def test_over_the_gpu_hours_of_a_day_retry_after_is_when_some_are_left(jobs, gat
 
 def test_what_was_submitted_is_not_submitted_again_before_the_next_look(service, monkeypatch):
     lines: list[Any] = []
-    looks: Any = Looks()
-
-    def run(words: Any, home: Path) -> str:
-        lines.append(words)
-        looks.there[words[-1]] = ("starting",)
-        return ""
 
     async def bring() -> None:
-        looks.models = on_demand.OnDemandModels(service.store, listed(), looks, wait_s=60.0)
+        looks = Looks(service.store, wait_s=60.0)
+
+        def run(words: Any, home: Path) -> str:
+            lines.append(words)
+            looks.there[words[-1]] = ("starting",)
+            return ""
+
+        monkeypatch.setattr(on_demand, "run_command", run)
         await looks.models.bring("a")
         await asyncio.sleep(20 * on_demand._LOOK_S)
         looks.models.close()
 
-    monkeypatch.setattr(on_demand, "run_command", run)
     monkeypatch.setattr(on_demand, "_LOOK_S", 0.01)
     asyncio.run(bring())
     assert lines == [["submit", "--once", "--json", "a"]]
@@ -303,6 +304,18 @@ def test_a_slow_submission_holds_no_other_model_and_has_its_room(jobs, gateway, 
     assert jobs.most == 2
 
 
+@pytest.fixture
+def listed_in(tmp_path) -> Callable[[str], OnDemand]:
+    """Read the list of a text."""
+
+    def read(text: str) -> OnDemand:
+        path = tmp_path / "models.yaml"
+        path.write_text(text)
+        return read_on_demand(path)
+
+    return read
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -314,34 +327,22 @@ def test_a_slow_submission_holds_no_other_model_and_has_its_room(jobs, gateway, 
         ("", "lists no models"),
     ],
 )
-def test_a_list_that_could_not_be_started_is_refused_at_once(tmp_path, text, said):
-    from hpc_serve.cli.use.gateway import read_on_demand
-
-    path = tmp_path / "models.yaml"
-    path.write_text(text)
+def test_a_list_that_could_not_be_started_is_refused_at_once(listed_in, text, said):
     with pytest.raises(SiteFileError, match=r"models\.yaml") as caught:
-        read_on_demand(path)
+        listed_in(text)
     assert said in str(caught.value)
 
 
-def test_a_list_says_what_each_model_takes(tmp_path):
-    from hpc_serve.cli.use.gateway import read_on_demand
-
-    path = tmp_path / "models.yaml"
-    path.write_text("services: 2\nmodels:\n  big: 70b --gpu h100\n  small: 8b --gpu h100 -- --max-num-seqs 4\n")
-    found = read_on_demand(path)
+def test_a_list_says_what_each_model_takes(listed_in):
+    found = listed_in("services: 2\nmodels:\n  big: 70b --gpu h100\n  small: 8b --gpu h100 -- --max-num-seqs 4\n")
     assert (found.most_services, {name: one.gpus for name, one in found.models.items()}) == (2, {"big": 4, "small": 1})
     assert found.models["small"].words == ("--name", "small", "8b", "--gpu", "h100", "--", "--max-num-seqs", "4")
 
 
-def test_a_listed_model_may_be_on_several_kinds_of_machine(tmp_path, monkeypatch):
-    from hpc_serve.cli.use.gateway import read_on_demand
-
-    site, path = tmp_path / "site.yaml", tmp_path / "models.yaml"
-    site.write_text("machines: {a100: {gpu: a100-80gb}, l40s: {gpu: l40s}}\n")
-    monkeypatch.setenv("HPC_SERVE_SITE", str(site))
-    path.write_text("models:\n  small: 8b --replicas a100:1,l40s:2\n")
-    assert read_on_demand(path).models["small"].gpus == 3
+def test_a_listed_model_may_be_on_several_kinds_of_machine(listed_in, tmp_path, monkeypatch):
+    (tmp_path / "site.yaml").write_text("machines: {a100: {gpu: a100-80gb}, l40s: {gpu: l40s}}\n")
+    monkeypatch.setenv("HPC_SERVE_SITE", str(tmp_path / "site.yaml"))
+    assert listed_in("models:\n  small: 8b --replicas a100:1,l40s:2\n").models["small"].gpus == 3
 
 
 @pytest.fixture
@@ -383,36 +384,16 @@ def test_a_listed_service_may_be_named_beside_the_list(jobs, gateway):
     assert front.complete("a").status == 200
 
 
-class NothingThere:
-    """A home without jobs, on a slow filesystem."""
-
-    models: Any
-
-    async def look(self, *, older_than_s: float = 1.0) -> None:
-        await asyncio.sleep(0.1)
-        self.models.note_states()
-
-    def states(self, service: str) -> None:
-        return None
-
-    def is_ready(self, service: str) -> bool:
-        return False
-
-    def under_way(self, service: str) -> int:
-        return 0
-
-
 def test_a_service_is_started_for_who_does_not_wait(service, monkeypatch):
     begun = threading.Event()
     monkeypatch.setattr(on_demand, "run_command", lambda words, home: begun.set())
 
     async def ask() -> None:
-        there: Any = NothingThere()
-        there.models = on_demand.OnDemandModels(service.store, listed(), there, wait_s=0.01)
+        looks = Looks(service.store, wait_s=0.01, look_s=0.1)
         with pytest.raises(Refusal):
-            await there.models.bring("a")
+            await looks.models.bring("a")
         assert await asyncio.to_thread(begun.wait, 10)
-        there.models.close()
+        looks.models.close()
 
     asyncio.run(ask())
 
