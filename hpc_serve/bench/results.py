@@ -22,7 +22,6 @@ from typing import Any
 
 from hpc_serve.bench.run import RequestResult, Run
 
-METRICS = ("ttft", "tpot", "itl", "e2el")
 SUMMARY = "summary.json"
 _PERCENTILES = (50, 90, 99)
 

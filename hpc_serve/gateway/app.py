@@ -109,7 +109,8 @@ class Gateway:
         if self._is_preflight(request):
             return
         self._check_host(request)
-        if not _is_open(request):
+        is_open = request.path in (b"/health", b"/") and request.method in ("GET", "HEAD")
+        if not is_open:  # what is open holds nothing secret: everybody who can connect may ask it
             self._admit(request)
             request.connection.show_key()
         if request.length > self._settings.most_body_bytes:
@@ -288,11 +289,6 @@ class Gateway:
             fields=request.fields,
             wants_signs=SIGNS in headers,
         )
-
-
-def _is_open(request: Request) -> bool:
-    """Return whether everybody who can connect may ask this: it holds nothing secret."""
-    return request.path in (b"/health", b"/") and request.method in ("GET", "HEAD")
 
 
 @cache

@@ -85,7 +85,6 @@ class Server:
         while self._stops < 2 and self._connections and loop.time() < until_s:
             for connection in list(self._connections):
                 connection.end_when_answered()
-            self._told.clear()
             await self._wait(min(_LOOK_S, max(until_s - loop.time(), 0.0)))
         for connection in list(self._connections):
             connection.transport.abort()
@@ -98,9 +97,8 @@ class Server:
 
     async def _wait(self, seconds: float) -> None:
         """Wait until something is told."""
-        timer = asyncio.get_running_loop().call_later(seconds, self._told.set)
-        await self._told.wait()
-        timer.cancel()
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._told.wait(), seconds)
         self._told.clear()
 
     # -- what comes through the channel of a worker
