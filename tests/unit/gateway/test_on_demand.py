@@ -28,7 +28,7 @@ from tests.support.stubs import StubService, make_record
 pytest.importorskip("prometheus_client", reason="the gateway needs it")
 from hpc_serve.gateway import directory, on_demand
 from hpc_serve.gateway.answers import Refusal
-from hpc_serve.gateway.on_demand import Running, decide, gpu_hours, hours_free_in_s
+from hpc_serve.gateway.on_demand import Listed, decide, gpu_hours, hours_free_in_s
 
 LIMITS = OnDemand(
     models={name: ListedModel(words=(name,), gpus=gpus) for name, gpus in (("a", 1), ("b", 1), ("c", 4))},
@@ -37,9 +37,15 @@ LIMITS = OnDemand(
 )
 
 
-def running(**changes: Any) -> Running:
-    usual = {"gpus": 1, "ready_for_s": 1000.0, "start_s": 100.0, "asked_for_s": 50.0, "under_way": 0}
-    return Running(**{**usual, **changes})
+NOW_S = 5000.0
+
+
+def running(ready_for_s: float | None = 1000.0, *, asked_for_s: float = 50.0, gpus: int = 1, **fields: Any) -> Listed:
+    """A service whose start took 100 s."""
+    times: dict[str, Any] = {"asked_at_s": NOW_S - asked_for_s}
+    if ready_for_s is not None:
+        times |= {"ready_at_s": NOW_S - ready_for_s, "begun_at_s": NOW_S - ready_for_s - 100.0}
+    return Listed(gpus=gpus, **times, **fields)
 
 
 @pytest.mark.parametrize(
@@ -58,15 +64,15 @@ def running(**changes: Any) -> Running:
     ],
 )
 def test_the_one_that_was_asked_longest_ago_makes_room(service, waited_s, there, what, which):
-    step = decide(service, waited_s, there, LIMITS)
+    step = decide(service, NOW_S, waited_s, there, LIMITS, 0.0)
     assert (step.what, step.service) == (what, which)
     assert step.why
 
 
 def test_nothing_is_started_once_the_gpu_hours_of_a_day_are_used():
     limits = replace(LIMITS, most_gpu_hours=10.0)
-    assert decide("a", 0, {}, limits, 9.9).what == "start"
-    step = decide("a", 9999, {"b": running()}, limits, 10.0)
+    assert decide("a", NOW_S, 0, {}, limits, 9.9).what == "start"
+    step = decide("a", NOW_S, 9999, {"b": running()}, limits, 10.0)
     assert step.what == "wait"
     assert "10.0 GPU-hours in a day, and may use 10" in step.why
 
@@ -347,12 +353,12 @@ def test_a_listed_model_may_be_on_several_kinds_of_machine(listed_in, tmp_path, 
 
 @pytest.fixture
 def seen(monkeypatch) -> list[Any]:
-    """What each decision knew of the listed services that run."""
+    """When each decision was made, and what it knew of the listed services that run."""
     seen: list[Any] = []
 
-    def decide_and_note(service: str, waited_s: float, there: Any, limits: OnDemand, used: float) -> Any:
-        seen.append(dict(there))
-        return decide(service, waited_s, there, limits, used)
+    def decide_and_note(service: str, now_s: float, waited_s: float, there: Any, *bounds: Any) -> Any:
+        seen.append((now_s, {name: replace(one) for name, one in there.items()}))
+        return decide(service, now_s, waited_s, there, *bounds)
 
     monkeypatch.setattr(on_demand, "decide", decide_and_note)
     return seen
@@ -366,8 +372,9 @@ def test_a_service_counts_as_ready_since_it_was(jobs, gateway, seen, monkeypatch
     time.sleep(3.0)
     seen.clear()
     assert front.complete("b").status == 200
-    assert seen[0]["a"].ready_for_s > 2.0
-    assert seen[0]["a"].start_s > 0.0
+    now_s, there = seen[0]
+    assert now_s - there["a"].ready_at_s > 2.0
+    assert there["a"].ready_at_s > there["a"].begun_at_s
 
 
 def test_a_service_that_somebody_stops_comes_back_for_who_asks(jobs, gateway):
@@ -403,7 +410,8 @@ def test_a_service_that_is_asked_by_its_models_name_is_asked(jobs, gateway, seen
     front = gateway(on_demand=listed(most_services=1), wait_s=60.0)
     wait_for(lambda: front.complete("405b").status == 200, 60, what="the model")
     assert front.complete("b").status == 200
-    assert seen[0]["a"].asked_for_s < 60
+    now_s, there = seen[0]
+    assert now_s - there["a"].asked_at_s < 60
 
 
 def test_a_look_that_must_be_new_does_not_count_on_one_that_had_begun(service):
