@@ -23,7 +23,7 @@ from urllib.parse import unquote_to_bytes
 from markupsafe import Markup
 
 from hpc_serve.client.connections.message import Header, Message
-from hpc_serve.gateway.answers import JSON, Refusal, refusal_of, too_much
+from hpc_serve.gateway.answers import JSON, Refusal, refusal_of
 from hpc_serve.gateway.backend import BrokenAnswerError, forward
 from hpc_serve.gateway.directory import Directory
 from hpc_serve.gateway.http_parts import for_engine, is_own_host, read_body, route_of
@@ -135,8 +135,8 @@ class Gateway:
             raise Refusal(status=403, code="origin_not_allowed", message=text)
         if self._key is not None and not self._has_key(request):
             text = "This gateway asks for its key: send `Authorization: Bearer KEY`. Its owner has the file of the key."
-            headers = {"www-authenticate": "Bearer"}
-            raise Refusal(status=401, code="invalid_api_key", message=text, headers=headers)
+            bearer = (b"www-authenticate", b"Bearer")
+            raise Refusal(status=401, code="invalid_api_key", message=text, headers=[bearer])
 
     def _own_origin(self, request: Request) -> str:
         """Return the origin of a page that came from the address that is asked now: the gateway's own."""
@@ -160,8 +160,8 @@ class Gateway:
         if request.held_bytes + size > self._settings.most_body_bytes:
             raise self._too_large()
         if self._held_bytes + size > self._settings.most_held_bytes:
-            held = f"The gateway holds {self._held_bytes / MIB:.0f} MiB of requests"
-            raise too_much("memory_full", f"{held}, and takes no more until some have ended.")
+            text = f"The gateway holds {self._held_bytes / MIB:.0f} MiB of requests, and takes no more until some end."
+            raise Refusal(status=429, code="memory_full", message=text)
         self._held_bytes += size
         request.held_bytes += size
 

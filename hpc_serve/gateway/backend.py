@@ -23,7 +23,7 @@ from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.replicas.status import summary
 from hpc_serve.client.requests.exchange import AsyncServiceTransport, Exchange, NoReplicaError
 from hpc_serve.errors import HpcServeError, WaitTimeoutError
-from hpc_serve.gateway.answers import Refusal, broken_event, too_much
+from hpc_serve.gateway.answers import Refusal, broken_event
 from hpc_serve.gateway.http_parts import for_client, with_model
 from hpc_serve.gateway.metrics import Counts
 from hpc_serve.gateway.request import Request
@@ -79,12 +79,12 @@ class Turns:
         self._turns.release()
 
     def _full(self) -> Refusal:
-        return too_much(
-            "queue_full",
+        text = (
             f"{self._service} has {self.in_flight} requests under way through this gateway (at most"
             f" {self._max_in_flight}) and {self.queued} that wait (at most {self._most_queued}). Try again, or start"
-            " the gateway with another --max-in-flight or --queue.",
+            " the gateway with another --max-in-flight or --queue."
         )
+        return Refusal(status=429, code="queue_full", message=text)
 
 
 def model_card(name: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import httptools
 from hpc_serve.client.connections.message import Header
 from hpc_serve.errors import HpcServeError, RecordError, StoreError
 from hpc_serve.gateway import personal_keys
-from hpc_serve.gateway.answers import Refusal, too_much
+from hpc_serve.gateway.answers import Refusal
 from hpc_serve.gateway.personal_keys import AnswerCount, DamagedKeysError, Person, UnderWay, Use, hash_key, read_people
 from hpc_serve.printable import printable
 
@@ -175,15 +175,16 @@ class People:
         under_way = self._under_way[person.name]
         if person.max_in_flight is not None and under_way.requests >= person.max_in_flight:
             text = f"{person.name} has {under_way.requests} requests under way at this gateway, and may have no more."
-            raise too_much("person_in_flight", f"{text} Try again when one has ended.")
+            raise Refusal(status=429, code="person_in_flight", message=f"{text} Try again when one has ended.")
         if person.tokens_a_day is not None:
             used = sum(use.get(person.name, Use()).tokens for use in (self._use_today(), self._others))
             text = f"{person.name} has used {used:,} tokens today, and has {person.tokens_a_day:,} a day."
             if used >= person.tokens_a_day:
-                raise too_much("person_tokens", f"{text} The next day begins at midnight.", _seconds_to_midnight())
+                text = f"{text} The next day begins at midnight."
+                raise Refusal(status=429, code="person_tokens", message=text, retry_s=_seconds_to_midnight())
             if used + under_way.tokens >= person.tokens_a_day:
                 text = f"{text} Requests under way may use the rest ({under_way.tokens:,} tokens)."
-                raise too_much("person_tokens", f"{text} Try again when one has ended.")
+                raise Refusal(status=429, code="person_tokens", message=f"{text} Try again when one has ended.")
         expected = personal_keys.expected_use(request.route, request.content_type, request.body, request.fields)
         request.count = AnswerCount(under_way, expected)
 
