@@ -12,7 +12,6 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +101,7 @@ async def run(
             file.sync()
         if in_order:
             places = await in_thread(find_answers, index, files, requests)
-            for number, file in enumerate(files):
-                write = partial(write_in_order, errors=bool(number))
-                await in_thread(write, requests, index, places, files, file.path)
+            await in_thread(write_in_order, requests, index, places, files, (answers.path, errors.path))
         progress.stage = "done"
         on_tick(progress)
 
