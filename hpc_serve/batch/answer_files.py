@@ -255,33 +255,37 @@ def find_answers(index: IdIndex, files: Sequence[AnswerFile], requests: Path) ->
 
 
 def write_in_order(
-    requests: Path, index: IdIndex, places: Sequence[int], files: Sequence[AnswerFile], target: Path, *, errors: bool
-) -> int:
-    """Write what `find_answers` found to `target`, in the order of the requests; return the number of lines.
+    requests: Path, index: IdIndex, places: Sequence[int], files: Sequence[AnswerFile], targets: tuple[Path, Path]
+) -> tuple[int, int]:
+    """Write what `find_answers` found to two files, of answers and of errors, in the order of the requests.
 
-    Every second file is one of errors: these lines are written if `errors`, else the others. Raises StoreError.
+    Every second of the `files` is one of errors. Return how many lines each target has. A target that would have none
+    stays as it is. Raises StoreError.
     """
-    temporary, count = target.with_name(f".{target.name}.tmp"), 0
+    temporaries, counts = [target.with_name(f".{target.name}.tmp") for target in targets], [0, 0]
     try:
         with contextlib.ExitStack() as stack:
+            for temporary in temporaries:
+                stack.callback(temporary.unlink, missing_ok=True)
             read = [stack.enter_context(file.path.open("rb")) for file in files]
-            stack.callback(temporary.unlink, missing_ok=True)
-            with temporary.open("wb") as written:
-                for request in read_requests(requests):
-                    offset, number = divmod(places[index.slot(request.custom_id) or 0] - 1, len(files))
-                    if offset >= 0 and number % 2 == errors:
-                        read[number].seek(offset)
-                        written.write(read[number].readline())
-                        count += 1
-                written.flush()
-                os.fsync(written.fileno())
-            if count:
-                os.replace(temporary, target)
+            written = [stack.enter_context(temporary.open("wb")) for temporary in temporaries]
+            for request in read_requests(requests):
+                offset, number = divmod(places[index.slot(request.custom_id) or 0] - 1, len(files))
+                if offset >= 0:
+                    read[number].seek(offset)
+                    written[number % 2].write(read[number].readline())
+                    counts[number % 2] += 1
+            for file in written:
+                file.flush()
+                os.fsync(file.fileno())
+            for temporary, target, count in zip(temporaries, targets, counts):
+                if count:
+                    os.replace(temporary, target)
     except OSError as error:
         raise StoreError(
-            f"{target} cannot be written: {error.strerror}. The answers are whole in their files."
+            f"{targets[0]} cannot be written in order: {error.strerror}. The answers are whole in their files."
         ) from error
-    return count
+    return counts[0], counts[1]
 
 
 def merge(requests: str | Path, output: str | Path) -> tuple[int, int]:
@@ -323,8 +327,4 @@ def merge(requests: str | Path, output: str | Path) -> tuple[int, int]:
                 f"{len(missing)} of {len(index)} lines have no answer yet, the first of them in shard {number}: run it "
                 f"again, --shard {number}/{count}, and then --merge."
             )
-        done, failed = (
-            write_in_order(requests, index, places, files, target, errors=bool(number))
-            for number, target in enumerate(targets)
-        )
-        return done, failed
+        return write_in_order(requests, index, places, files, targets)

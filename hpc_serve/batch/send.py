@@ -12,7 +12,6 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +80,18 @@ async def run(
         progress.before, progress.failed_before = sum(done), errors.lines
         if progress.left:
             await in_thread(on_need)
-            sender = Sender(progress, service=service, home=home, wait_s=wait, retries=retries, any_model=any_model)
+            sender = Sender(
+                progress=progress,
+                service=service,
+                home=home,
+                wait_s=wait,
+                retries=retries,
+                any_model=any_model,
+                clients=shard[1] if shard else 1,
+            )
             todo = _todo(requests, index, done, shard, version)
-            ticking = _tick(sender, progress, on_tick, tick_s)
-            async with contextlib.aclosing(_send_all(todo, sender, progress, ticking, shard)) as sent:
+            ticking = _tick(sender, on_tick, tick_s)
+            async with contextlib.aclosing(_send_all(todo, sender, ticking)) as sent:
                 async for answer in sent:
                     (errors if answer.error else answers).append(answer.json_line)
                     progress.answered += answer.error is None
@@ -94,9 +101,7 @@ async def run(
             file.sync()
         if in_order:
             places = await in_thread(find_answers, index, files, requests)
-            for number, file in enumerate(files):
-                write = partial(write_in_order, errors=bool(number))
-                await in_thread(write, requests, index, places, files, file.path)
+            await in_thread(write_in_order, requests, index, places, files, (answers.path, errors.path))
         progress.stage = "done"
         on_tick(progress)
 
@@ -137,12 +142,9 @@ async def _todo(
 
 
 async def _send_all(
-    todo: AsyncIterator[BatchRequest],
-    sender: Sender,
-    progress: Progress,
-    ticking: Coroutine[Any, Any, None],
-    shard: tuple[int, int] | None,
+    todo: AsyncIterator[BatchRequest], sender: Sender, ticking: Coroutine[Any, Any, None]
 ) -> AsyncGenerator[Answer, None]:
+    progress = sender.progress
     finished: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
     asked: dict[asyncio.Task[Any], tuple[BatchRequest, int]] = {}
     again: deque[BatchRequest] = deque()
@@ -155,8 +157,7 @@ async def _send_all(
     ticks = begin(ticking)
     try:
         await sender.connect()
-        view = sender.view(clients=shard[1] if shard else 1)
-        await anyio.to_thread.run_sync(view.look, 0.0)
+        await anyio.to_thread.run_sync(sender.view().look, 0.0)
         began_s = time.monotonic()
         while True:
             while len(asked) < progress.window and (request := again.popleft() if again else await anext(todo, None)):
@@ -179,7 +180,7 @@ async def _send_all(
                 continue
             progress.in_flight = len(asked)
             yield answer
-            _check_refusals(answer, progress)
+            _check_refusals(answer)
     finally:
         for task in (ticks, *asked):
             task.cancel()
@@ -187,7 +188,8 @@ async def _send_all(
         await sender.close()
 
 
-def _check_refusals(answer: Answer, progress: Progress) -> None:
+def _check_refusals(answer: Answer) -> None:
+    progress = answer.progress
     if answer.error and not progress.answered and progress.failed >= _MOST_REFUSED and not progress.before:
         raise HpcServeError(
             f"The first {progress.failed} lines all failed, the last with: {answer.error['message']} The other "
@@ -196,7 +198,7 @@ def _check_refusals(answer: Answer, progress: Progress) -> None:
         )
 
 
-async def _tick(sender: Sender, progress: Progress, on_tick: Callable[[Progress], None], tick_s: float) -> None:
+async def _tick(sender: Sender, on_tick: Callable[[Progress], None], tick_s: float) -> None:
     before_s = time.monotonic()
     while True:
         await asyncio.sleep(tick_s)
@@ -207,4 +209,4 @@ async def _tick(sender: Sender, progress: Progress, on_tick: Callable[[Progress]
             except HpcServeError as error:
                 _log.info("the replicas could not be looked at: %s", error)
         before_s = now_s
-        on_tick(progress)
+        on_tick(sender.progress)

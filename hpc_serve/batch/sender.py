@@ -88,44 +88,41 @@ _AGAIN_S = 5.0
 _TRIES = {"/v1/responses": 3}
 
 
+@dataclasses.dataclass(kw_only=True)
 class Sender:
-    """Asks the service; brings its client back after the service was gone."""
+    """Asks the service as one of `clients`; brings its client back after the service was gone.
 
-    def __init__(
-        self,
-        progress: Progress,
-        *,
-        service: str | None,
-        home: str | Path | None,
-        wait_s: float,
-        retries: int,
-        any_model: bool,
-    ) -> None:
-        self._progress = progress
-        self._service, self._home, self._wait_s = service, home, wait_s
-        self._retries, self._any_model = retries, any_model
-        self._client: AsyncServiceClient | None = None
-        self.times_found = 0
-        """How often the service was found."""
-        self.watched: ReplicaView | None = None
+    `times_found` is how often the service was found.
+    """
+
+    progress: Progress
+    service: str | None
+    home: str | Path | None
+    wait_s: float
+    retries: int
+    any_model: bool
+    clients: int
+    times_found: int = 0
+    watched: ReplicaView | None = None
+    _client: AsyncServiceClient | None = None
 
     async def connect(self) -> None:
         """Return once a replica is ready. Raises what `connect_async` raises if that takes longer than `wait`."""
-        ends_s, waits = time.monotonic() + self._wait_s, "waits for the service"
-        self._progress.stage = waits
+        ends_s, waits = time.monotonic() + self.wait_s, "waits for the service"
+        self.progress.stage = waits
         while True:
             try:
                 # An answer takes as long as it takes: the client finds out itself when an engine is lost.
                 client = await connect_async(
-                    self._service, wait=True, wake=True, home=self._home, timeout=None, max_retries=self._retries
+                    self.service, wait=True, wake=True, home=self.home, timeout=None, max_retries=self.retries
                 )
             except (ServiceNotFoundError, ServiceFailedError) as error:
                 if time.monotonic() > ends_s:
                     raise
-                self._progress.stage = f"{waits} ({error})"
-                await asyncio.sleep(min(_AGAIN_S, self._wait_s))
+                self.progress.stage = f"{waits} ({error})"
+                await asyncio.sleep(min(_AGAIN_S, self.wait_s))
                 continue
-            self._service, self._progress.stage = client.service, "asks"
+            self.service, self.progress.stage = client.service, "asks"
             self.times_found += 1
             if self._client is None:
                 self._client = client
@@ -133,9 +130,9 @@ class Sender:
                 await client.close()
             return
 
-    def view(self, clients: int) -> ReplicaView:
-        assert self._service is not None
-        self.watched = ReplicaView(self._service, self._home, self._progress, clients)
+    def view(self) -> ReplicaView:
+        assert self.service is not None
+        self.watched = ReplicaView(self.service, self.home, self.progress, self.clients)
         return self.watched
 
     async def close(self) -> None:
@@ -149,9 +146,9 @@ class Sender:
 
         client, body = self._client, dict(request.body)
         assert client is not None
-        if self._any_model or not body.get("model"):
+        if self.any_model or not body.get("model"):
             body["model"] = client.model
-        answer = Answer(line=request.line, custom_id=request.custom_id, progress=self._progress)
+        answer = Answer(line=request.line, custom_id=request.custom_id, progress=self.progress)
         response: Any = None
         for tries_left in reversed(range(_TRIES.get(request.url, 1))):
             try:
@@ -174,7 +171,7 @@ class Sender:
                 code, what = ("not_sent", "request") if response is None else ("no_json", "answer")
                 return dataclasses.replace(answer, error={"code": code, "message": f"The {what}: {error}"})
             else:
-                self._progress.count_tokens(content)
+                self.progress.count_tokens(content)
                 name = response.headers.get("x-request-id", "")
                 return dataclasses.replace(answer, status=response.status_code, request_id=name, body=content)
         raise AssertionError

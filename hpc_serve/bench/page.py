@@ -12,15 +12,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from hpc_serve.bench.report import (
-    Result,
-    load_curves,
-    load_title,
-    no_prediction,
-    replica_rows,
-    sweep_rows,
-)
-from hpc_serve.bench.results import METRICS
+from hpc_serve.bench.report import TIMES, Result, load_curves, load_title, no_prediction, replica_rows, sweep_rows
 from hpc_serve.pages.frame import document, over_load, table
 
 _STYLE = Path(__file__).with_name("page.css")
@@ -65,7 +57,7 @@ def _run(number: int, one: Result) -> Iterator[Markup]:
     if why := no_prediction(one):
         yield Markup('<p class="about">{}</p>').format(why)
     kinds = {"mean": "mean", "median": "median", "std": "std", "p90": "P90", "p99": "P99"}
-    times = ([name.upper(), *(f"{one[f'{kind}_{name}_ms']:,.2f}" for kind in kinds)] for name in METRICS)
+    times = ([name.upper(), *(f"{one[f'{kind}_{name}_ms']:,.2f}" for kind in kinds)] for name in TIMES)
     yield table(["ms", *kinds.values()], list(times))
     heading, *rows = replica_rows(one)
     yield table(heading, rows)

@@ -30,7 +30,7 @@ _WORDS = {
     "max_concurrent_requests": "Peak concurrent requests:",
     "total_token_throughput": "Total token throughput (tok/s):",
 }
-_TIMES = {
+TIMES = {
     "ttft": "Time to First Token",
     "tpot": "Time per Output Token (excl. 1st token)",
     "itl": "Inter-token Latency",
@@ -50,7 +50,7 @@ def run_lines(result: Result) -> Iterator[str]:
     for key, words in _WORDS.items():
         if (value := result[key]) not in (None, "inf"):
             yield _line(words, float(value) if key == "max_concurrent_requests" else value)
-    for name, title in _TIMES.items():
+    for name, title in TIMES.items():
         yield f"{title:-^{_WIDTH}}"
         for kind in ("mean", "median", "p90", "p99"):
             yield _line(f"{kind.capitalize()} {name.upper()} (ms):", result[f"{kind}_{name}_ms"])

@@ -22,16 +22,12 @@ from typing import Any
 
 from hpc_serve.bench.run import RequestResult, Run
 
-METRICS = ("ttft", "tpot", "itl", "e2el")
 SUMMARY = "summary.json"
 _PERCENTILES = (50, 90, 99)
 
 
 def figures_of(
-    outcomes: Sequence[RequestResult],
-    duration_s: float,
-    *,
-    goals_ms: Mapping[str, float] | None = None,
+    outcomes: Sequence[RequestResult], duration_s: float, *, goals_ms: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
     """Return the figures of some requests in `duration_s`. `goals_ms` bounds ttft, tpot and e2el, in milliseconds."""
     answered = [outcome for outcome in outcomes if outcome.is_answered]

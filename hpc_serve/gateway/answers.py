@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from hpc_serve.client.connections.message import Header
 from hpc_serve.client.replicas.sdk import http, openai
 from hpc_serve.client.requests.exchange import NoReplicaError
 from hpc_serve.errors import HpcServeError, StreamBrokenError
 
-FULL_RETRY_S = 1
-NO_REPLICA_RETRY_S = 5
-
 JSON = (b"content-type", b"application/json")
-_NOT_AGAIN: Mapping[str, str] = {"x-should-retry": "false"}  # read by OpenAI's SDKs
+_NOT_AGAIN = ((b"x-should-retry", b"false"),)  # read by OpenAI's SDKs
+_KINDS = {429: "rate_limit_error", 502: "bad_gateway", 503: "service_unavailable", 504: "timeout"}
+_RETRY_S = {429: 1, 503: 5}
+"""When to try again after a refusal that names no other time, by its status."""
 
 
 @dataclass(kw_only=True, eq=False)  # not frozen: Python notes on an exception where it was raised
 class Refusal(Exception):
-    """A request that gets an error of the gateway's own."""
+    """A request that gets an error of the gateway's own. It may come again in `retry_s` seconds."""
 
     status: int
     code: str
     message: str
-    kind: str = "invalid_request_error"
     param: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    retry_s: int | None = None
+    headers: Sequence[Header] = ()
 
     @property
     def body(self) -> bytes:
-        content = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        kind = _KINDS.get(self.status, "invalid_request_error")
+        content = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return json.dumps({"error": content}, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
     @property
-    def raw_headers(self) -> list[tuple[bytes, bytes]]:
-        return [JSON, *((name.encode(), value.encode()) for name, value in self.headers.items())]
+    def raw_headers(self) -> list[Header]:
+        retry_s = self.retry_s or _RETRY_S.get(self.status)
+        return [JSON, *([(b"retry-after", b"%d" % retry_s)] if retry_s else ()), *self.headers]
 
 
 def refusal_of(error: Exception, service: str) -> Refusal:
@@ -43,18 +46,12 @@ def refusal_of(error: Exception, service: str) -> Refusal:
     if isinstance(error, Refusal):
         return error
     if isinstance(error, HpcServeError | NoReplicaError):
-        return Refusal(
-            status=503,
-            code="no_replica",
-            kind="service_unavailable",
-            message=str(error),
-            headers={"retry-after": str(NO_REPLICA_RETRY_S)},
-        )
+        return Refusal(status=503, code="no_replica", message=str(error))
     if isinstance(error, openai.APITimeoutError | http.TimeoutException):
         text = f"{service} did not answer in time: {error}"
-        return Refusal(status=504, code="timeout", kind="timeout", message=text, headers=_NOT_AGAIN)
+        return Refusal(status=504, code="timeout", message=text, headers=_NOT_AGAIN)
     text = f"The request to {service} failed: {str(error) or type(error).__name__}"
-    return Refusal(status=502, code="request_lost", kind="bad_gateway", message=text, headers=_NOT_AGAIN)
+    return Refusal(status=502, code="request_lost", message=text, headers=_NOT_AGAIN)
 
 
 def broken_event(error: Exception) -> bytes:

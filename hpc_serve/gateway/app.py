@@ -73,7 +73,7 @@ class Gateway:
         self._people = People(store.home / "gateway") if has_people else None
         self._metrics = Metrics(settings.counts_file)
         self._directory = Directory(store, settings, self._metrics.of)
-        self._metrics.directory = self._directory
+        self._metrics.under_way = self._directory.counts
         self._held_bytes = 0
         self._following: list[asyncio.Task[None]] = []
 
@@ -109,7 +109,8 @@ class Gateway:
         if self._is_preflight(request):
             return
         self._check_host(request)
-        if not _is_open(request):
+        is_open = request.path in (b"/health", b"/") and request.method in ("GET", "HEAD")
+        if not is_open:  # what is open holds nothing secret: everybody who can connect may ask it
             self._admit(request)
             request.connection.show_key()
         if request.length > self._settings.most_body_bytes:
@@ -134,8 +135,8 @@ class Gateway:
             raise Refusal(status=403, code="origin_not_allowed", message=text)
         if self._key is not None and not self._has_key(request):
             text = "This gateway asks for its key: send `Authorization: Bearer KEY`. Its owner has the file of the key."
-            headers = {"www-authenticate": "Bearer"}
-            raise Refusal(status=401, code="invalid_api_key", message=text, headers=headers)
+            bearer = (b"www-authenticate", b"Bearer")
+            raise Refusal(status=401, code="invalid_api_key", message=text, headers=[bearer])
 
     def _own_origin(self, request: Request) -> str:
         """Return the origin of a page that came from the address that is asked now: the gateway's own."""
@@ -159,13 +160,8 @@ class Gateway:
         if request.held_bytes + size > self._settings.most_body_bytes:
             raise self._too_large()
         if self._held_bytes + size > self._settings.most_held_bytes:
-            text = (
-                f"The gateway holds {self._held_bytes / MIB:.0f} MiB of requests, and takes no more until some have"
-                " ended."
-            )
-            raise Refusal(
-                status=429, code="memory_full", kind="rate_limit_error", message=text, headers={"retry-after": "1"}
-            )
+            text = f"The gateway holds {self._held_bytes / MIB:.0f} MiB of requests, and takes no more until some end."
+            raise Refusal(status=429, code="memory_full", message=text)
         self._held_bytes += size
         request.held_bytes += size
 
@@ -293,11 +289,6 @@ class Gateway:
             fields=request.fields,
             wants_signs=SIGNS in headers,
         )
-
-
-def _is_open(request: Request) -> bool:
-    """Return whether everybody who can connect may ask this: it holds nothing secret."""
-    return request.path in (b"/health", b"/") and request.method in ("GET", "HEAD")
 
 
 @cache

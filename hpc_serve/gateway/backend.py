@@ -25,7 +25,7 @@ from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.replicas.status import summary
 from hpc_serve.client.requests.exchange import AsyncServiceTransport, Exchange, NoReplicaError
 from hpc_serve.errors import HpcServeError, WaitTimeoutError
-from hpc_serve.gateway.answers import FULL_RETRY_S, Refusal, broken_event
+from hpc_serve.gateway.answers import Refusal, broken_event
 from hpc_serve.gateway.http_parts import for_client, with_model
 from hpc_serve.gateway.metrics import Counts
 from hpc_serve.gateway.request import Request
@@ -46,11 +46,10 @@ _log = logging.getLogger(__name__)
 class Turns:
     """The requests of one service. `in_flight` have their turn, `queued` wait for it or for a replica."""
 
-    def __init__(self, service: str, *, most_in_flight: int, most_queued: int) -> None:
+    def __init__(self, service: str, settings: Settings) -> None:
         self._service = service
-        self._most_in_flight = most_in_flight
-        self._most_queued = most_queued
-        self._turns = anyio.Semaphore(most_in_flight)
+        self._max_in_flight, self._most_queued = settings.max_in_flight, settings.most_queued
+        self._turns = anyio.Semaphore(settings.max_in_flight)
         self.in_flight = 0
         self.queued = 0
 
@@ -67,7 +66,7 @@ class Turns:
 
         Raises Refusal, and what `ready` raises.
         """
-        if self.in_flight + self.queued >= self._most_in_flight + self._most_queued:
+        if self.in_flight + self.queued >= self._max_in_flight + self._most_queued:
             raise self._full()
         self.queued += 1
         try:
@@ -83,17 +82,12 @@ class Turns:
         self._turns.release()
 
     def _full(self) -> Refusal:
-        return Refusal(
-            status=429,
-            code="queue_full",
-            kind="rate_limit_error",
-            message=(
-                f"{self._service} has {self.in_flight} requests under way through this gateway (at most"
-                f" {self._most_in_flight}) and {self.queued} that wait (at most {self._most_queued}). Try again, or"
-                " start the gateway with another --max-in-flight or --queue."
-            ),
-            headers={"retry-after": str(FULL_RETRY_S)},
+        text = (
+            f"{self._service} has {self.in_flight} requests under way through this gateway (at most"
+            f" {self._max_in_flight}) and {self.queued} that wait (at most {self._most_queued}). Try again, or start"
+            " the gateway with another --max-in-flight or --queue."
         )
+        return Refusal(status=429, code="queue_full", message=text)
 
 
 def model_card(name: str) -> dict[str, Any]:
@@ -107,7 +101,7 @@ class Backend:
     def __init__(self, store: ServiceStore, service: str, settings: Settings, counts: Counts) -> None:
         self.service = service
         self.watch = ServiceWatch(store, service, may_wake=settings.wake)
-        self.turns = Turns(service, most_in_flight=settings.most_in_flight, most_queued=settings.most_queued)
+        self.turns = Turns(service, settings)
         self.counts = counts
         self.names: tuple[str, ...] = ()
         self.bring: Callable[[], Awaitable[None]] | None = None
@@ -258,8 +252,8 @@ async def _pass_on(backend: Backend, exchange: Exchange, request: Request, furth
             request.write(data)
             if count is not None:
                 count.feed(data)
-            if request.connection.is_full:
-                await request.connection.room()
+            if not request.connection.has_room.is_set():
+                await request.connection.has_room.wait()
     except Exception as error:  # half of an answer is out: whatever it was, the client is told
         counts.broken_streams += 1
         _log.warning("%s", printable(f"{backend.service}: {error}"))

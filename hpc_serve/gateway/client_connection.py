@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Awaitable
 from typing import Any, Protocol
 
 import httptools
@@ -24,6 +23,7 @@ from hpc_serve.gate.connection_limits import (
     MAX_PIPELINED,
 )
 from hpc_serve.gateway.answers import Refusal
+from hpc_serve.gateway.app import Gateway
 from hpc_serve.gateway.request import Request
 
 KEEP_ALIVE_S = 65.0
@@ -35,25 +35,9 @@ _ANSWER_S = 0.2  # for an answer to what cannot be read to leave
 _log = logging.getLogger(__name__)
 
 
-class Application(Protocol):
-    """Answers requests."""
-
-    def let_in(self, request: Request) -> None:
-        """Raise Refusal for a request that is refused by its head."""
-
-    def hold(self, request: Request, size: int) -> None:
-        """Count bytes of a body. Raises Refusal."""
-
-    def release(self, request: Request) -> None:
-        """Count the bytes of a body no more."""
-
-    def answer(self, request: Request) -> Awaitable[None]:
-        """Answer a request whose body has come."""
-
-
 class Server(Protocol):
-    @property
-    def app(self) -> Application: ...
+    app: Gateway
+
     def add(self, connection: ClientConnection) -> None: ...
     def remove(self, connection: ClientConnection) -> None: ...
     def note_key(self, connection: ClientConnection) -> None: ...
@@ -68,7 +52,8 @@ class ClientConnection(asyncio.Protocol):
         self.server = server
         self.loop = loop
         self.made_at_s = self.idle_since_s = loop.time()
-        self.is_full = False
+        self.has_room = asyncio.Event()
+        self.has_room.set()
         self.has_key = False
         self._parser = httptools.HttpRequestParser(self)
         self._url = b""
@@ -81,7 +66,6 @@ class ClientConnection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._waiting: deque[Request] = deque()
         self._out: list[bytes] = []
-        self._room: asyncio.Future[None] | None = None
         self._is_refusing = self._is_ending = False
 
     @property
@@ -131,17 +115,10 @@ class ClientConnection(asyncio.Protocol):
             reading.refuse(reading.refusal)
 
     def pause_writing(self) -> None:
-        self.is_full = True
+        self.has_room.clear()
 
     def resume_writing(self) -> None:
-        self.is_full = False
-        if self._room is not None and not self._room.done():
-            self._room.set_result(None)
-
-    async def room(self) -> None:
-        while self.is_full:
-            self._room = self.loop.create_future()
-            await self._room
+        self.has_room.set()
 
     # -- what the parser tells
 

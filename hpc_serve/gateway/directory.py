@@ -20,7 +20,7 @@ from hpc_serve.gateway.answers import Refusal
 from hpc_serve.gateway.backend import Backend, model_card
 from hpc_serve.gateway.metrics import Counts
 from hpc_serve.gateway.on_demand import OnDemandModels
-from hpc_serve.gateway.settings import Settings
+from hpc_serve.gateway.settings import OnDemand, Settings
 from hpc_serve.rendezvous.claims import read_wanted_or_none
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, EntryFiles, ServiceStore
@@ -60,9 +60,9 @@ class Directory:
         self._unread = "The services are not read yet."
         """Why a service may be there that no look has found."""
         self._backends: dict[str, Backend] = {}
-        self._listed: OnDemandModels | None = None
-        if settings.on_demand is not None:
-            self._listed = OnDemandModels(store, settings.on_demand, self, settings.wait_s)
+        listed = settings.on_demand or OnDemand(models={})
+        self._listed = OnDemandModels(store, listed, self, settings.wait_s)
+        self._listed_names = tuple(listed.models)
         self._look: asyncio.Task[None] | None = None
         self._looked_at_s = float("-inf")
         self._asked_at_s = float("-inf")
@@ -75,7 +75,7 @@ class Directory:
 
     def known(self, model: str | None) -> Backend | None:
         """Return the service of a model's name as `find` does, if that needs no look. Raises Refusal."""
-        service = self._service_of(model) if self._listed is None else None
+        service = self._service_of(model) if not self._listed_names else None
         return self._backend(service) if service is not None else None
 
     async def find(self, model: str | None, person: str = "") -> Backend:
@@ -83,7 +83,7 @@ class Directory:
 
         `person` is whose request it is, if it has a key of its own.
         """
-        if self._listed is not None and model is not None and model in self._on_demand_names:
+        if model is not None and model in self._listed_names:
             await self._listed.bring(model, person)
             self._listed.note_asked(model)
             return self._backend(model)  # if it has ended since, its backend brings it again
@@ -92,19 +92,14 @@ class Directory:
             await asyncio.sleep(max(0.0, AGAIN_S - since_s))  # it may have come since the last look
             await self.look()
             service = self._service_of(model)
-        if service is None and model is not None and self._found and self._may_ask_engines():
+        may_ask = asyncio.get_running_loop().time() - self._asked_at_s >= ASK_S
+        if service is None and model is not None and self._found and may_ask:
             await self.models()  # an adapter of --lora-modules has a name that no record knows
             service = self._service_of(model)
         if service is None:
             raise self._unknown(model)
-        if self._listed is not None:
-            self._listed.note_asked(service)
+        self._listed.note_asked(service)
         return self._backend(service)
-
-    @property
-    def _on_demand_names(self) -> Sequence[str]:
-        listed = self._settings.on_demand
-        return tuple(listed.models) if listed is not None else ()
 
     def states(self, service: str) -> Sequence[str] | None:
         """Return the states of a service's replicas; None if it has no job and does not sleep."""
@@ -120,9 +115,6 @@ class Directory:
         """Return how many requests are at a service, or wait for it."""
         backend = self._backends.get(service)
         return backend.turns.in_flight + backend.turns.queued if backend is not None else 0
-
-    def _may_ask_engines(self) -> bool:
-        return asyncio.get_running_loop().time() - self._asked_at_s >= ASK_S
 
     def _service_of(self, model: str | None) -> str | None:
         if model is None:
@@ -166,7 +158,7 @@ class Directory:
     def _backend(self, service: str) -> Backend:
         if (backend := self._backends.get(service)) is None:
             backend = Backend(self._store, service, self._settings, self._counts_of(service))
-            if self._listed is not None and service in self._on_demand_names:
+            if service in self._listed_names:
                 backend.bring = functools.partial(self._listed.bring, service)
             self._backends[service] = backend
             backend.names = self._found[service].names if service in self._found else ()
@@ -187,7 +179,7 @@ class Directory:
             if cards and all(card["id"] != backend.service for card in cards):
                 listed.append({**cards[0], "id": backend.service, "root": cards[0]["id"], "service": backend.service})
         known = {card["id"] for card in listed}
-        listed += [{**model_card(name), "service": name} for name in self._on_demand_names if name not in known]
+        listed += [{**model_card(name), "service": name} for name in self._listed_names if name not in known]
         return listed
 
     def counts(self) -> Mapping[str, tuple[int, int]]:
@@ -195,8 +187,7 @@ class Directory:
         return {backend.service: (backend.turns.in_flight, backend.turns.queued) for backend in self._backends.values()}
 
     async def close(self) -> None:
-        if self._listed is not None:
-            await self._listed.close()
+        self._listed.close()
         for backend in self._backends.values():
             await backend.close()
 
@@ -241,8 +232,7 @@ class Directory:
                 names = found[service].names
                 gone = set(before[service].names if service in before else ()).difference(names)
                 backend.names = _distinct(*names, *(name for name in backend.names if name not in gone))
-        if self._listed is not None:
-            self._listed.note_states()
+        self._listed.note_states()
 
     def _last_names(self, service: str) -> tuple[str, ...]:
         """Return the names of a service after all its replicas have ended."""
@@ -255,9 +245,9 @@ class Directory:
         """Return the services found, and the services with unreadable files. Raises StoreError."""
         found: dict[str, Found] = {}
         unreadable: set[str] = set()
-        named = set(self._settings.services).difference(self._on_demand_names)
+        named = set(self._settings.services).difference(self._listed_names)
         services = self._settings.services or self._store.services()
-        services = tuple(dict.fromkeys((*services, *self._on_demand_names)))
+        services = tuple(dict.fromkeys((*services, *self._listed_names)))
         if not services and self._found and not (self._store.home / "services").is_dir():
             raise StoreError(f"{self._store.home} is away.")
         for service in services:

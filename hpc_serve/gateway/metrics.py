@@ -8,12 +8,11 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -94,14 +93,8 @@ class Counts:
     first_byte_seconds: Times = field(default_factory=Times)
 
 
-class Countable(Protocol):
-    """An object with the number of requests in flight and queued, by service."""
-
-    def counts(self) -> Mapping[str, tuple[int, int]]: ...
-
-
 class Metrics(Collector):
-    """The counts of one gateway. `directory` says what is under way.
+    """The counts of one gateway. `under_way` returns the number of requests in flight and queued, by service.
 
     A worker of several writes them into a `file`, and tells the sum of all files of its folder. It goes on counting
     where the worker ended that had the file before: a counter that falls would seem to have begun again.
@@ -116,7 +109,7 @@ class Metrics(Collector):
                 self._before = _text(_Sum([file.read_text()], but="gauge"))
         self._services: dict[str, Counts] = {}
         self._requests: Counter[tuple[str, str, int]] = Counter()
-        self.directory: Countable | None = None
+        self.under_way: Callable[[], Mapping[str, tuple[int, int]]] = dict
 
     def of(self, service: str) -> Counts:
         """Return the counts of one service."""
@@ -141,9 +134,7 @@ class Metrics(Collector):
             new.write_bytes(self._own())
             new.replace(self._file)
         except OSError as error:
-            problem = (
-                f"{self._file} cannot be written: {error.strerror}. /metrics of the other workers lacks its counts."
-            )
+            problem = f"{self._file} cannot be written: {error.strerror}. /metrics of other workers lacks its counts."
         if problem != self._problem and problem:
             _log.warning("%s", problem)
         self._problem = problem
@@ -171,8 +162,7 @@ class Metrics(Collector):
         queued = GaugeMetricFamily(
             f"{_PREFIX}queued", "Requests that wait for their turn or a replica.", labels=["service"]
         )
-        under_way = self.directory.counts() if self.directory is not None else {}
-        for service, (flying, waiting) in under_way.items():
+        for service, (flying, waiting) in self.under_way().items():
             in_flight.add_metric([service], flying)
             queued.add_metric([service], waiting)
         yield from (in_flight, queued)

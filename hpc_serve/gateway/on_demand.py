@@ -34,17 +34,35 @@ LEAST_KEPT_S = 30.0
 _DAY_S = 86_400.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Running:
-    """A listed service that has jobs. Times are in seconds: since it was ready (None: it is not), and what that took,
-    and since it was last asked. `under_way` are requests at it or waiting for it."""
+@dataclass(kw_only=True)
+class Listed:
+    """What is known of a listed service, in seconds of the event loop's clock.
+
+    It takes `gpus`. `asked_at_s`: when it was last asked. `wanted_since_s`: since when a request waits for its jobs.
+    `begun_at_s`: when its jobs were submitted. `ready_at_s`: since when it is ready. `under_way` are requests at it or
+    waiting for it. `why` says what it waits for, or how it failed.
+    """
 
     gpus: int
-    ready_for_s: float | None
-    start_s: float
-    asked_for_s: float
-    under_way: int
+    asked_at_s: float = -math.inf
+    wanted_since_s: float | None = None
+    begun_at_s: float | None = None
+    ready_at_s: float | None = None
+    under_way: int = 0
+    is_starting: bool = False
     is_ending: bool = False
+    failed_until_s: float = 0.0
+    may_start_at_s: float = 0.0
+    failures: int = 0
+    why: str = ""
+    asked_by: str = ""
+
+    @property
+    def kept_s(self) -> float:
+        """How long it stays at least once it is ready: as long as its start took."""
+        if self.ready_at_s is None or self.begun_at_s is None:
+            return LEAST_KEPT_S
+        return max(self.ready_at_s - self.begun_at_s, LEAST_KEPT_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +75,11 @@ class Step:
 
 
 def decide(
-    service: str, waited_s: float, running: Mapping[str, Running], limits: OnDemand, used_gpu_hours: float = 0.0
+    service: str, now_s: float, waited_s: float, running: Mapping[str, Listed], limits: OnDemand, used_gpu_hours: float
 ) -> Step:
     """Return the next step towards a service that is not there, for which a request has waited so long.
 
+    `running` are the listed services that have jobs.
     Nothing is started once the listed services have used the GPU-hours of a day. A ready service stays as long as its
     start took. Then the one that was asked longest ago goes, an idle one first. One that is never idle goes once the
     request has waited for as long as that one's start took.
@@ -76,15 +95,15 @@ def decide(
     may_end = {
         name: one
         for name, one in running.items()
-        if one.ready_for_s is not None
-        and one.ready_for_s >= max(one.start_s, LEAST_KEPT_S)
-        and (not one.under_way or waited_s >= max(one.start_s, LEAST_KEPT_S))
+        if one.ready_at_s is not None
+        and now_s - one.ready_at_s >= one.kept_s
+        and (not one.under_way or waited_s >= one.kept_s)
     }
     if not may_end:
         names = ", ".join(running)
         return Step(what="wait", service=service, why=f"there is no room beside {names}, which came lately or are busy")
-    name = min(may_end, key=lambda name: (may_end[name].under_way > 0, -may_end[name].asked_for_s))
-    asked = may_end[name].asked_for_s
+    name = min(may_end, key=lambda name: (may_end[name].under_way > 0, may_end[name].asked_at_s))
+    asked = now_s - may_end[name].asked_at_s
     since = f"was last asked {asked:.0f} s ago" if math.isfinite(asked) else "was not asked since the gateway began"
     return Step(what="end", service=name, why=f"{service} is asked for and needs its room; it {since}")
 
@@ -127,21 +146,6 @@ _MOST_FAILED_FOR_S = 3600.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class _Times:
-    """What is known of a listed service, in seconds of the event loop's clock."""
-
-    asked_at_s: float
-    wanted_since_s: float | None = None
-    begun_at_s: float | None = None
-    ready_at_s: float | None = None
-    failed_until_s: float = 0.0
-    may_start_at_s: float = 0.0
-    failures: int = 0
-    why: str = ""
-    asked_by: str = ""
-
-
 class Services(Protocol):
     """What the gateway knows of the services of a home."""
 
@@ -166,9 +170,7 @@ class OnDemandModels:
         self._limits = limits
         self._services = services
         self._wait_s = wait_s
-        self._times = {name: _Times(asked_at_s=float("-inf")) for name in limits.models}
-        self._starting: set[str] = set()
-        self._ending: set[str] = set()
+        self._listed = {name: Listed(gpus=model.gpus) for name, model in limits.models.items()}
         self._commands: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
 
@@ -178,40 +180,39 @@ class OnDemandModels:
         `person` is whose request it is, if it has a key of its own.
         """
         clock = asyncio.get_running_loop().time
-        times, began_s = self._times[service], clock()
-        times.asked_at_s = began_s
+        listed, began_s = self._listed[service], clock()
+        listed.asked_at_s = began_s
         if self._is_there(service) and self._services.is_ready(service):
             return
         await self._services.look()
         while not self._is_there(service):
             now_s = clock()
-            has_failed = now_s < times.failed_until_s
+            has_failed = now_s < listed.failed_until_s
             if not has_failed:
-                self._want(times, now_s, person)
+                self._want(listed, now_s, person)
             if has_failed or now_s - began_s >= self._wait_s:
-                retry_s = max(times.failed_until_s - now_s, times.may_start_at_s - now_s, _LOOK_S)
-                headers = {"retry-after": str(math.ceil(retry_s))}
-                text = f"{service} is started on demand, and is not there yet: {times.why or 'it was asked for now'}."
-                raise Refusal(status=503, code="on_demand", kind="service_unavailable", message=text, headers=headers)
+                retry_s = max(listed.failed_until_s - now_s, listed.may_start_at_s - now_s, _LOOK_S)
+                text = f"{service} is started on demand, and is not there yet: {listed.why or 'it was asked for now'}."
+                raise Refusal(status=503, code="on_demand", message=text, retry_s=math.ceil(retry_s))
             await asyncio.sleep(_POLL_S)
 
     def note_asked(self, service: str) -> None:
         """A request asks for a service, by whichever name."""
-        if service in self._times:
-            self._times[service].asked_at_s = asyncio.get_running_loop().time()
+        if service in self._listed:
+            self._listed[service].asked_at_s = asyncio.get_running_loop().time()
 
-    def _want(self, times: _Times, now_s: float, person: str) -> None:
-        if times.wanted_since_s is None:
-            times.wanted_since_s = now_s
-            times.asked_by = f"a request{f' of {person}' if person else ''} asked the gateway for it"
+    def _want(self, listed: Listed, now_s: float, person: str) -> None:
+        if listed.wanted_since_s is None:
+            listed.wanted_since_s = now_s
+            listed.asked_by = f"a request{f' of {person}' if person else ''} asked the gateway for it"
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._follow())
 
     def _is_there(self, service: str) -> bool:
         states = self._services.states(service)
-        return states is not None and "asleep" not in states and service not in self._ending
+        return states is not None and "asleep" not in states and not self._listed[service].is_ending
 
-    async def close(self) -> None:
+    def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
@@ -222,40 +223,40 @@ class OnDemandModels:
         clock = asyncio.get_running_loop().time
         while True:
             await self._services.look()
-            wanted = [name for name, times in self._times.items() if times.wanted_since_s is not None]
+            wanted = [name for name, listed in self._listed.items() if listed.wanted_since_s is not None]
             if not wanted:
                 return
             used, free_in_s = await self._used_gpu_hours()
-            for service in sorted(wanted, key=lambda name: self._times[name].wanted_since_s or 0.0):
-                if service not in self._starting:
-                    self._times[service].may_start_at_s = clock() + free_in_s
+            for service in sorted(wanted, key=lambda name: self._listed[name].wanted_since_s or 0.0):
+                if not self._listed[service].is_starting:
+                    self._listed[service].may_start_at_s = clock() + free_in_s
                     self._step(service, clock(), used)
             await asyncio.sleep(_LOOK_S)
 
     def note_states(self) -> None:
         """There was a look: note what came, what is ready, and what ended."""
         now_s = asyncio.get_running_loop().time()
-        for name, times in self._times.items():
+        for name, listed in self._listed.items():
             states = self._services.states(name)
             if self._is_there(name):
-                times.wanted_since_s = None
-                if times.ready_at_s is None and states and "ready" in states:
-                    times.ready_at_s, times.failures = now_s, 0
+                listed.wanted_since_s = None
+                if listed.ready_at_s is None and states and "ready" in states:
+                    listed.ready_at_s, listed.failures = now_s, 0
                 continue
-            if times.wanted_since_s is not None and now_s - times.asked_at_s > max(self._wait_s, LEAST_KEPT_S):
-                times.wanted_since_s = None  # who asked has gone
-            if name in self._starting:
+            if listed.wanted_since_s is not None and now_s - listed.asked_at_s > max(self._wait_s, LEAST_KEPT_S):
+                listed.wanted_since_s = None  # who asked has gone
+            if listed.is_starting:
                 continue
-            if times.begun_at_s is not None and times.ready_at_s is None and name not in self._ending:
+            if listed.begun_at_s is not None and listed.ready_at_s is None and not listed.is_ending:
                 self._note_failure(name, f"its job ended before it was ready; `hpc-serve doctor {name}` says why")
-            times.begun_at_s = times.ready_at_s = None
+            listed.begun_at_s = listed.ready_at_s = None
 
     def _note_failure(self, service: str, why: str) -> None:
-        times, now_s = self._times[service], asyncio.get_running_loop().time()
-        times.failed_until_s = now_s + min(_FAILED_FOR_S * 2**times.failures, _MOST_FAILED_FOR_S)
-        times.failures += 1
-        times.begun_at_s = times.wanted_since_s = None
-        times.why = why
+        listed, now_s = self._listed[service], asyncio.get_running_loop().time()
+        listed.failed_until_s = now_s + min(_FAILED_FOR_S * 2**listed.failures, _MOST_FAILED_FOR_S)
+        listed.failures += 1
+        listed.begun_at_s = listed.wanted_since_s = None
+        listed.why = why
         _log.warning("%s", printable(f"on demand: {service}: {why}"))
 
     async def _used_gpu_hours(self) -> tuple[float, int]:
@@ -272,19 +273,19 @@ class OnDemandModels:
         return await asyncio.to_thread(read)
 
     def _step(self, service: str, now_s: float, used_gpu_hours: float) -> None:
-        times = self._times[service]
-        waited_s = now_s - (times.wanted_since_s or now_s)
-        step = decide(service, waited_s, self._running(now_s), self._limits, used_gpu_hours)
-        if step.what == "wait" or (step.what == "start" and service in self._ending):
-            times.why = step.why
+        listed = self._listed[service]
+        waited_s = now_s - (listed.wanted_since_s or now_s)
+        step = decide(service, now_s, waited_s, self._running(), self._limits, used_gpu_hours)
+        if step.what == "wait" or (step.what == "start" and listed.is_ending):
+            listed.why = step.why
             return
         _log.warning("%s", printable(f"on demand: {step.what} {step.service}: {step.why}"))
         if step.what == "end":
-            times.why = f"{step.service} is ending to make room"
-            self._ending.add(step.service)
+            listed.why = f"{step.service} is ending to make room"
+            self._listed[step.service].is_ending = True
             command = self._end(step.service, step.why)
         else:
-            self._starting.add(service)
+            listed.is_starting = True
             command = self._start(service, now_s)
         task = asyncio.get_running_loop().create_task(command)
         self._commands.add(task)
@@ -292,19 +293,19 @@ class OnDemandModels:
 
     async def _start(self, service: str, now_s: float) -> None:
         """Submit or wake a service. Its room is taken meanwhile; other models need not wait for a slow sbatch."""
-        is_asleep = "asleep" in (self._services.states(service) or ())
+        listed, is_asleep = self._listed[service], "asleep" in (self._services.states(service) or ())
         words = ["wake", service] if is_asleep else ["submit", "--once", "--json", *self._limits.models[service].words]
         try:
             said = await asyncio.to_thread(run_command, words, self._store.home)
         except CommandFailedError as error:
             self._note_failure(service, f"`hpc-serve {words[0]}` failed: {error}")
         else:
-            self._times[service].begun_at_s = now_s
+            listed.begun_at_s = now_s
             if not _was_there(said):  # else another gateway submitted it, or a person
-                await self._tell(service, "submit", self._times[service].asked_by)
+                await self._tell(service, "submit", listed.asked_by)
             await self._services.look(older_than_s=0.0)
         finally:
-            self._starting.discard(service)
+            listed.is_starting = False
 
     async def _end(self, service: str, why: str) -> None:
         try:
@@ -314,7 +315,7 @@ class OnDemandModels:
             _log.warning("%s", printable(f"on demand: {service} did not end: {error}"))
         finally:
             await self._services.look(older_than_s=0.0)
-            self._ending.discard(service)
+            self._listed[service].is_ending = False
 
     async def _tell(self, service: str, action: Literal["submit", "end"], why: str) -> None:
         """Write down what was done and why, for `hpc-serve status`."""
@@ -326,22 +327,15 @@ class OnDemandModels:
         with contextlib.suppress(StoreError):
             await asyncio.to_thread(change_wanted, self._store, service, told)
 
-    def _running(self, now_s: float) -> dict[str, Running]:
+    def _running(self) -> dict[str, Listed]:
+        """Return the listed services that have jobs, with the requests under way at them."""
         running = {}
-        for name, times in self._times.items():
+        for name, listed in self._listed.items():
             states = self._services.states(name)
-            has_jobs = states is not None and ("asleep" not in states or name in self._ending)
-            if not has_jobs and name not in self._starting:
-                continue
-            ready_at_s, begun_at_s = times.ready_at_s, times.begun_at_s
-            running[name] = Running(
-                gpus=self._limits.models[name].gpus,
-                ready_for_s=now_s - ready_at_s if ready_at_s is not None else None,
-                start_s=ready_at_s - begun_at_s if ready_at_s is not None and begun_at_s is not None else 0.0,
-                asked_for_s=now_s - times.asked_at_s,
-                under_way=self._services.under_way(name),
-                is_ending=name in self._ending,
-            )
+            has_jobs = states is not None and ("asleep" not in states or listed.is_ending)
+            if has_jobs or listed.is_starting:
+                listed.under_way = self._services.under_way(name)
+                running[name] = listed
         return running
 
 

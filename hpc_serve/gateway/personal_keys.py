@@ -44,10 +44,12 @@ _BOUNDS_OF_ANSWER = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _TOKENS_OF_ANSWER = {
     "/v1/completions": DEFAULT_MAX_TOKENS,
     **dict.fromkeys(
-        ("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages"), _UNBOUNDED_TOKENS
+        (
+            *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages"),
+            *("/cohere/v2/chat", "/inference/v1/generate", "/v1/audio/transcriptions", "/v1/audio/translations"),
+        ),
+        _UNBOUNDED_TOKENS,
     ),
-    **dict.fromkeys(("/cohere/v2/chat", "/inference/v1/generate"), _UNBOUNDED_TOKENS),
-    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), _UNBOUNDED_TOKENS),
 }
 
 

@@ -23,7 +23,7 @@ import httptools
 from hpc_serve.client.connections.message import Header
 from hpc_serve.errors import HpcServeError, RecordError, StoreError
 from hpc_serve.gateway import personal_keys
-from hpc_serve.gateway.answers import FULL_RETRY_S, Refusal
+from hpc_serve.gateway.answers import Refusal
 from hpc_serve.gateway.personal_keys import AnswerCount, DamagedKeysError, Person, UnderWay, Use, hash_key, read_people
 from hpc_serve.printable import printable
 
@@ -35,17 +35,15 @@ _log = logging.getLogger(__name__)
 
 
 class Connection(Protocol):
-    """The connection of a client. `is_full`: the client has much to read, and `room` waits until it has read."""
+    """The connection of a client. It `has_room` unless the client has much to read."""
 
-    is_full: bool
+    has_room: asyncio.Event
 
     @property
     def ends_now(self) -> bool:
         """Whether it ends with the answer that is under way."""
 
     def write(self, data: bytes) -> None: ...
-
-    async def room(self) -> None: ...
 
     def show_key(self) -> None: ...
 
@@ -177,15 +175,16 @@ class People:
         under_way = self._under_way[person.name]
         if person.max_in_flight is not None and under_way.requests >= person.max_in_flight:
             text = f"{person.name} has {under_way.requests} requests under way at this gateway, and may have no more."
-            raise _refusal("person_in_flight", f"{text} Try again when one has ended.", FULL_RETRY_S)
+            raise Refusal(status=429, code="person_in_flight", message=f"{text} Try again when one has ended.")
         if person.tokens_a_day is not None:
             used = sum(use.get(person.name, Use()).tokens for use in (self._use_today(), self._others))
             text = f"{person.name} has used {used:,} tokens today, and has {person.tokens_a_day:,} a day."
             if used >= person.tokens_a_day:
-                raise _refusal("person_tokens", f"{text} The next day begins at midnight.", _seconds_to_midnight())
+                text = f"{text} The next day begins at midnight."
+                raise Refusal(status=429, code="person_tokens", message=text, retry_s=_seconds_to_midnight())
             if used + under_way.tokens >= person.tokens_a_day:
                 text = f"{text} Requests under way may use the rest ({under_way.tokens:,} tokens)."
-                raise _refusal("person_tokens", f"{text} Try again when one has ended.", FULL_RETRY_S)
+                raise Refusal(status=429, code="person_tokens", message=f"{text} Try again when one has ended.")
         expected = personal_keys.expected_use(request.route, request.content_type, request.body, request.fields)
         request.count = AnswerCount(under_way, expected)
 
@@ -246,11 +245,6 @@ class People:
 
 def _by_hash(folder: Path) -> dict[str, Person]:
     return {person.key_sha256: person for person in read_people(folder)}
-
-
-def _refusal(code: str, message: str, retry_s: int) -> Refusal:
-    headers = {"retry-after": str(retry_s)}
-    return Refusal(status=429, code=code, kind="rate_limit_error", message=message, headers=headers)
 
 
 def _seconds_to_midnight() -> int:

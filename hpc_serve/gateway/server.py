@@ -35,6 +35,9 @@ from hpc_serve.gate.connection_limits import MAX_CONNECTIONS_WITHOUT_KEY, TLS_HA
 
 _LOOK_S = 1.0
 
+Begin = Callable[[socket.socket], Awaitable[Any]]
+"""Begins to answer an accepted connection."""
+
 
 class Server:
     """All connections of clients. `stop` ends it, within `grace_s` for the requests that are under way."""
@@ -47,6 +50,7 @@ class Server:
         self._without_key: dict[ClientConnection, None] = {}  # the oldest first
         self._stops = 0
         self._told = asyncio.Event()
+        self._taking: set[asyncio.Task[None]] = set()
 
     async def run(
         self,
@@ -64,7 +68,7 @@ class Server:
         listening = None
         if channel is not None:
             begin = partial(loop.connect_accepted_socket, make, ssl=context, ssl_handshake_timeout=handshake_s)
-            _Channel(channel, begin, self.stop)
+            loop.add_reader(channel, self._receive, channel, begin)
         else:
             listening = await loop.create_server(
                 make, sock=listener, ssl=context, ssl_handshake_timeout=handshake_s, backlog=MOST_WAITING
@@ -81,7 +85,6 @@ class Server:
         while self._stops < 2 and self._connections and loop.time() < until_s:
             for connection in list(self._connections):
                 connection.end_when_answered()
-            self._told.clear()
             await self._wait(min(_LOOK_S, max(until_s - loop.time(), 0.0)))
         for connection in list(self._connections):
             connection.transport.abort()
@@ -94,10 +97,24 @@ class Server:
 
     async def _wait(self, seconds: float) -> None:
         """Wait until something is told."""
-        timer = asyncio.get_running_loop().call_later(seconds, self._told.set)
-        await self._told.wait()
-        timer.cancel()
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._told.wait(), seconds)
         self._told.clear()
+
+    # -- what comes through the channel of a worker
+
+    def _receive(self, channel: socket.socket, begin: Begin) -> None:
+        """Take the connection that has come, or stop at a signal."""
+        loop = asyncio.get_running_loop()
+        told, connection = receive(channel)
+        if not told:
+            loop.remove_reader(channel)
+        if told != CONNECTION:
+            self.stop()
+        elif connection is not None:  # else this process has too many files
+            task = loop.create_task(_take(begin, connection))
+            self._taking.add(task)
+            task.add_done_callback(self._taking.discard)
 
     # -- what connections tell
 
@@ -123,31 +140,9 @@ class Server:
         self._without_key.pop(connection, None)
 
 
-class _Channel:
-    """The channel of a worker. It calls `begin` for each connection that comes, and `stop` for each signal."""
-
-    def __init__(
-        self, channel: socket.socket, begin: Callable[[socket.socket], Awaitable[Any]], stop: Callable[[], None]
-    ) -> None:
-        self._channel, self._begin, self._stop = channel, begin, stop
-        self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._loop.add_reader(channel, self._receive)
-
-    def _receive(self) -> None:
-        told, connection = receive(self._channel)
-        if not told:
-            self._loop.remove_reader(self._channel)
-        if told != CONNECTION:
-            self._stop()
-        elif connection is not None:  # else this process has too many files
-            task = self._loop.create_task(self._take(connection))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _take(self, connection: socket.socket) -> None:
-        with suppress(OSError):  # it has left, or shows no TLS
-            await self._begin(connection)
+async def _take(begin: Begin, connection: socket.socket) -> None:
+    with suppress(OSError):  # it has left, or shows no TLS
+        await begin(connection)
 
 
 def serve(

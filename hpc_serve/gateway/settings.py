@@ -32,7 +32,7 @@ class OnDemand:
 class Settings:
     """The gateway serves `services`; if empty, all of the home. `key` is what clients must show; None: nothing.
 
-    Per service, `most_in_flight` requests are with its engines. At most `most_queued` requests wait for their turn or,
+    Per service, `max_in_flight` requests are with its engines. At most `most_queued` requests wait for their turn or,
     `wait_s` seconds, for a replica. A body has at most `most_body_bytes`, and all bodies held at most
     `most_held_bytes`. Web pages of `origins` may ask. If `wake` is set, a request wakes a service that is asleep.
     Requests to hosts other than the loopback's and `hosts` are refused; None refuses none. A worker of several writes
@@ -43,7 +43,7 @@ class Settings:
     key: str | None = field(default=None, repr=False)
     wait_s: float = 60.0
     wake: bool = False
-    most_in_flight: int = 1000
+    max_in_flight: int = 1000
     most_queued: int = 1000
     most_body_bytes: int = 64 * MIB
     most_held_bytes: int = 1024 * MIB
@@ -56,7 +56,7 @@ class Settings:
         """Return the settings of a worker: it has an equal part of what may be under way."""
         return replace(
             self,
-            most_in_flight=max(self.most_in_flight // count, 1),
+            max_in_flight=max(self.max_in_flight // count, 1),
             most_queued=self.most_queued // count,
             most_held_bytes=max(self.most_held_bytes // count, self.most_body_bytes),
             counts_file=folder / f"{number}.prom",

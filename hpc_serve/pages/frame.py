@@ -27,13 +27,7 @@ _STYLE = Path(__file__).with_name("frame.css")
 
 
 def document(
-    title: str,
-    body: Markup,
-    *,
-    style: str = "",
-    script: str = "",
-    data: object = None,
-    asks_its_host: bool = False,
+    title: str, body: Markup, *, style: str = "", script: str = "", data: object = None, asks_its_host: bool = False
 ) -> str:
     """Return the whole page. `data` is what the script reads, as JSON in the element with the id `data`.
 

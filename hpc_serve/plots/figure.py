@@ -124,9 +124,8 @@ def _over_batch(axes: Any, by_prompt: Sequence[ReplicaSpeeds], label: str, value
     _curves(axes, by_prompt, lambda estimate, _: estimate.traffic.concurrency, value)
     if (knee := critical_batch(by_prompt[0].roofline)) is not None:
         axes.axvline(knee, color=_INK, linewidth=1, linestyle="dotted", label=f"critical batch {knee:,}")
-    axes.set_xlabel("requests that run at once")
-    axes.set_ylabel(label)
-    axes.set_title("Decoding alone, ideal" if by_prompt[0].is_ideal else "Decoding alone")
+    title = "Decoding alone, ideal" if by_prompt[0].is_ideal else "Decoding alone"
+    axes.set(xlabel="requests that run at once", ylabel=label, title=title)
     _legend_below(axes, columns=2)
 
 
@@ -200,9 +199,7 @@ def _memory(axes: Any, plan: ServePlan) -> None:
         label.set_fontweight("bold" if candidate.verdict == "chosen" else "normal")
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set_xlim(0, edge)
-    axes.set_xlabel("GiB")
-    axes.set_title(f"Memory of the tightest {device.unit}")
+    axes.set(xlim=(0, edge), xlabel="GiB", title=f"Memory of the tightest {device.unit}")
     _legend_below(axes, columns=3)
 
 

@@ -259,7 +259,7 @@ def gateway_command(
         key=key,
         wait_s=options["wait"],
         wake=options["wake"],
-        most_in_flight=options["max_in_flight"],
+        max_in_flight=options["max_in_flight"],
         most_queued=options["queue"],
         most_body_bytes=options["max_body"],
         most_held_bytes=16 * options["max_body"],

@@ -44,11 +44,16 @@ def output(tmp_path: Path) -> Path:
     return tmp_path / "out.jsonl"
 
 
+@pytest.fixture
+def errors(tmp_path: Path) -> Path:
+    """Where the lines without an answer go."""
+    return tmp_path / "out.errors.jsonl"
+
+
 def request_line(custom_id: str, text: str = "What?", **changes: object) -> str:
     body = {"messages": [{"role": "user", "content": text}]}
-    return json.dumps(
-        {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body, **changes}
-    )
+    usual = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+    return json.dumps({**usual, **changes})
 
 
 @pytest.fixture

@@ -25,21 +25,21 @@ from tests.unit.batch.conftest import request_line
 from tests.unit.batch.test_batch import ids, run
 
 
-def test_the_window_shrinks_while_requests_wait_at_the_engine(service, requests, tmp_path):
+def test_the_window_shrinks_while_requests_wait_at_the_engine(service, requests, output):
     """The engine works on two at once, and its record says eight."""
     service.start("--stub-slots", "2", "--stub-word-s", "0.02")
     windows = []
-    answers = run(requests(150), tmp_path / "out.jsonl", tick_s=0.1, on_tick=lambda p: windows.append(p.window))
+    answers = run(requests(150), output, tick_s=0.1, on_tick=lambda p: windows.append(p.window))
     assert answers[-1].progress.answered == 150
     assert min(windows) < 5
     assert max(windows) <= 9
 
 
-def test_never_more_are_under_way_than_two_replicas_take(service, requests, tmp_path):
+def test_never_more_are_under_way_than_two_replicas_take(service, requests, output):
     for _ in range(2):
         service.start()
     seen = [0]
-    answers = run(requests(100), tmp_path / "out.jsonl", tick_s=0.01, on_tick=lambda p: seen.append(p.in_flight))
+    answers = run(requests(100), output, tick_s=0.01, on_tick=lambda p: seen.append(p.in_flight))
     assert len(answers) == 100
     assert max(seen) <= 18
 
@@ -58,24 +58,24 @@ def test_the_window_stays_while_an_engine_says_nothing_of_its_work(serving, tmp_
     assert progress.window == 5
 
 
-def test_an_unexpected_error_ends_the_batch(serving, requests, tmp_path, monkeypatch):
+def test_an_unexpected_error_ends_the_batch(serving, requests, monkeypatch, output):
 
     async def fails(*_, **__):
         raise RuntimeError("unexpected")
 
     monkeypatch.setattr(AsyncServiceClient, "post", fails)
     with pytest.raises(RuntimeError, match="unexpected"):
-        run(requests(20), tmp_path / "out.jsonl")
+        run(requests(20), output)
 
 
-def test_an_error_of_the_caller_ends_the_batch(service, requests, tmp_path):
+def test_an_error_of_the_caller_ends_the_batch(service, requests, output):
     service.start("--stub-word-s", "5")
 
     def fails(progress: batch.Progress) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        run(requests(3), tmp_path / "out.jsonl", tick_s=0.01, on_tick=fails)
+        run(requests(3), output, tick_s=0.01, on_tick=fails)
 
 
 def test_a_service_that_is_gone_is_waited_for(service, requests, output):
@@ -113,11 +113,11 @@ def test_memory_does_not_grow_with_the_file(service, requests, tmp_path):
     assert peaks[1] < 1.1 * peaks[0]
 
 
-def test_gpu_hours_are_those_of_all_replicas(service, requests, tmp_path):
+def test_gpu_hours_are_those_of_all_replicas(service, requests, output):
     service.start("--stub-word-s", "0.05", num_nodes=2, gpus_per_node=4)
     found = []
     tell = {"tick_s": 0.05, "on_tick": lambda p: found.append((p.gpu_hours, p.replicas))}
-    last = run(requests(30), tmp_path / "out.jsonl", **tell)[-1].progress
+    last = run(requests(30), output, **tell)[-1].progress
     assert last.gpu_hours > 0
     # Eight GPUs, for no longer than the run and one look.
     assert last.gpu_hours <= 8 * (last.serving_s + 60) / 3600
@@ -181,17 +181,20 @@ def world(tmp_path, requests):
         yield world
 
 
+def environ_of(world, **further):
+    """How a line is run by bash, as a person or Slurm would."""
+    return {"cwd": world.clone, "env": {**world.environ(), **further}, "stderr": subprocess.STDOUT, "text": True}
+
+
 def shell(world, text, **further):
-    """Run a line by bash, as a person or Slurm would."""
-    return subprocess.run(
-        ["bash", "-c", text],
-        cwd=world.clone,
-        env={**world.environ(), **further},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    return subprocess.run(["bash", "-c", text], stdout=subprocess.PIPE, check=False, **environ_of(world, **further))
+
+
+def wait_for_answers(world, process):
+    """Return the output once the process has written to it, or has ended."""
+    output = world.clone / "out.jsonl"
+    wait_until(lambda: process.poll() is not None or (output.exists() and output.stat().st_size))
+    return output
 
 
 def call(world, options):
@@ -226,13 +229,10 @@ class TestServiceOfItsOwn:
     def test_it_is_stopped_after_ctrl_c(self, world, requests):
         requests(50_000).rename(world.clone / "in.jsonl")
         command = "exec env --default-signal=INT hpc-serve batch in.jsonl out.jsonl --model 8b"  # tests may ignore it
-        process = subprocess.Popen(
-            ["bash", "-c", command], cwd=world.clone, env=world.environ(), stderr=subprocess.PIPE, text=True
-        )
-        output = world.clone / "out.jsonl"
-        wait_until(lambda: process.poll() is not None or (output.exists() and output.stat().st_size))
+        process = subprocess.Popen(["bash", "-c", command], stdout=subprocess.PIPE, **environ_of(world))
+        output = wait_for_answers(world, process)
         process.send_signal(signal.SIGINT)
-        assert "the same command goes on" in process.communicate(timeout=120)[1]
+        assert "the same command goes on" in process.communicate(timeout=120)[0]
         assert process.returncode
         assert is_over(world, "8b")
         assert 0 < len(ids(output)) < 5000
@@ -292,16 +292,9 @@ class TestJobOfItsOwn:
         _, script = self.submit(world)
         scontrol = world.slurm.bin / "scontrol"
         scontrol.write_text(f"#!/bin/bash\necho $* > {world.folder}/requeued\n")
-        job = subprocess.Popen(
-            ["bash", script],
-            cwd=world.clone,
-            env={**world.environ(), "SLURM_JOB_ID": "101"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        output = world.clone / "out.jsonl"
-        wait_until(lambda: job.poll() is not None or (output.exists() and output.stat().st_size))
+        how = environ_of(world, SLURM_JOB_ID="101")
+        job = subprocess.Popen(["bash", script], stdout=subprocess.DEVNULL, start_new_session=True, **how)
+        output = wait_for_answers(world, job)
         job.send_signal(signal.SIGUSR1)
         requeued = world.folder / "requeued"
         wait_until(lambda: requeued.exists() and requeued.read_text() == "requeue 101\n")

@@ -11,12 +11,18 @@ import pytest
 from hpc_serve.bench.run import BenchRequest, Lengths, Pace, RequestResult, Run
 from hpc_serve.bench.sweep import Progress, Sweep, make_runs
 from hpc_serve.bench.workload import BenchWorkload
-from tests.support.stubs import StubService
+from tests.support.stubs import StubEngine, StubService
 from tests.unit.client.conftest import service
 
 assert service  # a fixture of the client's tests
 
 Measure = Callable[..., list[Run]]
+
+
+@pytest.fixture
+def engine(service: StubService) -> StubEngine:
+    """The one engine of the service."""
+    return service.start()
 
 
 @pytest.fixture
@@ -56,18 +62,7 @@ def make_run(*outcomes: RequestResult, **fields: Any) -> Run:
     """A run of two seconds whose requests asked for what `make_outcome` is."""
     body = {"prompt": [1] * 10, "max_tokens": 3, "ignore_eos": True}
     request = BenchRequest(path="/v1/completions", body=body, input_len=10, output_len=3)
-    usual: dict[str, Any] = {
-        "service": "405b",
-        "model": "m",
-        "workload": "random 10/3",
-        "requests": (request,) * len(outcomes),
-        "outcomes": outcomes,
-        "duration_s": 2.0,
-        "pace": Pace(max_concurrency=2),
-        "split": "client",
-        "replicas": ("1-r0-0",),
-        "busy": 0.1,
-        "late_s": 0.001,
-        "date": "20261122-130000",
-    }
+    usual: dict[str, Any] = {"service": "405b", "model": "m", "workload": "random 10/3", "date": "20261122-130000"}
+    usual |= {"requests": (request,) * len(outcomes), "outcomes": outcomes, "pace": Pace(max_concurrency=2)}
+    usual |= {"duration_s": 2.0, "split": "client", "replicas": ("1-r0-0",), "busy": 0.1, "late_s": 0.001}
     return Run(**{**usual, **fields})

@@ -16,8 +16,7 @@ from tests.support.patience import PATIENCE_S, wait_until
 SMALL = ("--lengths", "40/6", "--num-prompts", "12")
 
 
-def test_one_run_is_shown_and_saved(service, tmp_path, ran):
-    service.start()
+def test_one_run_is_shown_and_saved(engine, tmp_path, ran):
     saved = tmp_path / "figures.json"
     printed = ran(["bench", "405b", *SMALL, "--max-concurrency", "4", "--save", str(saved), "--detailed"]).out
     assert "Successful requests:                     12" in printed
@@ -47,8 +46,7 @@ def test_a_sweep_in_full_has_all_figures_of_each_run(service, ran):
     assert printed.splitlines()[-3].split()[:4] == ["service", "replicas", "workload", "pace"]
 
 
-def test_json_is_all_that_stdout_holds(service, ran):
-    service.start()
+def test_json_is_all_that_stdout_holds(engine, ran):
     result = json.loads(ran(["bench", "405b", *SMALL, "--request-rate", "500", "--json"]).out)
     assert (result["request_rate"], result["max_concurrency"]) == (500.0, None)
 
@@ -97,8 +95,7 @@ def ended(folder: Path) -> int:
     return sum('"event": "begun"' not in line for line in lines)
 
 
-def test_all_ways_of_showing_a_sweep(service, tmp_path, ran):
-    service.start()
+def test_all_ways_of_showing_a_sweep(engine, tmp_path, ran):
     (tmp_path / "mine.py").write_text("def is_wrong(body, text):\n    return 'no word' if len(text) > 0 else None\n")
     words = ["--num-prompts", "4", "--lengths", "20/3", "--max-concurrency", "1,2", "--gpu", "h100-80gb"]
     check = ["--check", f"{tmp_path / 'mine.py'}:is_wrong"]

@@ -165,14 +165,6 @@ def test_a_name_and_its_alias_are_one_accelerator(store, submitted, named, kept)
         assert measured_run(store, run_of(), gpu=named).case.accelerator == kept
 
 
-def test_bench_counts_what_its_engine_did_for_others(service, measure):
-    engine = service.start()
-    (run,) = measure()
-    assert run.others_tokens == 0.0
-    assert run.waited is None  # its record does not say that the engine is here
-    assert engine
-
-
 def test_bench_says_whether_a_run_is_kept(service, ran, monkeypatch):
     # On a busy machine the program itself may be late, and a run with a remark is not kept.
     monkeypatch.setattr("hpc_serve.bench.expected.notes_on", lambda run, wrong: [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -20,11 +21,41 @@ import pytest
 from hpc_serve.cli.main import run
 from tests.cluster import wait_for
 from tests.support.patience import PATIENCE_S
+from tests.support.stub_engine import greedy_answer
+from tests.support.stubs import StubEngine, StubService
 from tests.unit.client.conftest import service
 
 assert service  # a fixture of the client's tests
 
-NEEDS = ("prometheus_client",)
+WORDS = 12
+GREEDY = ("--stub-greedy", "--stub-words", str(WORDS))
+ANSWER = greedy_answer("Why?", WORDS)
+ASKED: dict[str, Any] = {"model": "405b", "prompt": "Why?", "temperature": 0}
+
+
+@pytest.fixture
+def extra() -> None:
+    """Skip a test where the packages of the extra `gateway` are missing."""
+    pytest.importorskip("prometheus_client", reason="the gateway needs it")
+
+
+@pytest.fixture
+def engine(service: StubService) -> StubEngine:
+    """The one engine of the service 405b, which answers `Why?` with ANSWER."""
+    return service.start(*GREEDY)
+
+
+@pytest.fixture
+def hanging(service: StubService, tmp_path: Path) -> Callable[..., Path]:
+    """Starts an engine with some flags that gives no answer while the file is there that is returned."""
+
+    def start(*flags: str) -> Path:
+        file = tmp_path / "hang"
+        file.touch()
+        service.start(*GREEDY, "--stub-hang-file", str(file), *flags)
+        return file
+
+    return start
 
 
 @dataclass
@@ -66,14 +97,15 @@ class Front:
             connection.close()
 
     def complete(self, model: str | None = "405b", *, content_type: str = "application/json", **fields: Any) -> Answer:
-        named = {"model": model} if model is not None else {}
-        body = {**named, "prompt": "Why?", "temperature": 0, **fields}
+        body = {**ASKED, "model": model, **fields}
+        if model is None:
+            del body["model"]
         return self.ask("POST", "/v1/completions", body, content_type=content_type)
 
     def stream(self, **fields: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """The beginning of a stream: its connection, and its response to read."""
         connection = self.open()
-        asked = {"model": "405b", "prompt": "Why?", "temperature": 0, "max_tokens": 100, "stream": True, **fields}
+        asked = {**ASKED, "max_tokens": 100, "stream": True, **fields}
         connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
         return connection, connection.getresponse()
 
@@ -114,10 +146,8 @@ def served(store: Any, settings: Any) -> Iterator[int]:
 
 
 @pytest.fixture
-def gateway(service, monkeypatch) -> Iterator[Callable[..., Front]]:
+def gateway(service, extra, monkeypatch) -> Iterator[Callable[..., Front]]:
     """Starts a gateway with some settings to the services of the test's home."""
-    for package in NEEDS:
-        pytest.importorskip(package, reason=f"the gateway needs {package}")
     from hpc_serve.gateway import backend, directory
     from hpc_serve.gateway.settings import Settings
 
@@ -130,6 +160,12 @@ def gateway(service, monkeypatch) -> Iterator[Callable[..., Front]]:
             return Front(stack.enter_context(served(service.store, Settings(**{"wait_s": 0.0, **settings}))))
 
         yield start
+
+
+@pytest.fixture
+def front(engine: StubEngine, gateway: Callable[..., Front]) -> Front:
+    """A gateway to that engine."""
+    return gateway()
 
 
 class Program:
@@ -150,13 +186,19 @@ class Program:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        self.lines += []
         for line in self.process.stdout:
             self.lines.append(line)
 
     @property
     def said(self) -> str:
         return "".join(self.lines)
+
+    @property
+    def port(self) -> int:
+        """The port that it named."""
+        found = re.search(r"https?://[^/\s]+:(\d+)/v1", self.said)
+        assert found, self.said
+        return int(found[1])
 
     def started(self) -> Program:
         """Once it has said where it is."""
@@ -179,10 +221,8 @@ class Program:
 
 
 @pytest.fixture
-def program(service) -> Iterator[Callable[..., Program]]:
+def program(service, extra) -> Iterator[Callable[..., Program]]:
     """Starts `hpc-serve gateway` with some words for the services of the test's home."""
-    for package in NEEDS:
-        pytest.importorskip(package, reason=f"the gateway needs {package}")
     started: list[Program] = []
 
     def start(*words: str, first: str = "") -> Program:
@@ -195,10 +235,8 @@ def program(service) -> Iterator[Callable[..., Program]]:
 
 
 @pytest.fixture
-def refused(service, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
+def refused(service, extra, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
     """Call `hpc-serve gateway` with words that it refuses before it serves; return its exit code and its words."""
-    for package in NEEDS:
-        pytest.importorskip(package, reason=f"the gateway needs {package}")
     monkeypatch.setenv("HPC_SERVE_HOME", str(service.store.home))
 
     def call(*words: str) -> tuple[int, str]:

@@ -19,16 +19,7 @@ import yaml
 
 from hpc_serve.cli.main import run
 from tests.cluster import wait_for
-from tests.unit.gateway.conftest import NEEDS
-
-GREEDY = ("--stub-greedy", "--stub-words", "12")
-
-
-@pytest.fixture
-def can_start_gateways() -> None:
-    """Skip a test that has a gateway started where its packages are missing."""
-    for package in NEEDS:
-        pytest.importorskip(package, reason=f"the gateway needs {package}")
+from tests.unit.gateway.conftest import GREEDY
 
 
 @pytest.fixture
@@ -44,7 +35,7 @@ def ssh_line(text: str) -> list[str]:
     return shlex.split(next(line for line in text.splitlines() if line.startswith("  ssh ")))
 
 
-@pytest.mark.usefixtures("can_start_gateways")
+@pytest.mark.usefixtures("extra")
 def test_without_a_gateway_the_line_starts_one_and_with_one_it_leads_there(service, said):
     service.start(*GREEDY)
     words = ssh_line(said("405b", "--login", "me@login1"))
@@ -152,7 +143,7 @@ def login_host(tmp_path):
     daemon.wait(60)
 
 
-@pytest.mark.usefixtures("can_start_gateways")
+@pytest.mark.usefixtures("extra")
 def test_the_line_as_ssh_runs_it_starts_a_gateway_that_ends_with_it(service, said, login_host, tmp_path):
     service.start(*GREEDY)
     with socket.socket() as free:

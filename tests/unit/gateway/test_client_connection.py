@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,6 +19,8 @@ from hpc_serve.gateway.answers import Refusal
 from hpc_serve.gateway.server import Server
 
 LATE_S = 60.0
+
+pytestmark = pytest.mark.anyio
 
 
 class Application:
@@ -65,42 +70,51 @@ class Application:
             for _ in range(500):
                 request.write(b"x" * 100_000)
                 self.written_bytes += 100_000
-                if request.connection.is_full:
-                    await request.connection.room()
+                await request.connection.has_room.wait()
             request.end()
         else:
             request.respond(200, request.path + b" " + request.body, [])
 
 
-def run(trial, **options: Any) -> None:
-    """Run `trial(application, connect, server)` against a server on a port; `connect` opens a connection."""
+@dataclass
+class World:
+    """A server on a port with that application."""
 
-    async def whole() -> None:
-        import socket
+    application: Application
+    server: Server
+    port: int
 
-        application: Any = Application(**options)
-        serving, started = Server(application, grace_s=LATE_S), asyncio.Event()
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            running = asyncio.create_task(serving.run(listener, None, started.set))
-            await started.wait()
-            port = listener.getsockname()[1]
-            await asyncio.wait_for(trial(application, lambda: asyncio.open_connection("127.0.0.1", port), serving), 60)
-            serving.stop()
-            serving.stop()
-            await running
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
 
-    asyncio.run(whole())
+    async def say(self, *data: bytes) -> bytes:
+        """Return all that is answered until the connection ends."""
+        reader, writer = await self.connect()
+        for part in data:
+            writer.write(part)
+            await writer.drain()
+        answer: bytes = await reader.read()
+        writer.close()
+        return answer
 
 
-async def say(connect: Any, *data: bytes) -> bytes:
-    """Return all that is answered until the connection ends."""
-    reader, writer = await connect()
-    for part in data:
-        writer.write(part)
-        await writer.drain()
-    answer: bytes = await reader.read()
-    writer.close()
-    return answer
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+async def world(request) -> AsyncIterator[World]:
+    """By its parameter the server asks for a key."""
+    application: Any = Application(asks_for_key=getattr(request, "param", False))
+    serving, started = Server(application, grace_s=LATE_S), asyncio.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        running = asyncio.create_task(serving.run(listener, None, started.set))
+        await started.wait()
+        yield World(application, serving, listener.getsockname()[1])
+        serving.stop()
+        serving.stop()
+        await running
 
 
 def request(path: str, *headers: str, method: str = "POST", body: str = "", version: str = "1.1") -> bytes:
@@ -111,146 +125,110 @@ def request(path: str, *headers: str, method: str = "POST", body: str = "", vers
 CLOSE = "Connection: close"
 
 
-def test_requests_at_once_are_answered_in_their_order_and_their_bodies_let_go():
-    async def trial(application, connect, _):
-        got = await say(
-            connect, *(request(f"/{number}", body="b" * number) for number in range(5)), request("/", CLOSE)
-        )
-        assert [got.find(b"/%d %b" % (number, b"b" * number)) > 0 for number in range(5)] == [True] * 5
-        assert got.count(b"HTTP/1.1 200 OK\r\n") == 6
-        assert application.held_bytes == 0
-
-    run(trial)
+async def test_requests_at_once_are_answered_in_their_order_and_their_bodies_let_go(world):
+    got = await world.say(*(request(f"/{number}", body="b" * number) for number in range(5)), request("/", CLOSE))
+    assert [got.find(b"/%d %b" % (number, b"b" * number)) > 0 for number in range(5)] == [True] * 5
+    assert got.count(b"HTTP/1.1 200 OK\r\n") == 6
+    assert world.application.held_bytes == 0
 
 
-def test_too_many_requests_at_once_end_the_connection():
-    async def trial(application, connect, _):
-        asking = asyncio.create_task(say(connect, request("/wait") * 20))
-        await asyncio.sleep(0.1)
-        application.go_on.set()
-        assert (await asking).count(b"HTTP/1.1 200") == 1 + MAX_PIPELINED
-
-    run(trial)
+async def test_too_many_requests_at_once_end_the_connection(world):
+    asking = asyncio.create_task(world.say(request("/wait") * 20))
+    await asyncio.sleep(0.1)
+    world.application.go_on.set()
+    assert (await asking).count(b"HTTP/1.1 200") == 1 + MAX_PIPELINED
 
 
 @pytest.mark.parametrize(
     ("version", "body"), [("1.1", b"\r\n\r\n3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n"), ("1.0", b"\r\n\r\nonetwo")]
 )
-def test_a_stream_is_in_chunks_where_the_client_knows_them(version, body):
-    async def trial(_, connect, __):
-        assert (await say(connect, request("/stream", CLOSE, version=version))).endswith(body)
-
-    run(trial)
+async def test_a_stream_is_in_chunks_where_the_client_knows_them(world, version, body):
+    assert (await world.say(request("/stream", CLOSE, version=version))).endswith(body)
 
 
-def test_the_answer_to_head_has_no_body():
-    async def trial(_, connect, __):
-        got = await say(connect, request("/page", CLOSE, method="HEAD"))
-        assert b"content-length: 6" in got
-        assert got.endswith(b"\r\n\r\n")
-
-    run(trial)
+async def test_the_answer_to_head_has_no_body(world):
+    got = await world.say(request("/page", CLOSE, method="HEAD"))
+    assert b"content-length: 6" in got
+    assert got.endswith(b"\r\n\r\n")
 
 
-def test_a_client_that_waits_to_be_told_so_is_told_to_send_its_body():
-    async def trial(_, connect, __):
-        reader, writer = await connect()
-        head, body = request("/x", "Expect: 100-continue", body="hello")[:-5], b"hello"
-        writer.write(head)
-        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-        writer.write(body)
-        assert b"200 OK" in await reader.readuntil(b"/x hello")
-        writer.close()
-
-    run(trial)
+async def test_a_client_that_waits_to_be_told_so_is_told_to_send_its_body(world):
+    reader, writer = await world.connect()
+    head, body = request("/x", "Expect: 100-continue", body="hello")[:-5], b"hello"
+    writer.write(head)
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(body)
+    assert b"200 OK" in await reader.readuntil(b"/x hello")
+    writer.close()
 
 
-def test_a_refusal_comes_before_the_body_and_the_body_is_discarded():
-    async def trial(application, connect, _):
-        reader, writer = await connect()
-        writer.write(b"POST /refused HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
-        assert b" 401 " in await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"x" * 1_000_000)
-        await reader.read()
-        assert application.held_bytes == 0
-        writer.close()
-
-    run(trial)
+async def test_a_refusal_comes_before_the_body_and_the_body_is_discarded(world):
+    reader, writer = await world.connect()
+    writer.write(b"POST /refused HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+    assert b" 401 " in await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"x" * 1_000_000)
+    await reader.read()
+    assert world.application.held_bytes == 0
+    writer.close()
 
 
 @pytest.mark.parametrize("data", [b"no http\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 200_000])
-def test_what_is_no_request_is_refused(data):
-    async def trial(_, connect, __):
-        assert (await say(connect, data))[:13] in (b"HTTP/1.1 400 ", b"HTTP/1.1 431 ")
-
-    run(trial)
+async def test_what_is_no_request_is_refused(world, data):
+    assert (await world.say(data))[:13] in (b"HTTP/1.1 400 ", b"HTTP/1.1 431 ")
 
 
-def test_a_client_that_does_not_read_makes_the_answer_wait():
-    async def trial(application, connect, _):
-        reader, writer = await connect()
-        writer.write(request("/much", CLOSE))
-        before = -1
-        while application.written_bytes != before or not before:
-            before = application.written_bytes
-            await asyncio.sleep(0.05)
-        assert before < 50_000_000
-        assert (await reader.read()).count(b"x") == 50_000_000
-        writer.close()
-
-    run(trial)
+async def test_a_client_that_does_not_read_makes_the_answer_wait(world):
+    reader, writer = await world.connect()
+    writer.write(request("/much", CLOSE))
+    before = -1
+    while world.application.written_bytes != before or not before:
+        before = world.application.written_bytes
+        await asyncio.sleep(0.05)
+    assert before < 50_000_000
+    assert (await reader.read()).count(b"x") == 50_000_000
+    writer.close()
 
 
-def test_a_client_that_leaves_cancels_its_request():
-    async def trial(application, connect, _):
-        _reader, writer = await connect()
-        writer.write(request("/wait"))
-        await writer.drain()
-        await asyncio.sleep(0.1)
-        writer.close()
-        while not application.left:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        assert application.left == [b"/wait"]
-
-    run(trial)
+async def test_a_client_that_leaves_cancels_its_request(world):
+    _reader, writer = await world.connect()
+    writer.write(request("/wait"))
+    await writer.drain()
+    await asyncio.sleep(0.1)
+    writer.close()
+    while not world.application.left:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert world.application.left == [b"/wait"]
 
 
-@pytest.mark.parametrize("limit", ["HEADERS_TIMEOUT_S", "CONNECTION_WITHOUT_KEY_S", "KEEP_ALIVE_S"])
-def test_a_connection_that_takes_too_long_is_ended(monkeypatch, limit):
+@pytest.mark.parametrize(
+    ("world", "limit"),
+    [(True, "HEADERS_TIMEOUT_S"), (True, "CONNECTION_WITHOUT_KEY_S"), (False, "KEEP_ALIVE_S")],
+    indirect=["world"],
+)
+async def test_a_connection_that_takes_too_long_is_ended(world, monkeypatch, limit):
     monkeypatch.setattr(client_connection, limit, 0.0)
-
-    async def trial(_, connect, __):
-        await say(connect, b"GET / HTTP/1.1\r\n" if limit == "HEADERS_TIMEOUT_S" else b"")
-
-    run(trial, asks_for_key=limit != "KEEP_ALIVE_S")
+    await world.say(b"GET / HTTP/1.1\r\n" if limit == "HEADERS_TIMEOUT_S" else b"")
 
 
-@pytest.mark.parametrize("asks_for_key", [True, False])
-def test_connections_without_the_key_have_few_places(monkeypatch, asks_for_key):
+@pytest.mark.parametrize("world", [True, False], indirect=True)
+async def test_connections_without_the_key_have_few_places(world, monkeypatch):
     monkeypatch.setattr(server, "MAX_CONNECTIONS_WITHOUT_KEY", 3)
-
-    async def trial(_, connect, serving):
-        opened = [await connect() for _ in range(5)]
-        await asyncio.sleep(0.1)
-        assert len(serving._connections) == (3 if asks_for_key else 5)
-        for _reader, writer in opened:
-            writer.close()
-
-    run(trial, asks_for_key=asks_for_key)
+    opened = [await world.connect() for _ in range(5)]
+    await asyncio.sleep(0.1)
+    assert len(world.server._connections) == (3 if world.application.asks_for_key else 5)
+    for _reader, writer in opened:
+        writer.close()
 
 
-def test_at_the_end_what_is_under_way_is_answered():
-    async def trial(application, connect, serving):
-        idle = await connect()
-        asking = asyncio.create_task(say(connect, request("/wait")))
-        while len(serving._connections) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
-        serving.stop()
-        assert await idle[0].read() == b""
-        application.go_on.set()
-        answer = await asking
-        assert b"connection: close" in answer
-        assert answer.endswith(b"/wait ")
-
-    run(trial)
+async def test_at_the_end_what_is_under_way_is_answered(world):
+    idle = await world.connect()
+    asking = asyncio.create_task(world.say(request("/wait")))
+    while len(world.server._connections) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    world.server.stop()
+    assert await idle[0].read() == b""
+    world.application.go_on.set()
+    answer = await asking
+    assert b"connection: close" in answer
+    assert answer.endswith(b"/wait ")

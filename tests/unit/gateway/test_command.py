@@ -25,10 +25,9 @@ import pytest
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.gateway import listening
 from tests.cluster import wait_for
-from tests.support.stub_engine import greedy_answer
+from tests.unit.gateway.conftest import ANSWER, ASKED
 
-GREEDY = ("--stub-greedy", "--stub-words", "12")
-ANSWER = greedy_answer("Why?", 12)
+SHARE = ("--port", "0", "--host", "0.0.0.0", "--share", "{}")
 
 
 def mode(path) -> int:
@@ -36,25 +35,27 @@ def mode(path) -> int:
 
 
 def sdk(path) -> openai.OpenAI:
-    transport = http.HTTPTransport(uds=str(path))
-    client = openai.DefaultHttpxClient(transport=transport, trust_env=False)
+    client = openai.DefaultHttpxClient(transport=http.HTTPTransport(uds=str(path)), trust_env=False)
     return openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=client, max_retries=0, timeout=120)
 
 
 def ask(path) -> str:
-    return sdk(path).completions.create(model="405b", prompt="Why?", temperature=0).choices[0].text
+    return sdk(path).completions.create(**ASKED).choices[0].text
 
 
 def socket_of(service):
     return service.store.home / "gateway" / f"{socket.gethostname().partition('.')[0]}.sock"
 
 
-def test_it_listens_on_a_socket_that_its_user_alone_reaches(service, program):
-    service.start(*GREEDY)
+def test_it_listens_on_a_socket_that_its_user_alone_reaches(service, engine, program):
     one = program().started()
     path = socket_of(service)
     assert (mode(path), mode(path.parent)) == (0o600, 0o700)
     assert f"curl --unix-socket {path} http://localhost/v1/models" in one.said
+    assert ask(path) == ANSWER
+    second = program()
+    assert second.ended() == 2
+    assert "another gateway listens on" in second.said
     assert ask(path) == ANSWER
     one.process.send_signal(signal.SIGTERM)
     assert one.ended() == 0
@@ -62,8 +63,7 @@ def test_it_listens_on_a_socket_that_its_user_alone_reaches(service, program):
     assert "Traceback" not in one.said
 
 
-def test_readmes_curl_is_answered(service, program):
-    service.start(*GREEDY)
+def test_readmes_curl_is_answered(service, engine, program):
     program().started()
     page = (Path(__file__).parents[3] / "docs" / "guides" / "one-address.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^curl --unix-socket \S+( .*?}')$", page, re.MULTILINE | re.DOTALL)
@@ -72,17 +72,7 @@ def test_readmes_curl_is_answered(service, program):
     assert json.loads(done.stdout)["choices"][0]["message"]["content"]
 
 
-def test_a_second_one_on_the_same_socket_is_refused(service, program):
-    service.start(*GREEDY)
-    program().started()
-    second = program()
-    assert second.ended() == 2
-    assert "another gateway listens on" in second.said
-    assert ask(socket_of(service)) == ANSWER
-
-
-def test_two_side_by_side_and_one_is_killed(service, program):
-    service.start(*GREEDY)
+def test_two_side_by_side_and_one_is_killed(service, engine, program):
     first, second = service.store.home / "gateway" / "a.sock", service.store.home / "gateway" / "b.sock"
     one = program("--socket", str(first)).started()
     program("--socket", str(second), "405b").started()
@@ -95,24 +85,6 @@ def test_two_side_by_side_and_one_is_killed(service, program):
     assert ask(second) == ANSWER
     program("--socket", str(first)).started()
     assert ask(first) == ANSWER
-
-
-def test_a_folder_that_others_can_look_into_is_refused(refused, tmp_path):
-    folder = tmp_path / "open"
-    folder.mkdir(mode=0o755)
-    code, told = refused("--socket", str(folder / "g.sock"))
-    assert code == 2
-    assert "can be read by others" in told
-
-
-def test_what_is_no_socket_is_not_replaced(refused, tmp_path):
-    folder = tmp_path / "own"
-    folder.mkdir(mode=0o700)
-    (folder / "g.sock").write_text("notes")
-    code, told = refused("--socket", str(folder / "g.sock"))
-    assert code == 2
-    assert "it is no socket" in told
-    assert (folder / "g.sock").read_text() == "notes"
 
 
 def test_a_home_whose_path_is_too_long_gets_a_socket_on_this_node(tmp_path):
@@ -131,27 +103,21 @@ def test_a_home_whose_path_is_too_long_gets_a_socket_on_this_node(tmp_path):
         assert mode(other.parent) == 0o700
 
 
-def test_a_port_has_a_key_that_nobody_else_reads(service, program):
-    service.start(*GREEDY)
+def test_a_port_has_a_key_that_nobody_else_reads(service, engine, program):
     one = program("--port", "0").started()
     key_file = service.store.home / "gateway" / "api_key"
     key = key_file.read_text().strip()
     assert mode(key_file) == 0o600
     assert len(key) >= 32
     assert key not in one.said
-    assert key.encode() not in _command_line(one.process.pid)
+    assert key.encode() not in Path(f"/proc/{one.process.pid}/cmdline").read_bytes()
     wait_for(lambda: "in the clear" in one.said, 60, what="the warning, which is its last word")
-    base_url = one.said.split("OPENAI_BASE_URL=")[1].split()[0]
-    assert base_url.startswith("http://127.0.0.1:")
+    base_url = f"http://127.0.0.1:{one.port}/v1"
+    assert f"OPENAI_BASE_URL={base_url}\n" in one.said
     client = openai.OpenAI(base_url=base_url, api_key=key, max_retries=0)
-    assert client.completions.create(model="405b", prompt="Why?", temperature=0).choices[0].text == ANSWER
+    assert client.completions.create(**ASKED).choices[0].text == ANSWER
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=base_url, api_key="x" * 43, max_retries=0).models.list()
-
-
-def _command_line(pid: int) -> bytes:
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        return file.read()
 
 
 def variables_of(folder: Path) -> dict[str, str]:
@@ -174,8 +140,7 @@ def models_by(variables: dict[str, str], name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_an_address_that_others_reach_speaks_tls_by_name_and_number(service, program, workers):
-    service.start(*GREEDY)
+def test_an_address_that_others_reach_speaks_tls_by_name_and_number(service, engine, program, workers):
     one = program("--port", "0", "--host", "0.0.0.0", "--workers", workers).started()
     wait_for(lambda: "Readers of this folder" in one.said, 60, what="its last word")
     folder = Path(re.search(r"source (\S+)/env.sh", one.said)[1])
@@ -195,8 +160,7 @@ def test_an_address_that_others_reach_speaks_tls_by_name_and_number(service, pro
     assert not folder.exists()
 
 
-def test_a_shared_folder_is_read_by_its_group_and_works_as_a_copy(service, program, tmp_path):
-    service.start(*GREEDY)
+def test_a_shared_folder_is_read_by_its_group_and_works_as_a_copy(engine, program, tmp_path):
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o2750)
@@ -220,68 +184,82 @@ def test_a_shared_folder_is_read_by_its_group_and_works_as_a_copy(service, progr
     assert "-H" not in line
 
 
-def test_copies_stay_good_across_restarts(service, program, tmp_path):
-    service.start(*GREEDY)
-    shared = []
-    for number in range(2):
-        one = program("--port", "0", "--host", "0.0.0.0", "--share", str(tmp_path / f"shared{number}")).started()
-        shared.append((tmp_path / f"shared{number}" / "certificate.pem").read_text())
+def test_copies_stay_good_across_restarts(engine, program, tmp_path):
+    folders = [tmp_path / "shared0", tmp_path / "shared1"]
+    for folder in folders:
+        one = program("--port", "0", "--host", "0.0.0.0", "--share", str(folder)).started()
         one.process.send_signal(signal.SIGTERM)
         assert one.ended() == 0
-    assert shared[0] == shared[1]
-    assert mode(tmp_path / "shared0") == 0o700
-    assert mode(tmp_path / "shared0" / "api_key") == 0o600
+    first, second = ((folder / "certificate.pem").read_text() for folder in folders)
+    assert first == second
+    assert (mode(folders[0]), mode(folders[0] / "api_key")) == (0o700, 0o600)
 
 
 @pytest.mark.parametrize(
-    ("open_to", "said"), [(0o755, "who reads it has the key"), (0o777, "can be changed"), (0o701, "open to everybody")]
+    ("open_to", "words", "said"),
+    [
+        (0o755, ("--socket", "{}/g.sock"), "can be read by others"),
+        (0o755, SHARE, "who reads it has the key"),
+        (0o777, SHARE, "can be changed"),
+        (0o701, SHARE, "open to everybody"),
+    ],
 )
-def test_a_folder_that_everybody_reads_or_others_change_is_not_shared(refused, tmp_path, open_to, said):
-    folder = tmp_path / "shared"
+def test_a_folder_that_others_read_or_change_is_not_used(refused, tmp_path, open_to, words, said):
+    folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(open_to)
-    code, told = refused("--port", "0", "--host", "0.0.0.0", "--share", str(folder))
+    code, told = refused(*(word.format(folder) for word in words))
     assert code == 2
     assert said in told
     assert list(folder.iterdir()) == []
 
 
-def test_what_others_do_not_reach_is_not_shared(refused, tmp_path):
-    for words in ((), ("--port", "0"), ("--port", "0", "--host", "127.0.0.1")):
-        code, told = refused("--share", str(tmp_path / "shared"), *words)
-        assert code == 2
-        assert "--share needs" in told
+@pytest.mark.parametrize(
+    ("text", "permissions", "option", "code", "said"),
+    [
+        ("k" * 32, 0o644, ("--port", "0", "--key-file"), 5, "can be read by others"),
+        ("notes", 0o600, ("--socket",), 2, "it is no socket"),
+    ],
+)
+def test_a_file_that_is_not_for_the_gateway_is_refused_and_stays(
+    refused, tmp_path, text, permissions, option, code, said
+):
+    file = tmp_path / "own" / "file"
+    file.parent.mkdir(mode=0o700)
+    file.write_text(text)
+    file.chmod(permissions)
+    found, told = refused(*option, str(file))
+    assert found == code
+    assert said in told
+    assert text not in told
+    assert file.read_text() == text
 
 
-def test_a_key_file_that_others_read_is_refused(refused, tmp_path):
-    key_file = tmp_path / "key"
-    key_file.write_text("k" * 32)
-    key_file.chmod(0o644)
-    code, told = refused("--port", "0", "--key-file", str(key_file))
-    assert code == 5
-    assert "can be read by others" in told
-    assert "k" * 32 not in told
-
-
-@pytest.mark.parametrize("words", [("--socket", "/x/y", "--port", "0"), ("--host", "0.0.0.0"), ("no/name",)])
-def test_what_cannot_be_asked_for(refused, words):
-    assert refused(*words)[0] == 2
-
-
-@pytest.mark.parametrize("option", ["--max-in-flight", "--queue"])
-def test_what_cannot_be_shared_out_among_the_workers_is_refused(refused, option):
-    code, told = refused(option, "1", "--workers", "2")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--socket", "/x/y", "--port", "0"), "are two gateways"),
+        (("--host", "0.0.0.0"), "--host needs --port"),
+        (("no/name",), "no/name"),
+        (("--share", "/x"), "--share needs --host"),
+        (("--share", "/x", "--port", "0"), "--share needs --host"),
+        (("--share", "/x", "--port", "0", "--host", "127.0.0.1"), "--share needs an address that others reach"),
+        (("--max-in-flight", "1", "--workers", "2"), "--max-in-flight is shared out among --workers: give at least"),
+        (("--queue", "1", "--workers", "2"), "--queue is shared out among --workers: give at least one request to"),
+        (("--workers", "2", "--on-demand", "/x"), "--on-demand starts and ends models in one process"),
+    ],
+)
+def test_what_cannot_be_asked_for(refused, words, said):
+    code, told = refused(*words)
     assert code == 2
-    assert f"{option} is shared out among --workers: give at least one request to each." in told
+    assert said in " ".join(told.split())
 
 
-def test_at_sigterm_it_finishes_what_is_under_way_and_takes_no_more(service, program, tmp_path):
-    hang = tmp_path / "hang"
-    hang.touch()
-    service.start(*GREEDY, "--stub-hang-file", str(hang), "--stub-hang-after", "1")
+def test_at_sigterm_it_finishes_what_is_under_way_and_takes_no_more(service, hanging, program):
+    hang = hanging("--stub-hang-after", "1")
     one = program("--grace", "5m").started()
     path = socket_of(service)
-    stream = sdk(path).completions.create(model="405b", prompt="Why?", temperature=0, stream=True)
+    stream = sdk(path).completions.create(**ASKED, stream=True)
     chunks = [next(stream)]
     one.process.send_signal(signal.SIGTERM)
 
@@ -297,12 +275,10 @@ def test_at_sigterm_it_finishes_what_is_under_way_and_takes_no_more(service, pro
     assert one.ended() == 0
 
 
-def test_at_sigterm_what_takes_longer_than_the_grace_is_cut(service, program, tmp_path):
-    hang = tmp_path / "hang"
-    hang.touch()
-    service.start(*GREEDY, "--stub-hang-file", str(hang), "--stub-hang-after", "1")
+def test_at_sigterm_what_takes_longer_than_the_grace_is_cut(service, hanging, program):
+    hanging("--stub-hang-after", "1")
     one = program("--grace", "1s").started()
-    stream = sdk(socket_of(service)).completions.create(model="405b", prompt="Why?", temperature=0, stream=True)
+    stream = sdk(socket_of(service)).completions.create(**ASKED, stream=True)
     next(stream)
     one.process.send_signal(signal.SIGTERM)
     assert one.ended() == 0
@@ -316,15 +292,6 @@ def test_without_the_extra_it_says_what_to_install(service, tmp_path):
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "pip install 'hpc-serve[gateway]'" in done.stderr
-
-
-def test_what_one_process_decides_needs_one_worker(refused, tmp_path):
-    (tmp_path / "models.yaml").write_text("")
-    assert (
-        "--on-demand starts and ends models in one process"
-        in refused("--workers", "2", "--on-demand", str(tmp_path / "models.yaml"))[1]
-    )
-    assert "at least one request to each" in refused("--workers", "2", "--max-in-flight", "1")[1]
 
 
 def test_without_a_folder_for_counts_no_worker_is_started(refused, monkeypatch):

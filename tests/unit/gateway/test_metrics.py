@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 
@@ -11,14 +10,10 @@ pytest.importorskip("prometheus_client", reason="the gateway needs prometheus_cl
 from hpc_serve.gateway.metrics import Metrics
 
 
-def in_flight(count: int) -> SimpleNamespace:
-    return SimpleNamespace(counts=lambda: {"405b": (count, 0)})
-
-
 def test_a_worker_goes_on_counting_where_the_one_before_it_ended(tmp_path):
     for _ in range(2):
         metrics = Metrics(tmp_path / "0.prom")
-        metrics.directory = in_flight(5)
+        metrics.under_way = lambda: {"405b": (5, 0)}
         metrics.count("405b", "/v1/completions", 200)
         metrics.of("405b").wait_seconds.observe(0.3)
         metrics.save()

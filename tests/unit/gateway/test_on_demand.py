@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from hpc_serve.cli.use.gateway import read_on_demand
 from hpc_serve.client.discovery.wake import CommandFailedError
 from hpc_serve.errors import SiteFileError
 from hpc_serve.gateway.settings import ListedModel, OnDemand, Settings
 from hpc_serve.rendezvous.claims import change_wanted, read_wanted
+from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.submit.status.wanted_words import wanted_lines
 from tests.cluster import wait_for
@@ -25,7 +28,7 @@ from tests.support.stubs import StubService, make_record
 pytest.importorskip("prometheus_client", reason="the gateway needs it")
 from hpc_serve.gateway import directory, on_demand
 from hpc_serve.gateway.answers import Refusal
-from hpc_serve.gateway.on_demand import Running, decide, gpu_hours, hours_free_in_s
+from hpc_serve.gateway.on_demand import Listed, decide, gpu_hours, hours_free_in_s
 
 LIMITS = OnDemand(
     models={name: ListedModel(words=(name,), gpus=gpus) for name, gpus in (("a", 1), ("b", 1), ("c", 4))},
@@ -34,9 +37,15 @@ LIMITS = OnDemand(
 )
 
 
-def running(**changes: Any) -> Running:
-    usual = {"gpus": 1, "ready_for_s": 1000.0, "start_s": 100.0, "asked_for_s": 50.0, "under_way": 0}
-    return Running(**{**usual, **changes})
+NOW_S = 5000.0
+
+
+def running(ready_for_s: float | None = 1000.0, *, asked_for_s: float = 50.0, gpus: int = 1, **fields: Any) -> Listed:
+    """A service whose start took 100 s."""
+    times: dict[str, Any] = {"asked_at_s": NOW_S - asked_for_s}
+    if ready_for_s is not None:
+        times |= {"ready_at_s": NOW_S - ready_for_s, "begun_at_s": NOW_S - ready_for_s - 100.0}
+    return Listed(gpus=gpus, **times, **fields)
 
 
 @pytest.mark.parametrize(
@@ -55,15 +64,15 @@ def running(**changes: Any) -> Running:
     ],
 )
 def test_the_one_that_was_asked_longest_ago_makes_room(service, waited_s, there, what, which):
-    step = decide(service, waited_s, there, LIMITS)
+    step = decide(service, NOW_S, waited_s, there, LIMITS, 0.0)
     assert (step.what, step.service) == (what, which)
     assert step.why
 
 
 def test_nothing_is_started_once_the_gpu_hours_of_a_day_are_used():
     limits = replace(LIMITS, most_gpu_hours=10.0)
-    assert decide("a", 0, {}, limits, 9.9).what == "start"
-    step = decide("a", 9999, {"b": running()}, limits, 10.0)
+    assert decide("a", NOW_S, 0, {}, limits, 9.9).what == "start"
+    step = decide("a", NOW_S, 9999, {"b": running()}, limits, 10.0)
     assert step.what == "wait"
     assert "10.0 GPU-hours in a day, and may use 10" in step.why
 
@@ -99,41 +108,38 @@ class Jobs:
 
     def __init__(self, home: Path, names: tuple[str, ...]) -> None:
         self.services = {name: StubService(home, name) for name in names}
-        self.there: set[str] = set()
+        self.job_ids: dict[str, str] = {}
+        """Of the services that are there."""
         self.most = 0
         self.lines: list[str] = []
         self.fails = False
         self.load_s = 0.0
-        self._number = 0
-        self._ids: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def run(self, words: Any, home: Path) -> str:
         what, name = words[0], words[-1]
+        service = self.services[name]
         with self._lock:
             self.lines.append(f"{what} {name}")
-            self._number += 1
-            number = self._number
+            number = str(len(self.lines))
             if self.fails:
                 raise CommandFailedError("sbatch: no such partition")
-        service = self.services[name]
+            if what == "submit":
+                self.job_ids[name] = number
+                self.most = max(self.most, len(self.job_ids))
         if what == "submit":
-            with self._lock:
-                self.there.add(name)
-                self.most = max(self.most, len(self.there))
-            self._ids[name] = str(number)
             state = "starting" if self.load_s else "ready"
-            engine = service.start("--stub-words", "3", job_id=str(number), state=state)
+            engine = service.start("--stub-words", "3", job_id=number, state=state)
             if self.load_s:
-                fields = {"job_id": str(number), "counter": 2}
+                fields = {"job_id": number, "counter": 2}
                 threading.Timer(self.load_s, service.publish, args=(engine,), kwargs=fields).start()
         else:
             (engine,) = service.engines
-            service.publish(engine, job_id=self._ids[name], state="stopped")
+            service.publish(engine, job_id=self.job_ids[name], state="stopped")
             engine.kill()
             service.engines.clear()
             with self._lock:
-                self.there.discard(name)
+                del self.job_ids[name]
         return ""
 
 
@@ -141,7 +147,7 @@ NAMES = ("a", "b", "c")
 
 
 @pytest.fixture
-def jobs(tmp_path, service, monkeypatch):
+def jobs(service, monkeypatch):
     jobs = Jobs(service.store.home, NAMES)
     monkeypatch.setattr(on_demand, "run_command", jobs.run)
     monkeypatch.setattr(on_demand, "LEAST_KEPT_S", 0.5)
@@ -212,15 +218,18 @@ def test_who_waits_too_long_is_told_what_it_waits_for(jobs, gateway, monkeypatch
 
 
 class Looks:
-    """Services whose files are read at most once in a long while, unless a look must be new."""
+    """Services whose files are read at most once in a long while, unless a look must be new or takes `look_s`."""
 
-    def __init__(self) -> None:
-        self.models: Any = None
+    def __init__(self, store: ServiceStore, *, wait_s: float, look_s: float = 0.0) -> None:
+        services: Any = self
+        self.models = on_demand.OnDemandModels(store, listed(), services, wait_s=wait_s)
         self.there: dict[str, tuple[str, ...]] = {}
         self.seen: dict[str, tuple[str, ...]] = {}
+        self._look_s = look_s
 
     async def look(self, *, older_than_s: float = 1.0) -> None:
-        if not older_than_s:
+        await asyncio.sleep(self._look_s)
+        if self._look_s or not older_than_s:
             self.seen = dict(self.there)
             self.models.note_states()
 
@@ -238,9 +247,7 @@ def test_over_the_gpu_hours_of_a_day_retry_after_is_when_some_are_left(jobs, gat
     began_s = time.time() - 10 * 3600
     fields = {"started_at": began_s, "updated_at": began_s + 3600, "num_nodes": 1, "gpus_per_node": 4}
     service.store.write(make_record(service="a", state="stopped", **fields))
-    models = {name: ListedModel(words=(name,), gpus=1) for name in NAMES}
-    front = gateway(on_demand=OnDemand(models=models, most_gpu_hours=4.0), wait_s=3.0)
-    answer = front.complete("b")
+    answer = gateway(on_demand=listed(most_gpu_hours=4.0), wait_s=3.0).complete("b")
     assert (answer.status, answer.code) == (503, "on_demand")
     assert "used 4.0 GPU-hours in a day" in answer.json["error"]["message"]
     assert 14 * 3600 - 120 < int(answer.headers["retry-after"]) <= 14 * 3600 + 1
@@ -248,20 +255,20 @@ def test_over_the_gpu_hours_of_a_day_retry_after_is_when_some_are_left(jobs, gat
 
 def test_what_was_submitted_is_not_submitted_again_before_the_next_look(service, monkeypatch):
     lines: list[Any] = []
-    looks: Any = Looks()
-
-    def run(words: Any, home: Path) -> str:
-        lines.append(words)
-        looks.there[words[-1]] = ("starting",)
-        return ""
 
     async def bring() -> None:
-        looks.models = on_demand.OnDemandModels(service.store, listed(), looks, wait_s=60.0)
+        looks = Looks(service.store, wait_s=60.0)
+
+        def run(words: Any, home: Path) -> str:
+            lines.append(words)
+            looks.there[words[-1]] = ("starting",)
+            return ""
+
+        monkeypatch.setattr(on_demand, "run_command", run)
         await looks.models.bring("a")
         await asyncio.sleep(20 * on_demand._LOOK_S)
-        await looks.models.close()
+        looks.models.close()
 
-    monkeypatch.setattr(on_demand, "run_command", run)
     monkeypatch.setattr(on_demand, "_LOOK_S", 0.01)
     asyncio.run(bring())
     assert lines == [["submit", "--once", "--json", "a"]]
@@ -303,6 +310,18 @@ def test_a_slow_submission_holds_no_other_model_and_has_its_room(jobs, gateway, 
     assert jobs.most == 2
 
 
+@pytest.fixture
+def listed_in(tmp_path) -> Callable[[str], OnDemand]:
+    """Read the list of a text."""
+
+    def read(text: str) -> OnDemand:
+        path = tmp_path / "models.yaml"
+        path.write_text(text)
+        return read_on_demand(path)
+
+    return read
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -314,44 +333,32 @@ def test_a_slow_submission_holds_no_other_model_and_has_its_room(jobs, gateway, 
         ("", "lists no models"),
     ],
 )
-def test_a_list_that_could_not_be_started_is_refused_at_once(tmp_path, text, said):
-    from hpc_serve.cli.use.gateway import read_on_demand
-
-    path = tmp_path / "models.yaml"
-    path.write_text(text)
+def test_a_list_that_could_not_be_started_is_refused_at_once(listed_in, text, said):
     with pytest.raises(SiteFileError, match=r"models\.yaml") as caught:
-        read_on_demand(path)
+        listed_in(text)
     assert said in str(caught.value)
 
 
-def test_a_list_says_what_each_model_takes(tmp_path):
-    from hpc_serve.cli.use.gateway import read_on_demand
-
-    path = tmp_path / "models.yaml"
-    path.write_text("services: 2\nmodels:\n  big: 70b --gpu h100\n  small: 8b --gpu h100 -- --max-num-seqs 4\n")
-    found = read_on_demand(path)
+def test_a_list_says_what_each_model_takes(listed_in):
+    found = listed_in("services: 2\nmodels:\n  big: 70b --gpu h100\n  small: 8b --gpu h100 -- --max-num-seqs 4\n")
     assert (found.most_services, {name: one.gpus for name, one in found.models.items()}) == (2, {"big": 4, "small": 1})
     assert found.models["small"].words == ("--name", "small", "8b", "--gpu", "h100", "--", "--max-num-seqs", "4")
 
 
-def test_a_listed_model_may_be_on_several_kinds_of_machine(tmp_path, monkeypatch):
-    from hpc_serve.cli.use.gateway import read_on_demand
-
-    site, path = tmp_path / "site.yaml", tmp_path / "models.yaml"
-    site.write_text("machines: {a100: {gpu: a100-80gb}, l40s: {gpu: l40s}}\n")
-    monkeypatch.setenv("HPC_SERVE_SITE", str(site))
-    path.write_text("models:\n  small: 8b --replicas a100:1,l40s:2\n")
-    assert read_on_demand(path).models["small"].gpus == 3
+def test_a_listed_model_may_be_on_several_kinds_of_machine(listed_in, tmp_path, monkeypatch):
+    (tmp_path / "site.yaml").write_text("machines: {a100: {gpu: a100-80gb}, l40s: {gpu: l40s}}\n")
+    monkeypatch.setenv("HPC_SERVE_SITE", str(tmp_path / "site.yaml"))
+    assert listed_in("models:\n  small: 8b --replicas a100:1,l40s:2\n").models["small"].gpus == 3
 
 
 @pytest.fixture
 def seen(monkeypatch) -> list[Any]:
-    """What each decision knew of the listed services that run."""
+    """When each decision was made, and what it knew of the listed services that run."""
     seen: list[Any] = []
 
-    def decide_and_note(service: str, waited_s: float, there: Any, limits: OnDemand, used: float) -> Any:
-        seen.append(dict(there))
-        return decide(service, waited_s, there, limits, used)
+    def decide_and_note(service: str, now_s: float, waited_s: float, there: Any, *bounds: Any) -> Any:
+        seen.append((now_s, {name: replace(one) for name, one in there.items()}))
+        return decide(service, now_s, waited_s, there, *bounds)
 
     monkeypatch.setattr(on_demand, "decide", decide_and_note)
     return seen
@@ -365,8 +372,9 @@ def test_a_service_counts_as_ready_since_it_was(jobs, gateway, seen, monkeypatch
     time.sleep(3.0)
     seen.clear()
     assert front.complete("b").status == 200
-    assert seen[0]["a"].ready_for_s > 2.0
-    assert seen[0]["a"].start_s > 0.0
+    now_s, there = seen[0]
+    assert now_s - there["a"].ready_at_s > 2.0
+    assert there["a"].ready_at_s > there["a"].begun_at_s
 
 
 def test_a_service_that_somebody_stops_comes_back_for_who_asks(jobs, gateway):
@@ -383,36 +391,16 @@ def test_a_listed_service_may_be_named_beside_the_list(jobs, gateway):
     assert front.complete("a").status == 200
 
 
-class NothingThere:
-    """A home without jobs, on a slow filesystem."""
-
-    models: Any
-
-    async def look(self, *, older_than_s: float = 1.0) -> None:
-        await asyncio.sleep(0.1)
-        self.models.note_states()
-
-    def states(self, service: str) -> None:
-        return None
-
-    def is_ready(self, service: str) -> bool:
-        return False
-
-    def under_way(self, service: str) -> int:
-        return 0
-
-
 def test_a_service_is_started_for_who_does_not_wait(service, monkeypatch):
     begun = threading.Event()
     monkeypatch.setattr(on_demand, "run_command", lambda words, home: begun.set())
 
     async def ask() -> None:
-        there: Any = NothingThere()
-        there.models = on_demand.OnDemandModels(service.store, listed(), there, wait_s=0.01)
+        looks = Looks(service.store, wait_s=0.01, look_s=0.1)
         with pytest.raises(Refusal):
-            await there.models.bring("a")
+            await looks.models.bring("a")
         assert await asyncio.to_thread(begun.wait, 10)
-        await there.models.close()
+        looks.models.close()
 
     asyncio.run(ask())
 
@@ -422,7 +410,8 @@ def test_a_service_that_is_asked_by_its_models_name_is_asked(jobs, gateway, seen
     front = gateway(on_demand=listed(most_services=1), wait_s=60.0)
     wait_for(lambda: front.complete("405b").status == 200, 60, what="the model")
     assert front.complete("b").status == 200
-    assert seen[0]["a"].asked_for_s < 60
+    now_s, there = seen[0]
+    assert now_s - there["a"].asked_at_s < 60
 
 
 def test_a_look_that_must_be_new_does_not_count_on_one_that_had_begun(service):

@@ -15,7 +15,8 @@ import pytest
 from hpc_serve.client.replicas.sdk import http
 from tests.cluster import wait_for
 from tests.support.children import children_of
-from tests.unit.gateway.test_command import ANSWER, GREEDY, ask, socket_of
+from tests.unit.gateway.conftest import ANSWER
+from tests.unit.gateway.test_command import ask, socket_of
 
 # More than the channel of a worker holds.
 MANY = 600
@@ -41,8 +42,7 @@ def answered(path) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if 'completions",service' in line)
 
 
-def test_workers_answer_at_one_address_and_tell_one_count(service, program):
-    service.start(*GREEDY)
+def test_workers_answer_at_one_address_and_tell_one_count(service, engine, program):
     one = program("--workers", "3").started()
     path = socket_of(service)
     assert len(workers_of(one)) == 3
@@ -56,8 +56,9 @@ def test_workers_answer_at_one_address_and_tell_one_count(service, program):
     assert "Traceback" not in one.said
 
 
-def test_a_worker_that_ends_is_started_again_and_nothing_outlives_the_gateway(service, program, tmp_path, monkeypatch):
-    service.start(*GREEDY)
+def test_a_worker_that_ends_is_started_again_and_nothing_outlives_the_gateway(
+    service, engine, program, tmp_path, monkeypatch
+):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "counts"))
     (tmp_path / "counts").mkdir()
     one = program("--workers", "2").started()
@@ -77,8 +78,7 @@ def connected(path) -> socket.socket:
     return connection
 
 
-def test_a_worker_that_takes_nothing_is_passed_over_and_killed_at_the_end(service, program):
-    service.start(*GREEDY)
+def test_a_worker_that_takes_nothing_is_passed_over_and_killed_at_the_end(service, engine, program):
     first = "from hpc_serve.gateway import workers; workers._END_S = 0.5"
     one = program("--workers", "2", "--grace", "1h", first=first).started()
     stopped = min(workers_of(one))
@@ -94,16 +94,14 @@ def test_a_worker_that_takes_nothing_is_passed_over_and_killed_at_the_end(servic
     assert "does not end, and is killed" in one.said
 
 
-def test_while_a_worker_is_not_yet_started_again_the_others_answer(service, program):
-    service.start(*GREEDY)
+def test_while_a_worker_is_not_yet_started_again_the_others_answer(service, engine, program):
     one = program("--workers", "2", first="from hpc_serve.gateway import workers; workers._AGAIN_S = 3600").started()
     os.kill(min(workers_of(one)), signal.SIGKILL)
     wait_for(lambda: "is started again" in one.said, 30, what="the end of the worker")
     assert [ask(socket_of(service)) for _ in range(4)] == [ANSWER] * 4
 
 
-def test_a_worker_is_started_again_once_the_system_lets_it(service, program):
-    service.start(*GREEDY)
+def test_a_worker_is_started_again_once_the_system_lets_it(service, engine, program):
     one = program("--workers", "2", first=FORKS.format(may=[1, 1, 0, 0, 1])).started()
     os.kill(min(workers_of(one)), signal.SIGKILL)
     wait_for(lambda: one.said.count("is not started again yet: Resource") == 2, 30, what="two attempts")
@@ -122,9 +120,8 @@ def test_more_workers_than_the_system_lets_start_are_refused(service, program, f
     assert "Traceback" not in one.said
 
 
-def test_once_the_first_process_is_killed_another_gateway_may_begin(service, program):
+def test_once_the_first_process_is_killed_another_gateway_may_begin(service, engine, program):
     """A worker of the killed one has a request to finish."""
-    service.start(*GREEDY)
     one = program("--workers", "2").started()
     workers = workers_of(one)
     with connected(socket_of(service)) as begun:
@@ -137,8 +134,7 @@ def test_once_the_first_process_is_killed_another_gateway_may_begin(service, pro
         assert ask(socket_of(service)) == ANSWER
 
 
-def test_it_may_open_as_many_files_as_the_system_allows(service, program):
-    service.start(*GREEDY)
+def test_it_may_open_as_many_files_as_the_system_allows(service, engine, program):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     first = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard}))"
     one = program("--workers", "1", first=first).started()

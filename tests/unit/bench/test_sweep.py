@@ -1,10 +1,11 @@
-"""Runs against stub engines: lengths, replicas, failures, an end before the end."""
+"""Runs against stub engines: lengths, times, replicas, failures, an end before the end; checks of their answers."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-import socket
+import math
 
 import pytest
 
@@ -12,9 +13,10 @@ from hpc_serve.bench import sweep
 from hpc_serve.bench.results import result_of
 from hpc_serve.bench.run import Lengths
 from hpc_serve.bench.service import BenchError, BenchService
+from hpc_serve.bench.sweep import arrival_times, load_check, wrong_answers
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.errors import InvalidRequestError, ServiceNotFoundError
-from hpc_serve.rendezvous.record import NodeRecord
+from tests.unit.bench.conftest import make_outcome, make_run
 
 
 def lengths_got(run) -> set[tuple[int, int]]:
@@ -25,18 +27,8 @@ def shares(run) -> dict[str, int]:
     return {name: part["completed"] for name, part in result_of(run)["replicas"].items()}
 
 
-@pytest.mark.parametrize(("name", "is_here"), [("n1", True), (socket.gethostname(), True), ("n2", False)])
-def test_an_engine_is_on_this_node_by_slurms_name_or_the_hosts(service, monkeypatch, name, is_here):
-    monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    service.start(nodes=(NodeRecord(name=name, address="127.0.0.1"),))
-    watched = BenchService(service.store, "405b", "equally")
-    watched.watch.refresh()
-    assert watched.is_here == is_here
-
-
 @pytest.mark.parametrize("dataset", ["random", "chat", "prefix_repetition"])
-def test_lengths_asked_for_are_lengths_got(service, measure, dataset):
-    service.start()
+def test_lengths_asked_for_are_lengths_got(engine, measure, dataset):
     (run,) = measure(dataset=dataset, lengths=Lengths(input_len=120, output_len=9), prefix_len=50, num_prefixes=4)
     assert lengths_got(run) == {(120, 9)}
     assert [outcome.place for outcome in run.outcomes] == list(range(20))
@@ -44,8 +36,7 @@ def test_lengths_asked_for_are_lengths_got(service, measure, dataset):
     assert not any("as long as" in note for note in result_of(run)["notes"])
 
 
-def test_runs_of_a_sweep_have_prompts_of_their_own(service, measure):
-    service.start()
+def test_runs_of_a_sweep_have_prompts_of_their_own(engine, measure):
     runs = measure(at_once=(1, 3))
     assert [run.pace.max_concurrency for run in runs] == [1, 3]
     assert not {str(one.body) for one in runs[0].requests} & {str(one.body) for one in runs[1].requests}
@@ -69,11 +60,12 @@ def test_so_many_at_once_and_no_more(service, measure, monkeypatch):
     assert (len(seen), max(seen)) == (1 + 12, 3)  # the first one does not count
 
 
-def test_a_rate_has_its_time(service, measure):
-    service.start()
+def test_a_rate_has_its_time(engine, measure):
     (run,) = measure(at_once=(None,), rate=100.0)
     assert run.duration_s >= 20 / 100.0
     assert result_of(run)["completed"] == 20
+    assert run.others_tokens == 0.0
+    assert run.waited is None  # its record does not say that the engine is here
 
 
 def test_equal_shares_of_uneven_replicas(service, measure):
@@ -90,9 +82,9 @@ def test_failures_are_counted_and_named(service, measure):
     """An engine that dies in the middle of its fifth answer; the first does not count."""
     service.start("--stub-die-at-request", "5")
     (run,) = measure(at_once=(1,), count=10)
-    figures = result_of(run)
-    assert (figures["completed"], figures["failed"]) == (3, 7)
-    assert any(" failed: " in note for note in result_of(run)["notes"])
+    result = result_of(run)
+    assert (result["completed"], result["failed"]) == (3, 7)
+    assert any(" failed: " in note for note in result["notes"])
 
 
 def test_requests_that_cannot_be_answered_are_told_at_once(service, measure):
@@ -113,8 +105,7 @@ def test_a_service_that_completes_nothing_is_told_what_measures_it(service, meas
         measure()
 
 
-def test_a_stop_keeps_what_was_measured_and_ends_the_sweep(service, measure):
-    service.start()
+def test_a_stop_keeps_what_was_measured_and_ends_the_sweep(engine, measure):
     stop = asyncio.Event()
 
     def progress(_title, _count, ended) -> None:
@@ -128,10 +119,8 @@ def test_a_stop_keeps_what_was_measured_and_ends_the_sweep(service, measure):
     assert "The run was interrupted" in result_of(run)["notes"][0]
 
 
-def test_a_stop_while_requests_are_made_leaves_no_run(service, measure):
-    service.start()
+def test_a_stop_while_requests_are_made_leaves_no_run(engine, measure):
     stop = asyncio.Event()
-
     assert measure(progress=lambda *_: stop.set(), stop=stop) == []
 
 
@@ -147,8 +136,7 @@ def test_a_file_of_ones_own(service, measure, tmp_path):
     assert {outcome.output_len for outcome in longer.outcomes} == {6}
 
 
-def test_conversations_are_taken_as_vllm_takes_them(service, measure, tmp_path):
-    service.start()
+def test_conversations_are_taken_as_vllm_takes_them(engine, measure, tmp_path):
     path = tmp_path / "sharegpt.json"
     texts = [("a question", "an answer"), ("why", "an answer"), ("x" * 1025, "an answer"), ("a question", "no")]
     conversations = [[{"value": prompt}, {"value": answer}] for prompt, answer in texts]
@@ -158,9 +146,49 @@ def test_conversations_are_taken_as_vllm_takes_them(service, measure, tmp_path):
     assert len(run.outcomes) == 1
 
 
-def test_workloads_that_cannot_be_are_refused(service, measure, tmp_path):
-    service.start()
+def test_workloads_that_cannot_be_are_refused(engine, measure, tmp_path):
     with pytest.raises(InvalidRequestError, match="30 tokens is no part of prompts of 30"):
         measure(dataset="prefix_repetition", prefix_len=30)
     with pytest.raises(InvalidRequestError, match="cannot be read"):
         measure(dataset="custom", path=tmp_path / "none.jsonl", lengths=None)
+
+
+@pytest.mark.parametrize("burstiness", [0.3, 1.0, 5.0, math.inf])
+def test_a_rate_is_kept_whatever_the_burstiness(burstiness):
+    times = arrival_times(200, 50.0, burstiness, seed=3)
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(4.0)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    mean = sum(gaps) / len(gaps)
+    spread = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 / mean
+    assert spread == pytest.approx(0 if math.isinf(burstiness) else burstiness**-0.5, rel=0.4, abs=1e-6)
+
+
+CHECK = """
+def is_wrong(body, text):
+    if text == "c":
+        raise KeyError("c")
+    return "no b" if "b" not in text else None
+"""
+
+
+def test_answers_are_checked_by_a_function_of_ones_own(tmp_path):
+    (tmp_path / "mine.py").write_text(CHECK)
+    check = load_check(f"{tmp_path}/mine.py:is_wrong")
+    run = make_run(*(make_outcome(place=place, text=text) for place, text in enumerate("abc")))
+    wrong = wrong_answers(run, check)
+    assert wrong == {0: "no b", 2: "the check failed with KeyError: 'c'"}
+    result = result_of(run, wrong=wrong)
+    assert result["notes"] == ["2 answers are wrong by --check, the first: no b"]
+    assert result["wrong_answers"] == 2
+    assert result_of(run)["wrong_answers"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [("mine", "names no function"), ("no.py:f", "names no function"), ("{}:none", "has no function none")],
+)
+def test_a_check_that_is_none(tmp_path, words, told):
+    (tmp_path / "mine.py").write_text(CHECK)
+    with pytest.raises(InvalidRequestError, match=told):
+        load_check(words.format(tmp_path / "mine.py"))

@@ -1,17 +1,14 @@
-"""Requests from a seed, from files, at their times; texts of a given length."""
+"""Requests from a seed and from files; texts of a given length."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import math
 import random
 
 import pytest
 
 from hpc_serve.bench.run import Lengths
-from hpc_serve.bench.sweep import arrival_times
 from hpc_serve.bench.workload import WORDS, Sample, choose, completions, fit, read_samples
 from hpc_serve.errors import InvalidRequestError
 
@@ -39,17 +36,6 @@ def test_prefixes_are_shared_equally_often():
 def test_few_different_tokens_are_refused():
     with pytest.raises(InvalidRequestError, match="only 3 different tokens"):
         completions([1, 2, 3], SOME, 1, 0)
-
-
-@pytest.mark.parametrize("burstiness", [0.3, 1.0, 5.0, math.inf])
-def test_a_rate_is_kept_whatever_the_burstiness(burstiness):
-    times = arrival_times(200, 50.0, burstiness, seed=3)
-    assert times == sorted(times)
-    assert times[-1] == pytest.approx(4.0)
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    mean = sum(gaps) / len(gaps)
-    spread = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 / mean
-    assert spread == pytest.approx(0 if math.isinf(burstiness) else burstiness**-0.5, rel=0.4, abs=1e-6)
 
 
 def test_custom_files_have_prompts_ids_or_messages():
