@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -17,6 +18,7 @@ from hpc_serve.plan.engine import LONGEST_THAT_FITS
 from hpc_serve.printable import json_text
 from hpc_serve.submit.request.bounds import parse_counts
 from hpc_serve.units import GIB, parse_size
+from hpc_serve.vllm.arguments import read_arguments
 from hpc_serve.vllm.options import read_size
 
 # -- the values of options
@@ -71,6 +73,7 @@ SECONDS = Written("time", _read_seconds)
 """Seconds, or a number with s, m or h: 90, 90s, 10m, 1.5h."""
 TIME_WITH_UNIT = Written("time", partial(_read_seconds, needs_unit=True))
 """The same, where the letter must be there."""
+FILE = click.Path(dir_okay=False, path_type=Path)
 
 # -- commands with many options
 
@@ -181,8 +184,6 @@ class CommandWithVllmOptions(GroupedCommand):
 
 def _words_of_vllm(words: Sequence[str]) -> int:
     """How many of these words are an option of vLLM that the first one begins, and its values; 0: it begins none."""
-    from hpc_serve.vllm.arguments import read_arguments
-
     first = read_arguments(words)[0]
     return len(first.words) - len(first.stray) if first.option is not None else 0
 
@@ -193,8 +194,6 @@ def with_plain_sizes(words: Iterable[str]) -> tuple[str, ...]:
     >>> with_plain_sizes(["--kv-cache-memory-bytes", "30GiB", "--cpu-offload-gb=512MiB", "--max-num-seqs", "4"])
     ('--kv-cache-memory-bytes', '32212254720', '--cpu-offload-gb=0.5', '--max-num-seqs', '4')
     """
-    from hpc_serve.vllm.arguments import read_arguments
-
     plain: list[str] = []
     for argument in read_arguments(words):
         found, unit = list(argument.words), _UNITS.get(argument.name)
