@@ -38,20 +38,11 @@ def test_weights_of_one_format_and_all_small_files(paths, indexed, needed):
     assert chosen(*paths, indexed=indexed) == needed
 
 
-def test_the_files_of_people_and_of_other_programs_are_left_out():
-    assert chosen("model.safetensors") == {"model.safetensors"}
-
-
 def test_what_is_asked_for_is_taken():
     assert chosen("a-Q4.gguf", "a-Q8.gguf", include=("*Q8*",)) == {"a-Q8.gguf"}
 
 
-def test_small_files_come_first():
+def test_small_files_come_first_and_are_no_weights():
     files = [RepositoryFile(path=path, size_bytes=1) for path in ("a.safetensors", "config.json")]
     assert [file.path for file in needed_files(files, ())] == ["config.json", "a.safetensors"]
-
-
-def test_whether_there_are_weights():
-    config = RepositoryFile(path="config.json", size_bytes=1)
-    assert not has_weights([config])
-    assert has_weights([config, RepositoryFile(path="a.safetensors", size_bytes=1)])
+    assert (has_weights(files), has_weights(files[1:])) == (True, False)
