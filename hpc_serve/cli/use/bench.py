@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from hpc_serve.bench.run import Dataset, Lengths, Pace
-from hpc_serve.bench.workload import FORMATS
 from hpc_serve.cli.commands import FILE, SECONDS, GroupedCommand, Written, print_json
 from hpc_serve.cli.complete import gpu_names, live_service_names
 from hpc_serve.errors import HpcServeError
@@ -184,7 +183,7 @@ def _keep(store: ServiceStore, run: Run, number: int, gpu: str | None) -> None:
 def _sweep(services: tuple[str, ...], options: dict[str, Any]) -> Sweep:
     """Return the runs to make. Raises click.UsageError, InvalidRequestError."""
     from hpc_serve.bench.sweep import Sweep
-    from hpc_serve.bench.workload import BenchWorkload
+    from hpc_serve.bench.workload import FORMATS, BenchWorkload
 
     path = options["dataset_path"]
     dataset: Dataset = options["dataset_name"] or ("random" if path is None else "custom")

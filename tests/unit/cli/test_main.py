@@ -37,7 +37,7 @@ def test_a_long_help_begins_with_what_is_used_most_and_lists_each_option_once(co
     assert 6 <= len([line for line in first.splitlines() if line.startswith("  -")]) <= 12
 
 
-@pytest.mark.parametrize("argv", ["--help", "submit --help", "status -h", "chat -h", "--version"])
+@pytest.mark.parametrize("argv", ["--help", "submit --help", "status -h", "chat -h", "bench -h", "--version"])
 def test_help_is_quick_and_imports_nothing_heavy(argv):
     code = "import sys; from hpc_serve.cli.main import run\n"
     code += f"run({argv.split()!r})\nprint(sorted(sys.modules), file=sys.stderr)"
