@@ -35,9 +35,12 @@ class PlainConsole(Console):
         raise BrokenPipeError
 
 
-def plain_table(*headings: str, right: Collection[str] = (), folded: Collection[str] = ()) -> Table:
-    """Return an empty table without a frame. `right` are aligned so; `folded` may take several lines of the screen."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+def plain_table(*headings: str, right: Collection[str] = (), folded: Collection[str] = (), padding: int = 1) -> Table:
+    """Return an empty table without a frame. `right` are aligned so; `folded` may take several lines of the screen.
+
+    `padding`: blanks at each side of a cell.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, padding), pad_edge=False, show_edge=False)
     for heading in headings:
         table.add_column(
             heading,

@@ -54,9 +54,8 @@ _WIDE = 80
 
 def wide_table(console: Console, *headings: str, left: Sequence[str] = ()) -> Table:
     """Return an empty table with many columns of numbers; those in `left` are of words."""
-    table = plain_table(*headings, right=[heading for heading in headings if heading not in left])
-    table.padding = (0, 1) if console.width >= _WIDE else 0
-    return table
+    right = [heading for heading in headings if heading not in left]
+    return plain_table(*headings, right=right, padding=1 if console.width >= _WIDE else 0)
 
 
 def speed_line(result: PlanResult) -> str:

@@ -74,7 +74,8 @@ def _memory_table(results: list[PlanResult]) -> Table:
     data = ("DP",) if any(one.plan and one.plan.layout.data_parallel_size > 1 for one in results) else ()
     is_encoder = results[0].model.is_encoder
     rest = ("UNUSED",) if is_encoder else ("CACHE", "TOKENS", "AT ONCE")
-    table = _table(*replicas, "NODES", *data, "TP", "PP", "USABLE", "WEIGHTS", *rest)
+    columns = (*replicas, "NODES", *data, "TP", "PP", "USABLE", "WEIGHTS", *rest)
+    table = plain_table("GPU", *columns, right=columns, padding=0)
     for result in results:
         if result.plan is None:
             table.add_row(result.accelerator.name, Text("no fit", style="red"))
@@ -108,8 +109,9 @@ def _speed_heading(results: list[PlanResult], unit: str) -> str:
 
 def _speed_table(results: list[PlanResult], unit: str) -> Table:
     price, generates = results[0].asked.usd_per_gpu_hour, results[0].traffic.generates
-    columns = ("TPOT", "TOKENS/S") if generates else ("TIME", "TEXTS/S")
-    table = _table(f"{unit.upper()}S", "IN FLIGHT", *columns, f"PER {unit.upper()}", *(("PER $",) if price else ()))
+    rates = ("TPOT", "TOKENS/S") if generates else ("TIME", "TEXTS/S")
+    columns = (f"{unit.upper()}S", "IN FLIGHT", *rates, f"PER {unit.upper()}", *(("PER $",) if price else ()))
+    table = plain_table("GPU", *columns, right=columns, padding=0)
     for result in results:
         if result.plan is None:
             continue
@@ -150,12 +152,6 @@ def _has_replicas(results: list[PlanResult]) -> bool:
 def _unit(results: list[PlanResult]) -> str:
     units = {result.accelerator.unit for result in results}
     return units.pop() if len(units) == 1 else "device"
-
-
-def _table(*headings: str) -> Table:
-    table = plain_table("GPU", *headings, right=headings)
-    table.padding = 0
-    return table
 
 
 # -- one plan
@@ -318,8 +314,8 @@ def _with_contexts(
 def _print_sharing(console: Console, result: PlanResult) -> None:
     """How replicas could share a whole node, where the plan takes a part of one and no sizes were asked for."""
     workload, engine = result.inputs.workload, result.inputs.engine
-    asked = engine.has_asked_layout
-    if result.chosen.layout.num_nodes > 1 or result.inputs.cluster.node_size == 1 or asked or workload.replicas:
+    is_asked = engine.has_asked_layout or workload.replicas
+    if result.chosen.layout.num_nodes > 1 or result.inputs.cluster.node_size == 1 or is_asked:
         return
     ways = replica_options(result.inputs)
     if (sentence := compare_sharing(ways, result.inputs.max_model_len)) is None:
