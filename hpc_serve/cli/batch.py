@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpc_serve.cli.commands import SECONDS, GroupedCommand, Written
+from hpc_serve.cli.commands import FILE, SECONDS, GroupedCommand, Written
 from hpc_serve.cli.complete import live_service_names
 from hpc_serve.cli.console import ChangingLine
-from hpc_serve.cli.submit.request import SLURM_OPTIONS, slurm_options
+from hpc_serve.cli.submit.request import SLURM_OPTIONS, default_service, slurm_options
 from hpc_serve.printable import printable
+from hpc_serve.submit.site.site_files import read_site
 from hpc_serve.units import duration
 
 if TYPE_CHECKING:
     from hpc_serve.batch import Progress
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
 _LINE_EVERY_S = 60.0
 _GROUPS = {
     "Most used": ("service", "model", "replicas", "stops", "detach", "in_order", "retry_errors"),
@@ -44,8 +44,8 @@ _SHARD = Written("K/N", _read_shard)
 
 
 @click.command("batch", cls=GroupedCommand, groups=_GROUPS)
-@click.argument("requests", type=_FILE)
-@click.argument("output", type=_FILE)
+@click.argument("requests", type=FILE)
+@click.argument("output", type=FILE)
 @click.option("--service", metavar="NAME", shell_complete=live_service_names, help="Service [default: the ready one].")
 @click.option("--model", help="Start this model if the service is not there, and stop it afterwards.")
 @click.option("--replicas", metavar="N|MIN:MAX|NAME:N,…", help="With --model: replicas of the service that is started.")
@@ -83,7 +83,6 @@ def batch_command(
     """
     from hpc_serve import batch
     from hpc_serve.batch.answer_files import errors_path, shard_path
-    from hpc_serve.cli.submit.request import default_service
 
     slurm = {name: options.pop(name) for name in SLURM_OPTIONS}
     if merges:
@@ -152,7 +151,6 @@ def _detach(
     from hpc_serve.batch.answer_files import AnswerFile, shard_path
     from hpc_serve.batch.request_file import file_version, index_requests
     from hpc_serve.rendezvous.store import default_home
-    from hpc_serve.submit.site.site_files import read_site
 
     file_version(requests)
     index_requests(requests)

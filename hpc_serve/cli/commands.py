@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -71,6 +72,7 @@ SECONDS = Written("time", _read_seconds)
 """Seconds, or a number with s, m or h: 90, 90s, 10m, 1.5h."""
 TIME_WITH_UNIT = Written("time", partial(_read_seconds, needs_unit=True))
 """The same, where the letter must be there."""
+FILE = click.Path(dir_okay=False, path_type=Path)
 
 # -- commands with many options
 
@@ -108,9 +110,9 @@ class GroupedCommand(click.Command):
     `groups` are the names of parameters by heading. Options of no group come last.
     """
 
-    def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._groups = groups or {}
+        self._groups = groups
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         lines = {

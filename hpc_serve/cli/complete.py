@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
+from hpc_serve.errors import HpcServeError
+
 if TYPE_CHECKING:
     from hpc_serve.rendezvous.store import ServiceStore
 
@@ -82,7 +84,6 @@ def _listed(read: Callable[[], Iterable[str]]) -> list[str]:
     from concurrent.futures import TimeoutError
 
     from hpc_serve.background import in_background
-    from hpc_serve.errors import HpcServeError
 
     with contextlib.suppress(HpcServeError, TimeoutError):
         return list(in_background(read).result(_LIST_S))

@@ -6,11 +6,11 @@ Lines that go to a program or a file are not broken, so that paths stay whole.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Column, Table
 
 if TYPE_CHECKING:
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 _NO_LIMIT = 10_000
 """Columns of what is no terminal."""
-WIDE_ENOUGH = 60
+_WIDE = 60
 """Columns from which a list has room for sizes and descriptions."""
 
 
 class PlainConsole(Console):
-    """A console without highlighting. It leaves a broken pipe to `main`, like everything else that is printed."""
+    """A console that prints text as it is. It leaves a broken pipe to `main`, like everything else that is printed."""
 
     def __init__(self, *, stderr: bool = False, soft_wrap: bool = False) -> None:
-        super().__init__(stderr=stderr, soft_wrap=soft_wrap, highlight=False)
+        super().__init__(stderr=stderr, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False)
         if not self.is_terminal and not os.environ.get("COLUMNS"):
             self.width = _NO_LIMIT
 
@@ -35,9 +35,12 @@ class PlainConsole(Console):
         raise BrokenPipeError
 
 
-def plain_table(*headings: str, right: Collection[str] = (), folded: Collection[str] = ()) -> Table:
-    """Return an empty table without a frame. `right` are aligned so; `folded` may take several lines of the screen."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+def plain_table(*headings: str, right: Collection[str] = (), folded: Collection[str] = (), padding: int = 1) -> Table:
+    """Return an empty table without a frame. `right` are aligned so; `folded` may take several lines of the screen.
+
+    `padding`: blanks at each side of a cell.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, padding), pad_edge=False, show_edge=False)
     for heading in headings:
         table.add_column(
             heading,
@@ -46,6 +49,22 @@ def plain_table(*headings: str, right: Collection[str] = (), folded: Collection[
             overflow="fold" if heading in folded else "ellipsis",
         )
     return table
+
+
+def print_table(
+    rows: Sequence[Mapping[str, RenderableType]],
+    *,
+    right: Collection[str] = (),
+    folded: Collection[str] = (),
+    if_wide: str = "",
+) -> None:
+    """Print rows of cells by their headings, as `plain_table` places them. Column `if_wide` needs a wide terminal."""
+    console = PlainConsole()
+    headings = [heading for heading in rows[0] if heading != if_wide or console.width >= _WIDE]
+    table = plain_table(*headings, right=right, folded=folded)
+    for row in rows:
+        table.add_row(*(row[heading] for heading in headings))
+    console.print(table)
 
 
 class ChangingLine:

@@ -201,7 +201,3 @@ def describe_error(error: Exception) -> tuple[str, int] | None:
     if isinstance(error, OSError) and (isinstance(error, BrokenPipeError) or error.errno in _UNWRITABLE):
         return None
     return f"unexpected {type(error).__name__}: {error}", BUG
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from rich.console import Group, RenderableType
@@ -18,21 +18,17 @@ from rich.padding import Padding
 from rich.text import Text
 
 from hpc_serve.cli.console import PlainConsole, plain_table
+from hpc_serve.client.engine_work import ReplicaWork
+from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE, EndpointRecord
+from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.submit.diagnosis import diagnose_replica
 from hpc_serve.submit.logs import files_of, places_of
 from hpc_serve.submit.plans.planned_speed import measured_runs_of, planned_request, planned_tokens_per_s
-from hpc_serve.submit.status.job_status import detail_words, stages_words, without_successors
+from hpc_serve.submit.status.job_status import StatusReport, detail_words, stages_words, without_successors
 from hpc_serve.submit.status.wanted_words import wanted_lines
 from hpc_serve.units import GIB, duration
-
-if TYPE_CHECKING:
-    from hpc_serve.client.engine_work import ReplicaWork
-    from hpc_serve.client.replicas.status import ReplicaStatus
-    from hpc_serve.rendezvous.wanted import Wanted
-    from hpc_serve.submit.status.job_status import StatusReport
-
 
 # -- one replica and its engine's work
 
@@ -213,7 +209,7 @@ def _wanted_json(wanted: Wanted) -> dict[str, Any]:
     names = ["state", "least", "most", "count", "keep_up", "idle_stop_s", "replicas_per_job", "decider", "problem"]
     decided = [{**keys, "text": one.sentence} for one, keys in zip(wanted.decided, keys["decided"])]
     further = {"machines": keys["machines"], "next_try_at": wanted.next_try_at or None, "decided": decided}
-    return {**{name: keys[name] for name in names}, **further}
+    return {name: keys[name] for name in names} | further
 
 
 def print_counts(report: StatusReport) -> None:
@@ -293,28 +289,18 @@ def print_details(status: ReplicaStatus, work: ReplicaWork | None = None) -> Non
         "exit code": shown["exit code"],
         "logs": "\n".join(map(str, files_of(status) or places_of(status))),
     }
-    heading = Text(f"{status.service}  job {status.name}", style=f"bold {_COLOURS[status.state]}")
-    console.print(heading)
+    console.print(Text(f"{status.service}  job {status.name}", style=f"bold {_COLOURS[status.state]}"))
     for name, value in rows.items():
         if value:
-            first, *others = value.splitlines()
-            console.print(Text(f"  {name:<10} {first}"))
-            for line in others:
-                console.print(Text(f"  {'':<10} {line}"))
-    _print_figures(console, status)
+            console.print(f"  {name:<10} " + f"\n{'':<13}".join(value.splitlines()))
+    if status.predicted_and_measured:
+        console.print(f"  {'figure':<24} {'predicted':>14} {'measured':>14}")
+    for name, (predicted, measured) in status.predicted_and_measured.items():
+        console.print(f"  {figure_name(name):<24} {figure(name, predicted):>14} {figure(name, measured):>14}")
     if status.last_log_lines and status.state != "ready":
-        console.print(Text("  last log lines"))
+        console.print("  last log lines")
         for line in status.last_log_lines[-10:]:
             console.print(Text(f"    {line}", style="dim"))
-
-
-def _print_figures(console: PlainConsole, status: ReplicaStatus) -> None:
-    if not status.predicted_and_measured:
-        return
-    console.print(Text(f"  {'figure':<24} {'predicted':>14} {'measured':>14}"))
-    for name, (predicted, measured) in status.predicted_and_measured.items():
-        values = f"{figure(name, predicted):>14} {figure(name, measured):>14}"
-        console.print(Text(f"  {figure_name(name):<24} {values}"))
 
 
 def _sentence(status: ReplicaStatus) -> str:

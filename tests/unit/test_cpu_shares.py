@@ -18,9 +18,7 @@ cgroup /cg/systemd cgroup rw,relatime,name=systemd 0 0
     found = find_controller(mounts)
     assert found == Controller(version=1, limits=Path("/cg/cpu"), counts=Path("/cg/cpuacct"))
     assert found.trees == (Path("/cg/cpu"), Path("/cg/cpuacct"))
-    both = find_controller("cgroup /cg/both cgroup rw,cpu,cpuacct 0 0\n")
-    assert both is not None
-    assert both.trees == (Path("/cg/both"),)
+    assert find_controller("cgroup /cg/both cgroup rw,cpu,cpuacct 0 0\n").trees == (Path("/cg/both"),)
     assert find_controller("tmpfs /tmp tmpfs rw 0 0\n") is None
 
 

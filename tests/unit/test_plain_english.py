@@ -6,28 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.plain_english import (
-    CHECKOUT,
-    MESSAGES,
-    PAGE,
-    TEXTS,
-    Count,
-    count,
-    count_messages,
-    messages,
-    sentences,
-)
+from tests.support import plain_english
+from tests.support.plain_english import CHECKOUT, MESSAGES, PAGE, TEXTS, Count, messages, sentences
 
 
 @pytest.mark.parametrize("title", ["README.md and the pages for users", "design and ARCHITECTURE.md"])
 def test_at_most_one_sentence_in_a_hundred_is_hard_to_read(title: str) -> None:
-    found = count(CHECKOUT, TEXTS[title])
+    found = plain_english.count(CHECKOUT, TEXTS[title])
     assert found.sentences > 500
     assert max(found.long, found.opens, found.back) <= found.sentences / 100, "see docs/evidence/plain-english.md"
 
 
 def test_at_most_one_sentence_of_messages_in_two_hundred_is_hard_to_read() -> None:
-    found = count_messages(CHECKOUT / "hpc_serve")
+    found = plain_english.count_messages(CHECKOUT / "hpc_serve")
     assert found.sentences > 2000
     assert max(found.long, found.opens, found.back) <= found.sentences / 200, "see docs/evidence/plain-english.md"
 

@@ -29,5 +29,4 @@ def test_control_characters_are_written_out(text, shown):
 def test_a_record_is_read_so():
     record = make_record(state="failed", reason="\x1b[31mred", last_log_lines=("a\x1b[2Jb",))
     read = from_json_text(EndpointRecord, to_json_text(record), source="a file")
-    assert read.reason == "\\x1b[31mred"
-    assert read.last_log_lines == ("a\\x1b[2Jb",)
+    assert (read.reason, read.last_log_lines) == ("\\x1b[31mred", ("a\\x1b[2Jb",))

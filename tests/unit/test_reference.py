@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import pydoc
 import re
-import shlex
 from dataclasses import fields
 from typing import get_args
 
@@ -24,9 +22,9 @@ from tests.support.reference import FOLDER, PAGES, STATES
 from tests.support.stubs import StubService
 from tests.unit.client.conftest import service
 from tests.unit.submit.conftest import slurm
+from tests.unit.test_document_commands import check_command, commands
 
 CHECKOUT = FOLDER.parents[1]
-PAGES_THERE = sorted(path.name for path in FOLDER.glob("*.md"))
 PACKAGES = ("hpc_serve", "hpc_serve.client", "hpc_serve.plan", "hpc_serve.submit", "hpc_serve.bench")
 # _HPC_SERVE_COMPLETE is click's, for shells.
 VARIABLE = re.compile(r"(?<![A-Z_])HPC_SERVE_[A-Z][A-Z_]*[A-Z]")
@@ -71,29 +69,9 @@ def test_the_help_of_each_command_opens_with_an_example_that_it_takes(name: str)
     assert command is not None
     _, example, *_ = re.split(r"\n\s*\n", inspect.cleandoc(command.help or ""))
     assert f"\n  {example}\n" in command.get_help(click.Context(command, info_name=name, terminal_width=80))
-    assert f"hpc-serve {name}" in example
-    check_command(example)
-
-
-@pytest.mark.parametrize("page", PAGES_THERE)
-def test_commands_of_the_pages_are_taken(page: str) -> None:
-    for block in re.findall(
-        r"^```bash\n(.*?)^```$", (FOLDER / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    ):
-        for line in filter(lambda line: "hpc-serve" in line.split("/")[0], block.splitlines()):
-            check_command(line)
-
-
-def check_command(line: str) -> None:
-    """Have click read a command as it stands in a shell; it raises UsageError for what the command does not take."""
-    words = shlex.split(re.sub(r'^eval "\$\((.*)\)"$', r"\1", line).partition("||")[0])
-    assert words[0] == "hpc-serve"
-    root = click.Context(main.cli, info_name="hpc-serve")
-    if words[1] != "--help":
-        name, command, rest = main.cli.resolve_command(root, words[1:])
-        assert command is not None
-        with contextlib.suppress(click.exceptions.Exit):  # --help
-            command.make_context(name, rest, parent=root)
+    (words,) = commands(example)
+    assert words[0] == name
+    check_command(words)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -45,13 +45,8 @@ def test_the_wheel_alone_renders_the_committed_script(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     code = "import hpc_serve, sys; sys.stderr.write(hpc_serve.__file__); from hpc_serve.cli.main import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "render", "--model", "405b", "--nodes", "2"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    words = [sys.executable, "-c", code, "render", "--model", "405b", "--nodes", "2"]
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert str(tmp_path) in done.stderr
     assert done.stdout == (CHECKOUT / "sbatch" / "405b.sh").read_text()

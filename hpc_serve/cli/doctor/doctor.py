@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from hpc_serve.cli.commands import print_json
+from hpc_serve.cli.commands import FILE, print_json
 from hpc_serve.cli.complete import service_names
 from hpc_serve.errors import ServiceFailedError
 from hpc_serve.printable import printable
@@ -35,7 +35,7 @@ class DoctorCommand(click.Command):
 @click.argument("target", metavar="SERVICE|JOB", shell_complete=service_names)
 @click.option(
     "--bundle",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     metavar="FILE.tar.gz",
     help="Also write one file for a bug report, without keys, tokens and certificates.",
 )

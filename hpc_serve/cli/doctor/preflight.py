@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from rich.text import Text
 
 from hpc_serve.cli.commands import SECONDS, CommandWithVllmOptions, print_json
-from hpc_serve.cli.console import PlainConsole, plain_table
+from hpc_serve.cli.console import print_table
 from hpc_serve.cli.submit.request import REQUEST_GROUPS, assumed_gpu_note, make_request, request_options
 from hpc_serve.errors import HpcServeError, ServiceFailedError
 from hpc_serve.printable import printable
-from hpc_serve.rendezvous.store import own_store
-
-if TYPE_CHECKING:
-    from hpc_serve.rendezvous.store import PreflightReport
+from hpc_serve.rendezvous.store import PreflightReport, own_store
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "not checked": "dim"}
 
@@ -66,13 +63,17 @@ def preflight_command(timeout: float | None, as_json: bool, **options: Any) -> N
 
 def print_report(report: PreflightReport) -> None:
     """Print a table of all checks, then the cure for each check that did not pass."""
-    console = PlainConsole()
-    table = plain_table("CHECK", "RESULT", "NODES", "SEEN", "TIME", right=("TIME",), folded=("NODES", "SEEN"))
-    for verdict in report.verdicts:
-        level = Text(verdict.level, style=_COLOURS[verdict.level])
-        seen = Text(printable(verdict.seen), overflow="fold")
-        table.add_row(Text(verdict.check), level, Text(printable(verdict.where)), seen, f"{verdict.took_s:.2f} s")
-    console.print(table)
+    rows: list[dict[str, str | Text]] = [
+        {
+            "CHECK": one.check,
+            "RESULT": Text(one.level, style=_COLOURS[one.level]),
+            "NODES": printable(one.where),
+            "SEEN": printable(one.seen),
+            "TIME": f"{one.took_s:.2f} s",
+        }
+        for one in report.verdicts
+    ]
+    print_table(rows, right=("TIME",), folded=("NODES", "SEEN"))
     for verdict in (*report.of_level("failed"), *report.of_level("warning")):
         click.echo(printable(f"{verdict.check}: {verdict.cure}"))
     click.echo(printable(report.summary))

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 from markupsafe import Markup
@@ -18,21 +17,20 @@ from markupsafe import Markup
 import hpc_serve
 from hpc_serve.cli.complete import service_names
 from hpc_serve.cli.show import figure, figure_name, status_rows, when, work_rows
+from hpc_serve.client.engine_work import ReplicaWork, look_for
+from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.pages.frame import Curve, document, over_time, stage_bar, swatch, table
 from hpc_serve.printable import printable
 from hpc_serve.redact import redact
+from hpc_serve.rendezvous.files import write_private
 from hpc_serve.rendezvous.store import ServiceStore, own_store
+from hpc_serve.submit.diagnosis import Diagnosis, diagnose_replica
+from hpc_serve.submit.logs import Reports, read_reports
 from hpc_serve.submit.plans.planned_speed import measured_runs_of, planned_request, planned_speeds, planned_tokens_per_s
 from hpc_serve.submit.status.job_status import stage_seconds
+from hpc_serve.submit.status.status_reader import find
 from hpc_serve.units import duration
-
-if TYPE_CHECKING:
-    from hpc_serve.client.engine_work import ReplicaWork
-    from hpc_serve.client.replicas.status import ReplicaStatus
-    from hpc_serve.submit.diagnosis import Diagnosis
-    from hpc_serve.submit.logs import Reports
-    from hpc_serve.vllm.log import EngineReport
-
+from hpc_serve.vllm.log import EngineReport
 
 # -- the page
 
@@ -70,13 +68,12 @@ def _report_page(title: str, replicas: Sequence[_ReplicaReport], *, at: float) -
 
 
 def _replica(found: _ReplicaReport, at: float) -> Markup:
-    status = found.status
+    status, diagnosis = found.status, found.diagnosis
+    heading = Markup('<h2>{} job {} <span class="{state}">{state}</span></h2>')
     parts = [
-        Markup('<h2>{} job {} <span class="{}">{}</span></h2>').format(
-            _text(status.service), _text(status.name), status.state, status.state
-        ),
+        heading.format(_text(status.service), _text(status.name), state=status.state),
         _facts(status_rows(status, at)),
-        _failure(found.diagnosis),
+        Markup('<div class="bad"><pre>{}</pre></div>').format(_text(diagnosis.report)) if diagnosis.cause else "",
         _section("Plan", _plan(found)),
         _section("The start", _start(status)),
         _section("Measured against predicted", _figures(status)),
@@ -88,12 +85,6 @@ def _replica(found: _ReplicaReport, at: float) -> Markup:
 
 def _section(title: str, content: Markup) -> Markup:
     return Markup("<h3>{}</h3>\n{}").format(title, content) if content else Markup("")
-
-
-def _failure(diagnosis: Diagnosis) -> Markup:
-    if diagnosis.cause is None:
-        return Markup("")
-    return Markup('<div class="bad"><pre>{}</pre></div>').format(_text(diagnosis.report))
 
 
 def _plan(found: _ReplicaReport) -> Markup:
@@ -120,19 +111,14 @@ def _start(status: ReplicaStatus) -> Markup:
         return _note("Its record tells no stage of it.")
     total = sum(stages.values())
     cells = [
-        (
-            Markup("{} {}").format(swatch(place), name),
-            f"{seconds:,.1f} s",
-            f"{100 * seconds / max(total, 1.0):.0f} %",
-        )
+        (Markup("{} {}").format(swatch(place), name), f"{seconds:,.1f} s", f"{100 * seconds / max(total, 1.0):.0f} %")
         for place, (name, seconds) in enumerate(stages.items())
     ]
     is_ready = status.start is not None and not status.start.stage
     end = "until it was ready" if is_ready else "until it ended" if status.is_over else "so far"
     caches = f" Caches: {_text(status.record.cache)}." if status.record and status.record.cache else ""
-    note = f"{duration(total)} {end}.{caches}"
     bar = stage_bar(list(stages.items()))
-    return bar + _note(note) + table(("stage", "took", "share"), cells)
+    return bar + _note(f"{duration(total)} {end}.{caches}") + table(("stage", "took", "share"), cells)
 
 
 def _figures(status: ReplicaStatus) -> Markup:
@@ -169,8 +155,7 @@ def _over_time(found: _ReplicaReport) -> Markup:
     ]
     note = (
         f"{len(reports):,} {'report' if len(reports) == 1 else 'reports'} that vLLM wrote to the head's log, every ten "
-        "seconds while it had work. "
-        "A gap in a curve is a time without work."
+        "seconds while it had work. A gap in a curve is a time without work."
     )
     return _note(note) + Markup("\n").join(pictures)
 
@@ -211,8 +196,6 @@ def report_command(target: str, output: str | None) -> None:
     One file of HTML without a script, which loads nothing. It shows a service's replicas that are not over, else the
     last. Look through it before you pass it on: it names addresses and folders, and quotes logs.
     """
-    from hpc_serve.rendezvous.files import write_private
-
     store = own_store()
     page = _report_page(f"hpc-serve: {target}", _reports(store, target), at=time.time())
     if output == "-":
@@ -226,10 +209,6 @@ def report_command(target: str, output: str | None) -> None:
 
 
 def _reports(store: ServiceStore, target: str) -> list[_ReplicaReport]:
-    from hpc_serve.client.engine_work import look_for
-    from hpc_serve.submit.diagnosis import diagnose_replica
-    from hpc_serve.submit.status.status_reader import find
-
     found = find(store, target)
     live = [status for status in found if not status.is_over or status.service != target]
     shown = (live or list(found[-1:]))[-_MOST_REPLICAS:]
@@ -248,8 +227,6 @@ def _reports(store: ServiceStore, target: str) -> list[_ReplicaReport]:
 
 
 def _engine_reports(status: ReplicaStatus) -> Reports:
-    from hpc_serve.submit.logs import read_reports
-
     near = status.updated_at or status.started_at or time.time()
     head = Path(status.log_dir) / f"{status.name}-node0.log"
     return read_reports(head, near=near) if status.log_dir else ()

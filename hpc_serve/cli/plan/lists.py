@@ -14,6 +14,7 @@ import click
 
 from hpc_serve.cli.commands import print_json
 from hpc_serve.errors import HpcServeError
+from hpc_serve.plan import catalog
 from hpc_serve.plan.hardware import DEFAULT_GPU, accelerator_of
 from hpc_serve.units import GIB
 
@@ -35,7 +36,6 @@ def gpus_command(word: str | None, as_json: bool) -> None:
     MEMORY is of one accelerator, as its driver shows it. PER NODE is the usual number; --gpus-per-node says otherwise.
     A * marks the accelerator that the site file names.
     """
-    from hpc_serve.plan import catalog
     from hpc_serve.submit.site.site_files import read_site
 
     own = read_site(os.environ).gpu
@@ -82,22 +82,17 @@ def _engine(entry: Mapping[str, Any]) -> str:
 
 def _print_accelerators(entries: Sequence[Mapping[str, Any]]) -> None:
     """Print the name to type, memory, how many a node has, what the engine runs on."""
-    from rich.text import Text
+    from hpc_serve.cli.console import print_table
 
-    from hpc_serve.cli.console import WIDE_ENOUGH, PlainConsole, plain_table
-
-    console = PlainConsole()
-    is_wide = console.width >= WIDE_ENOUGH
-    headings = ("NAME", "MEMORY", "PER NODE", "ENGINE", *(("IS",) if is_wide else ()))
-    table = plain_table(*headings, right=("MEMORY", "PER NODE"), folded=("IS",))
+    rows = []
     for entry in entries:
         memory = f"{entry['memory_bytes'] / GIB:.1f} GiB" if entry["memory_bytes"] else "--gpu-memory"
         aliases = f" ({', '.join(entry['aliases'])})" if entry["aliases"] else ""
         product = f"{entry['product']}{aliases}{'; plan alone' if entry['no_script_reason'] else ''}"
         name = f"{'* ' if entry['is_own'] else '  '}{entry['name']}"
-        cells = [name, memory, str(entry["per_node"]), entry["engine"], *([product] if is_wide else [])]
-        table.add_row(*map(Text, cells))
-    console.print(table)
+        cells = {"NAME": name, "MEMORY": memory, "PER NODE": str(entry["per_node"]), "ENGINE": entry["engine"]}
+        rows.append({**cells, "IS": product})
+    print_table(rows, right=("MEMORY", "PER NODE"), folded=("IS",), if_wide="IS")
 
 
 _Entry = dict[str, Any]
@@ -116,7 +111,6 @@ def models_command(word: str | None, fits: bool, as_json: bool) -> None:
 
     `--model` takes any Hugging Face id or folder as well.
     """
-    from hpc_serve.plan import catalog
     from hpc_serve.submit.site.site_files import load_site_models, read_site
 
     def is_meant(entry: Mapping[str, Any]) -> bool:
@@ -132,7 +126,7 @@ def models_command(word: str | None, fits: bool, as_json: bool) -> None:
     if as_json:
         print_json([*own, *known])
     elif own or known:
-        _print_models(own, known, has_layouts=fits)
+        _print_models(own, known)
         if fits:
             assumed = "" if site.gpu else "; no site file names a GPU, so it is assumed"
             click.echo(
@@ -144,26 +138,21 @@ def models_command(word: str | None, fits: bool, as_json: bool) -> None:
         raise click.ClickException(f"No model of the catalogue has {word!r} in its name; `hpc-serve models` lists all.")
 
 
-def _print_models(own: Sequence[_Entry], known: Sequence[_Entry], *, has_layouts: bool) -> None:
+def _print_models(own: Sequence[_Entry], known: Sequence[_Entry]) -> None:
     """Print the site's own models, then the catalogue's; those with a short name first."""
-    from rich.text import Text
+    from hpc_serve.cli.console import print_table
 
-    from hpc_serve.cli.console import WIDE_ENOUGH, PlainConsole, plain_table
-
-    console = PlainConsole()
-    shows_size = console.width >= WIDE_ENOUGH
-    further = [*(["PARAMETERS"] if shows_size else []), *(["LAYOUT"] if has_layouts else [])]
-    table = plain_table("NAME", "MODEL", *further, right=("PARAMETERS",), folded=("MODEL",))
-    rows = [
+    named = [
         (f"{one['aliases'][0]} (site)", f"{one['name']} ({one['note']})" if one["note"] else one["name"], one)
         for one in own
     ]
     short = [(" ".join(alias for alias in one["aliases"] if "/" not in alias), one["name"], one) for one in known]
-    for name, model, one in (*rows, *sorted(short, key=lambda row: not row[0])):
+    rows = []
+    for name, model, one in (*named, *sorted(short, key=lambda row: not row[0])):
         size = f"{one['published_parameters'] / 1e9:,.1f} B" if one["published_parameters"] else ""
-        cells = [name, model, *([size] if shows_size else []), *([one["layout"]] if has_layouts else [])]
-        table.add_row(*map(Text, cells))
-    console.print(table)
+        layout = {"LAYOUT": one["layout"]} if "layout" in one else {}
+        rows.append({"NAME": name, "MODEL": model, "PARAMETERS": size, **layout})
+    print_table(rows, right=("PARAMETERS",), folded=("MODEL",), if_wide="PARAMETERS")
 
 
 def _note_layout(site: SiteProfile, entry: _Entry) -> bool:

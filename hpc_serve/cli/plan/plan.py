@@ -20,6 +20,8 @@ from hpc_serve.cli.submit.request import (
     request_of_plan,
 )
 from hpc_serve.plan.hardware import DEFAULT_GPU
+from hpc_serve.submit.site.site_files import read_site
+from hpc_serve.vllm.command import check_arguments
 
 if TYPE_CHECKING:
     from hpc_serve.plan.make import PlanRequest, PlanResult
@@ -80,15 +82,16 @@ def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str 
     if not names:
         raise click.BadParameter(f"name at least one accelerator, as in --compare {DEFAULT_GPU},mi300x.")
     results = [plan_for(_plan_request(options | {"gpu": name})) for name in names]
-    if plot and is_page and any(result.plan for result in results):
-        from hpc_serve.plots.page import write_page
+    fits = any(result.plan for result in results)
+    if plot and fits:
+        if is_page:
+            from hpc_serve.plots.page import write_page
 
-        write_page(results, plot)
-    elif plot and results[0].plan:
-        from hpc_serve.plots.figure import draw
+            write_page(results, plot)
+        else:
+            from hpc_serve.plots.figure import draw
 
-        draw(results[0], plot)
-    if plot and any(result.plan for result in results):
+            draw(results[0], plot)
         click.echo(f"wrote {plot}", err=True)
     if as_json:
         from hpc_serve.plan.as_json import result_json
@@ -96,19 +99,13 @@ def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str 
         documents = [result_json(result) for result in results]
         print_json(documents if compare else documents[0])
     elif compare:
-        from hpc_serve.cli.plan.plan_view import print_comparison
-
-        print_comparison(results)
+        plan_view.print_comparison(results)
     elif explained:
-        from hpc_serve.submit.site.site_files import read_site
-
         words, _ = engine_words(options, read_site(os.environ))
-        plan_view.print_explanation(
-            results[0], words, note=assumed_gpu_note(), memory=_memory_of_nodes(options, results[0])
-        )
+        plan_view.print_explanation(results[0], words, assumed_gpu_note(), _memory_of_nodes(options, results[0]))
     else:
-        plan_view.print_plan(results[0], note=assumed_gpu_note(), memory=_memory_of_nodes(options, results[0]))
-    if not any(result.plan for result in results):
+        plan_view.print_plan(results[0], assumed_gpu_note(), _memory_of_nodes(options, results[0]))
+    if not fits:
         raise click.exceptions.Exit(3)
 
 
@@ -123,8 +120,6 @@ def _memory_of_nodes(options: Mapping[str, Any], result: PlanResult) -> str:
 def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
     """Return the request for the plan: that of `submit` with these options, and what `plan` alone is asked for."""
     from hpc_serve.submit.plans.planning import asked_plan
-    from hpc_serve.submit.site.site_files import read_site
-    from hpc_serve.vllm.command import check_arguments
 
     version = options.get("vllm_version")
     words, _ = engine_words(options, read_site(os.environ))

@@ -34,10 +34,7 @@ _UNKNOWN = "Speed: no source confirms this accelerator's FLOP/s and bandwidth."
 OF_SPEECH = "Speed: not planned for models that attend to an encoder of sound."
 """Why there is no speed of Whisper."""
 _ARRIVALS = {
-    "steady": (
-        "so many always in flight",
-        " For N at once and then no more: --requests N.",
-    ),
+    "steady": ("so many always in flight", " For N at once and then no more: --requests N."),
     "burst": ("all at once and then no more", ""),
     "decoding": ("decoding alone", ""),
 }
@@ -57,9 +54,8 @@ _WIDE = 80
 
 def wide_table(console: Console, *headings: str, left: Sequence[str] = ()) -> Table:
     """Return an empty table with many columns of numbers; those in `left` are of words."""
-    table = plain_table(*headings, right=[heading for heading in headings if heading not in left])
-    table.padding = (0, 1) if console.width >= _WIDE else 0
-    return table
+    right = [heading for heading in headings if heading not in left]
+    return plain_table(*headings, right=right, padding=1 if console.width >= _WIDE else 0)
 
 
 def speed_line(result: PlanResult) -> str:
@@ -172,7 +168,7 @@ def print_speed(console: Console, result: PlanResult) -> None:
     best = "every rate at its peak, communication hidden: no published measurement is above it"
     about = best if ideal else accuracy_text(traffic, result.accelerator.kind)
     about += "; the factors are below" if traffic.generates else ""
-    console.print(Text(f"{_what_speed(result)}, {requests_text(traffic)}, {arrivals_text(traffic)} ({about}):"))
+    console.print(f"{_what_speed(result)}, {requests_text(traffic)}, {arrivals_text(traffic)} ({about}):")
     console.print(table)
     if not traffic.generates:
         return
@@ -186,7 +182,7 @@ def print_speed(console: Console, result: PlanResult) -> None:
         critical_text(replica) if ideal or alone else None,
     )
     for sentence in filter(None, sentences):
-        console.print(Text(sentence))
+        console.print(sentence)
 
 
 def print_speed_explanation(result: PlanResult) -> None:

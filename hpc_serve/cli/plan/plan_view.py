@@ -10,7 +10,6 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -40,23 +39,20 @@ from hpc_serve.plan.make import PlanResult
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.report.explain import explain
 from hpc_serve.plan.report.speed import arrivals_text, measured_text, requests_text, time_of
+from hpc_serve.plan.speed.estimate import SpeedEstimate
 from hpc_serve.units import GIB
-
-if TYPE_CHECKING:
-    from hpc_serve.plan.speed.estimate import SpeedEstimate
-
 
 # -- several accelerators
 
 
 def print_comparison(results: list[PlanResult]) -> None:
     """One line an accelerator: where bytes go, then how fast all its replicas are together."""
-    console = Console(highlight=False, emoji=False)
+    console = Console(highlight=False, emoji=False, markup=False)
     first, unit = results[0], _unit(results)
     each = "; sizes of each replica" if _has_replicas(results) else ""
     length = first.inputs.max_model_len
     requests = f"texts of up to {length:,}" if first.model.is_encoder else f"requests of {length:,}"
-    console.print(Text(f"{first.model.name}, {requests} tokens; GiB per {unit}{each}:"))
+    console.print(f"{first.model.name}, {requests} tokens; GiB per {unit}{each}:")
     console.print(_memory_table(results))
     for result in results:
         if result.error is not None:
@@ -65,12 +61,12 @@ def print_comparison(results: list[PlanResult]) -> None:
         console.print(Text(OF_SPEECH, style="dim"))
     elif any(result.plan for result in results):
         console.print()
-        console.print(Text(_speed_heading(results, unit)))
+        console.print(_speed_heading(results, unit))
         console.print(_speed_table(results, unit))
         for result in results:
             estimate = None if result.plan is None or result.asked.ideal else _estimate(result)
             if estimate is not None and (whence := measured_text([estimate])) is not None:
-                console.print(Text(f"{result.accelerator.name}: {whence}."))
+                console.print(f"{result.accelerator.name}: {whence}.")
 
 
 def _memory_table(results: list[PlanResult]) -> Table:
@@ -78,15 +74,16 @@ def _memory_table(results: list[PlanResult]) -> Table:
     data = ("DP",) if any(one.plan and one.plan.layout.data_parallel_size > 1 for one in results) else ()
     is_encoder = results[0].model.is_encoder
     rest = ("UNUSED",) if is_encoder else ("CACHE", "TOKENS", "AT ONCE")
-    table = _table(*replicas, "NODES", *data, "TP", "PP", "USABLE", "WEIGHTS", *rest)
+    columns = (*replicas, "NODES", *data, "TP", "PP", "USABLE", "WEIGHTS", *rest)
+    table = plain_table("GPU", *columns, right=columns, padding=0)
     for result in results:
         if result.plan is None:
-            table.add_row(Text(result.accelerator.name), Text("no fit", style="red"))
+            table.add_row(result.accelerator.name, Text("no fit", style="red"))
             continue
         chosen, memory = result.plan, result.plan.memory
         sizes = (memory.requested_bytes, memory.weight_bytes, memory.kv_cache_bytes)
         table.add_row(
-            Text(result.accelerator.name),
+            result.accelerator.name,
             *((str(chosen.replicas),) if replicas else ()),
             f"{chosen.layout.num_nodes} x {chosen.layout.gpus_per_node}",
             *((str(chosen.layout.data_parallel_size),) if data else ()),
@@ -112,18 +109,19 @@ def _speed_heading(results: list[PlanResult], unit: str) -> str:
 
 def _speed_table(results: list[PlanResult], unit: str) -> Table:
     price, generates = results[0].asked.usd_per_gpu_hour, results[0].traffic.generates
-    columns = ("TPOT", "TOKENS/S") if generates else ("TIME", "TEXTS/S")
-    table = _table(f"{unit.upper()}S", "IN FLIGHT", *columns, f"PER {unit.upper()}", *(("PER $",) if price else ()))
+    rates = ("TPOT", "TOKENS/S") if generates else ("TIME", "TEXTS/S")
+    columns = (f"{unit.upper()}S", "IN FLIGHT", *rates, f"PER {unit.upper()}", *(("PER $",) if price else ()))
+    table = plain_table("GPU", *columns, right=columns, padding=0)
     for result in results:
         if result.plan is None:
             continue
         copies, estimate = result.plan.replicas, _estimate(result)
         if estimate is None:
-            table.add_row(Text(result.accelerator.name), *("?" for _ in table.columns[1:]))
+            table.add_row(result.accelerator.name, *("?" for _ in table.columns[1:]))
             continue
         dollar = [f"{estimate.output_tokens_per_usd / 1e6:.2f} M"] if estimate.output_tokens_per_usd else []
         table.add_row(
-            Text(result.accelerator.name),
+            result.accelerator.name,
             f"{copies * estimate.num_gpus:,}",
             f"{copies * estimate.traffic.concurrency:,}",
             f"{1000 * time_of(estimate):,.1f} ms",
@@ -156,19 +154,13 @@ def _unit(results: list[PlanResult]) -> str:
     return units.pop() if len(units) == 1 else "device"
 
 
-def _table(*headings: str) -> Table:
-    table = plain_table("GPU", *headings, right=headings)
-    table.padding = 0
-    return table
-
-
 # -- one plan
 
 _BAR_WIDTH = 60
 _VERDICTS = {"chosen": "bold green", "fits": "green", "too small": "yellow", "refused": "red"}
 
 
-def print_plan(result: PlanResult, *, note: str | None = None, memory: str = "") -> None:
+def print_plan(result: PlanResult, note: str | None, memory: str) -> None:
     """The plan for people: where bytes go, what was chosen and why, what to type.
 
     `note` says what was assumed, `memory` what of each node's memory is asked for.
@@ -176,25 +168,25 @@ def print_plan(result: PlanResult, *, note: str | None = None, memory: str = "")
     Raises NoLayoutError without a plan.
     """
     chosen = result.chosen
-    console = Console(highlight=False, emoji=False)
+    console = Console(highlight=False, emoji=False, markup=False)
     _print_choice(console, result, _nearest(chosen.candidates), note, memory)
     for line in (speed_line(result), *gain_lines(result)):
-        console.print(Text(line))
+        console.print(line)
     console.print(Text("--explain: all layouts, the speed by requests in flight, and the arithmetic.", style="dim"))
     console.print()
     words = " ".join(shlex.quote(word) for word in ("vllm", "serve", chosen.model, *chosen.vllm_args))
-    Console(highlight=False, emoji=False, soft_wrap=True).print(Text(words, style="bold"))
+    Console(highlight=False, emoji=False, markup=False, soft_wrap=True).print(Text(words, style="bold"))
 
 
-def print_explanation(result: PlanResult, words: Sequence[str], *, note: str | None = None, memory: str = "") -> None:
+def print_explanation(result: PlanResult, words: Sequence[str], note: str | None, memory: str) -> None:
     """The plan with all layouts and speeds, and its arithmetic line by line; `words` are further ones of the engine."""
     chosen = result.chosen
-    console = Console(highlight=False, emoji=False)
+    console = Console(highlight=False, emoji=False, markup=False)
     _print_choice(console, result, chosen.candidates, note, memory)
     _print_sharing(console, result)
     print_speed(console, result)
     for line in gain_lines(result):
-        console.print(Text(line))
+        console.print(line)
     console.print()
     for line in explain(result.inputs, chosen.layout, chosen.memory, chosen.minimum_gpus, note=result.found.note):
         click.echo(line)
@@ -219,9 +211,9 @@ def _print_choice(
     _print_layouts(console, result, candidates)
     console.print()
     for reason in result.chosen.notes:
-        console.print(Text(f"- {reason}"))
+        console.print(f"- {reason}")
     if memory:
-        console.print(Text(f"- `submit` asks for memory: {memory}."))
+        console.print(f"- `submit` asks for memory: {memory}.")
     console.print()
 
 
@@ -258,7 +250,7 @@ def _print_bar(console: Console, memory: MemoryEstimate, unit: str) -> None:
         ("KV cache" if memory.blocks_per_request else "unused", max(0, memory.kv_cache_bytes), "green", "░"),
         ("left free", memory.total_bytes - memory.requested_bytes, "bright_black", "·"),
     ]
-    console.print(Text(f"One {unit} of {_gib(memory.total_bytes)} GiB, the tightest:"))
+    console.print(f"One {unit} of {_gib(memory.total_bytes)} GiB, the tightest:")
     bar = Text("  ")
     widths = _widths([size for _, size, _, _ in parts], min(_BAR_WIDTH, console.width - 2))
     for width, (_, _, colour, mark) in zip(widths, parts):
@@ -289,7 +281,7 @@ def _print_layouts(console: Console, result: PlanResult, candidates: Sequence[Ca
         first, *counts = map(str, next(iter(result.contexts.values())))
         table = wide_table(console, *sizes, "", f"{first} AT ONCE", *counts, left=("",))
         verdicts = _with_contexts(verdicts, result.contexts)
-        console.print(Text("Longest context by layout, for so many requests of that length at once:"))
+        console.print("Longest context by layout, for so many requests of that length at once:")
     else:
         table = plain_table(*sizes, "", "WHY", right=sizes, folded=("WHY",))
     for layout, (verdict, cells) in verdicts.items():
@@ -299,7 +291,7 @@ def _print_layouts(console: Console, result: PlanResult, candidates: Sequence[Ca
             str(layout.pipeline_parallel_size),
             f"{layout.num_nodes} x {layout.gpus_per_node}",
             Text(verdict, style=_VERDICTS[verdict]),
-            *map(Text, cells),
+            *cells,
         )
     console.print(table)
 
@@ -322,8 +314,8 @@ def _with_contexts(
 def _print_sharing(console: Console, result: PlanResult) -> None:
     """How replicas could share a whole node, where the plan takes a part of one and no sizes were asked for."""
     workload, engine = result.inputs.workload, result.inputs.engine
-    asked = engine.has_asked_layout
-    if result.chosen.layout.num_nodes > 1 or result.inputs.cluster.node_size == 1 or asked or workload.replicas:
+    is_asked = engine.has_asked_layout or workload.replicas
+    if result.chosen.layout.num_nodes > 1 or result.inputs.cluster.node_size == 1 or is_asked:
         return
     ways = replica_options(result.inputs)
     if (sentence := compare_sharing(ways, result.inputs.max_model_len)) is None:
@@ -339,11 +331,9 @@ def _print_sharing(console: Console, result: PlanResult) -> None:
             f"{way.total_tokens:,}",
             f"{way.typical_requests:,}",
         )
-    console.print(
-        Text(f"A whole node of {result.inputs.cluster.node_size}, shared (GiB per {result.accelerator.unit}):")
-    )
+    console.print(f"A whole node of {result.inputs.cluster.node_size}, shared (GiB per {result.accelerator.unit}):")
     console.print(table)
-    console.print(Text(f"- {sentence}"))
+    console.print(f"- {sentence}")
     console.print()
 
 

@@ -15,6 +15,7 @@ from hpc_serve.cli.complete import service_names
 from hpc_serve.errors import StoreError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore, own_store
+from hpc_serve.submit.request.bounds import shown_counts
 
 if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
@@ -70,9 +71,7 @@ def _list(store: ServiceStore, service: str, *, as_json: bool) -> None:
     import time
     from dataclasses import asdict
 
-    from rich.text import Text
-
-    from hpc_serve.cli.console import PlainConsole, plain_table
+    from hpc_serve.cli.console import print_table
     from hpc_serve.submit.services.adapters import list_adapters
 
     listed = list_adapters(store, service)
@@ -82,11 +81,12 @@ def _list(store: ServiceStore, service: str, *, as_json: bool) -> None:
     if not listed:
         click.echo(f"{service} has no adapters. To add one: hpc-serve adapter add {service} NAME FOLDER")
         return
-    table = plain_table("NAME", "ADDED", "LOADED BY", "FOLDER", folded=("NAME", "LOADED BY", "FOLDER"))
+    rows = []
     for one in listed:
         added = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.added_at))
-        table.add_row(*map(Text, (one.name, added, ", ".join(one.loaded) or "-", printable(one.path))))
-    PlainConsole().print(table)
+        loaded, folder = ", ".join(one.loaded) or "-", printable(one.path)
+        rows.append({"NAME": one.name, "ADDED": added, "LOADED BY": loaded, "FOLDER": folder})
+    print_table(rows, folded=("NAME", "LOADED BY", "FOLDER"))
     for one in listed:
         for replica, fault in one.faults.items():
             click.echo(f"{replica} has not loaded {one.name}: {printable(fault)}")
@@ -196,7 +196,6 @@ def scale_command(service: str, replicas: tuple[int, int | None] | dict[str, int
     kinds that are not named stay as they are.
     """
     from hpc_serve.cli import show
-    from hpc_serve.submit.request.bounds import shown_counts
     from hpc_serve.submit.services.want import scale, set_bounds
     from hpc_serve.submit.status.status_reader import find_report, replicas_here
 

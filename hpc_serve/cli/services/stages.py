@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import click
 from rich.progress import TimeElapsedColumn
 from rich.text import Text
 
 from hpc_serve.cli.console import ChangingLine
+from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.rendezvous.store import ServiceStore, own_store
 from hpc_serve.submit.plans.planned_speed import ENCODER_POSITIONS
 from hpc_serve.submit.status.job_status import CoarseChanges, detail_words, stages_words
-
-if TYPE_CHECKING:
-    from hpc_serve.client.replicas.status import ReplicaStatus
-
+from hpc_serve.vllm.arguments import read_arguments, value_of
 
 _TRANSCRIBES = 'audio.transcriptions.create(model=client.model, file=open("….wav", "rb"))'
 """What a client is asked for a transcription."""
@@ -49,8 +46,6 @@ def follow_until_ready(
 
 def _first_use(store: ServiceStore, status: ReplicaStatus) -> str:
     """A sentence on how to ask a service that is ready."""
-    from hpc_serve.vllm.arguments import read_arguments, value_of
-
     submitted = store.read_submitted(status.service)
     job = next((job for job in submitted if job.job_id == status.job_id), None)
     if job is not None and value_of(read_arguments(job.engine_args), "--runner") == "pooling":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from time import sleep, strftime
-from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -14,18 +13,16 @@ from rich.live import Live
 from hpc_serve.cli.console import PlainConsole
 from hpc_serve.cli.services.stages import stage_line
 from hpc_serve.cli.show import recent, status_table
+from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.status.job_status import CoarseChanges
 from hpc_serve.submit.status.status_reader import find, read_any_status
 
-if TYPE_CHECKING:
-    from hpc_serve.client.replicas.status import ReplicaStatus
-
 _INTERVAL_S = 2.0
 _SCHEDULER_S = 5.0  # a controller serves a whole site: it is asked less often than our own files are read
 
-Replicas = Sequence["ReplicaStatus"]
+Replicas = Sequence[ReplicaStatus]
 
 
 def watch_status(store: ServiceStore, target: str | None) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from hpc_serve.cli.commands import print_json
+from hpc_serve.cli.commands import FILE, print_json
 from hpc_serve.cli.complete import live_service_names, live_services
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
@@ -21,7 +21,7 @@ _pause = time.sleep
 
 @click.command("targets")
 @click.argument("services", metavar="[SERVICE]...", nargs=-1, shell_complete=live_service_names)
-@click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), help="Write them to this file.")
+@click.option("--output", "-o", type=FILE, help="Write them to this file.")
 @click.option("--watch", is_flag=True, help="Go on, and write the file again whenever replicas come or go.")
 @click.option("--scrape-config", is_flag=True, help="Print the part of prometheus.yml that reads that file.")
 @click.option("--dashboard", is_flag=True, help="Print a dashboard of these metrics for Grafana.")

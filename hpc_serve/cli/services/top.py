@@ -30,6 +30,7 @@ from hpc_serve.cli.console import PlainConsole
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore, own_store
+from hpc_serve.units import duration
 
 if TYPE_CHECKING:
     from hpc_serve.client.engine_work import ReplicaWork
@@ -228,8 +229,6 @@ def _table(frame: Frame, width: int) -> list[str]:
 
 def _row(status: ReplicaStatus, work: ReplicaWork, now: float) -> dict[str, str]:
     """Return the cells of a replica by their headings."""
-    from hpc_serve.units import duration
-
     doing, cache = work.now, work.now.cache_use
     cells = {
         "SERVICE": status.service,

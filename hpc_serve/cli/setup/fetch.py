@@ -19,7 +19,9 @@ from rich.progress import Task
 from hpc_serve.cli.commands import print_json
 from hpc_serve.cli.complete import model_names
 from hpc_serve.cli.console import ChangingLine
+from hpc_serve.cli.main import INTERRUPTED
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan import catalog
 from hpc_serve.units import about, duration, readable_size
 
 if TYPE_CHECKING:
@@ -64,10 +66,7 @@ def _words(task: Task) -> str:
 @click.argument("model", shell_complete=model_names)
 @click.option("--revision", metavar="NAME", default="main", help="Branch, tag or commit [default: main].")
 @click.option(
-    "--include",
-    multiple=True,
-    metavar="PATTERN",
-    help="Files to fetch besides, as '*Q4_K_M.gguf'; may be repeated.",
+    "--include", multiple=True, metavar="PATTERN", help="Files to fetch besides, as '*Q4_K_M.gguf'; may be repeated."
 )
 @click.option("--site", metavar="FILE", help="Your site file [default: ~/.config/hpc-serve/site.yaml].")
 @click.option("--json", "as_json", is_flag=True, help="Print the folder as JSON.")
@@ -101,7 +100,6 @@ def fetch_command(model: str, revision: str, include: tuple[str, ...], site: str
 
 
 def _print_folder(repository: str, folder: Path, *, fetched_bytes: int, as_json: bool) -> None:
-
     if as_json:
         print_json({"model": repository, "folder": str(folder), "fetched_bytes": fetched_bytes})
     else:
@@ -112,7 +110,6 @@ def _repository(model: str, site_file: str | None) -> tuple[str, HubSettings]:
     """The repository that a name stands for, and where jobs look for it. Raises InvalidRequestError."""
     from hpc_serve.cli.submit.request import site_model
     from hpc_serve.hub.local_weights import read_hub_settings
-    from hpc_serve.plan import catalog
     from hpc_serve.submit.plans.preflight import is_repository
     from hpc_serve.submit.request.options import expanded
     from hpc_serve.submit.site.site_files import read_site
@@ -133,8 +130,6 @@ def _repository(model: str, site_file: str | None) -> tuple[str, HubSettings]:
 
 def _run(found: ModelFiles) -> None:
     """Fetch, and show the progress."""
-    from hpc_serve.cli.main import INTERRUPTED
-
     began_s = time.monotonic()
     try:
         with FetchProgress(found.kept_bytes, found.total_bytes) as progress:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpc_serve.cli.commands import print_json
+from hpc_serve.cli.commands import FILE, print_json
+from hpc_serve.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,7 @@ _FIRST_MODEL = "qwen3-8b"  # a small one that needs no licence to be accepted
 @click.command("init")
 @click.option(
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     metavar="FILE",
     help="Write it to this file [default: HPC_SERVE_SITE, or ~/.config/hpc-serve/site.yaml].",
 )
@@ -170,14 +171,12 @@ def _show_merged(merged: MergedSite) -> None:
 
 def _print_rows(rows: Sequence[tuple[str, str]]) -> None:
     from rich.table import Table
-    from rich.text import Text
 
     from hpc_serve.cli.console import PlainConsole
-    from hpc_serve.printable import printable
 
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(Text(printable(name)), Text(printable(value)))
+        table.add_row(printable(name), printable(value))
     PlainConsole().print(table)

@@ -14,7 +14,9 @@ from hpc_serve.cli.submit.request import SLURM_OPTIONS, slurm_options
 from hpc_serve.printable import printable
 from hpc_serve.redact import redact_lines
 from hpc_serve.rendezvous.store import default_home
+from hpc_serve.submit.request.options import expanded
 from hpc_serve.submit.request.request import Cluster
+from hpc_serve.submit.site.site_files import read_site
 
 if TYPE_CHECKING:
     from hpc_serve.quantize.request import Scheme
@@ -50,8 +52,6 @@ def quantize_command(model: str, scheme: str | None, only_print: bool, wait: boo
     """
     from hpc_serve.quantize import submission
     from hpc_serve.quantize.request import QuantizeRequest, render_quantize_script
-    from hpc_serve.submit.request.options import expanded
-    from hpc_serve.submit.site.site_files import read_site
 
     if scheme is None:
         raise click.UsageError("Say which: --int8 or --fp8.", click.get_current_context())

@@ -12,22 +12,21 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import click
 
 from hpc_serve.cli.commands import REPLICAS, SIZE, TIME_WITH_UNIT, TOKENS, with_plain_sizes
 from hpc_serve.cli.complete import gpu_names, model_names
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.hub.local_weights import hub_cache
 from hpc_serve.plan.hardware import DEFAULT_GPU
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE
-from hpc_serve.submit.request.options import JobSettings, SlurmOptions, spellings, unset_value
+from hpc_serve.submit.request.options import JobSettings, SlurmOptions, expanded, parse_env, spellings, unset_value
 from hpc_serve.submit.request.request import OPTIONS, ServeRequest
-
-if TYPE_CHECKING:
-    from hpc_serve.submit.site.site import SiteProfile
-    from hpc_serve.submit.site.site_files import SiteModel
-
+from hpc_serve.submit.site.site import SiteProfile
+from hpc_serve.submit.site.site_files import SiteModel, load_site_models, read_site
+from hpc_serve.vllm.arguments import without
 
 # -- the options
 
@@ -59,9 +58,12 @@ _FURTHER: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def _declared(one: Field[Any], hint: Any) -> Callable[[Function], Function]:
-    """Return the command's option for a field of a request, or of sbatch's options. `hint` is the field's type."""
-    about = one.metadata
+_HINTS = {**get_type_hints(ServeRequest), **get_type_hints(SlurmOptions)}
+
+
+def _declared(one: Field[Any]) -> Callable[[Function], Function]:
+    """Return the command's option for a field of a request, or of sbatch's options."""
+    about, hint = one.metadata, _HINTS[one.name]
     if hint == bool | None:
         name = spellings(one)[0].removeprefix("--")
         return click.option(f"--{name}/--no-{name}", default=None, help=about["help"])
@@ -74,7 +76,6 @@ def _declared(one: Field[Any], hint: Any) -> Callable[[Function], Function]:
     return click.option(*spellings(one), one.name, default=unset_value(one), **words)
 
 
-_HINTS = get_type_hints(ServeRequest)
 _PLAN_OPTIONS = (
     click.argument("model_argument", metavar="[MODEL]", required=False, shell_complete=model_names),
     click.option(
@@ -83,17 +84,16 @@ _PLAN_OPTIONS = (
         shell_complete=model_names,
         help="Catalogue name (405b), Hugging Face id, folder, or a config.json; also as MODEL alone.",
     ),
-    *(_declared(one, _HINTS[one.name]) for one in OPTIONS if one.metadata["of_plan"]),
+    *(_declared(one) for one in OPTIONS if one.metadata["of_plan"]),
 )
 _SLURM_FIELDS = tuple(option for option in fields(SlurmOptions) if "help" in option.metadata)
 SLURM_OPTIONS = tuple(option.name for option in _SLURM_FIELDS)
-_SLURM_HINTS = get_type_hints(SlurmOptions)
 _SLURM_OPTIONS = (
-    *(_declared(one, _SLURM_HINTS[one.name]) for one in _SLURM_FIELDS),
+    *map(_declared, _SLURM_FIELDS),
     click.option("--sbatch", "extra", multiple=True, metavar="--X=Y", help="A further sbatch option; may be repeated."),
 )
 _JOB_OPTIONS = (
-    *(_declared(one, _HINTS[one.name]) for one in OPTIONS if not one.metadata["of_plan"]),
+    *(_declared(one) for one in OPTIONS if not one.metadata["of_plan"]),
     click.option(
         "--stage/--no-stage",
         default=None,
@@ -110,15 +110,8 @@ _JOB_OPTIONS = (
 
 _LAYOUT = ("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_bytes", "replicas_per_job", "backend")
 _REQUESTS = (
-    "concurrency",
-    "requests",
-    "target",
-    "input_tokens",
-    "output_tokens",
-    "arrivals",
-    "longest_output_tokens",
-    "prefix_hits",
-    "acceptance_length",
+    *("concurrency", "requests", "target", "input_tokens", "output_tokens", "arrivals", "longest_output_tokens"),
+    *("prefix_hits", "acceptance_length"),
 )
 _UNKNOWN = ("allow_unknown_config_keys", "allow_unknown_vllm_options")
 _PLAN_FIRST = ("model_argument", "model", "gpu", "num_nodes", "gpus_per_node", "max_model_len", "concurrency", "target")
@@ -180,8 +173,6 @@ def _model_of(options: Mapping[str, Any]) -> str:
 
 def site_model(named: str, site: SiteProfile) -> SiteModel | None:
     """The site's own model of that name; None where it has none. Raises SiteFileError."""
-    from hpc_serve.submit.site.site_files import load_site_models
-
     return load_site_models(site.models).get(named.lower())
 
 
@@ -190,8 +181,6 @@ def engine_words(options: Mapping[str, Any], site: SiteProfile) -> tuple[tuple[s
 
     Our own options of the same names win over those of the site's model.
     """
-    from hpc_serve.vllm.arguments import without
-
     words = click.get_current_context().meta.get("engine_args", ())
     own = site_model(_model_of(options), site)
     if own:
@@ -248,10 +237,6 @@ def make_requests(options: Mapping[str, Any]) -> list[ServeRequest]:
 
 def make_request(options: Mapping[str, Any]) -> ServeRequest:
     """The request that a command's options, the environment and the site file make together. Raises HpcServeError."""
-    from hpc_serve.hub.local_weights import hub_cache
-    from hpc_serve.submit.request.options import expanded, parse_env
-    from hpc_serve.submit.site.site_files import read_site
-
     environ, counts, machine = os.environ, options["replicas"], DEFAULT_MACHINE
     if isinstance(counts, dict):
         if len(counts) > 1:

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpc_serve.cli.commands import SECONDS, CommandWithVllmOptions, print_json
+from hpc_serve.cli.commands import FILE, SECONDS, CommandWithVllmOptions, print_json
 from hpc_serve.cli.submit.request import REQUEST_GROUPS, assumed_gpu_note, make_request, make_requests, request_options
+from hpc_serve.plan.catalog import parsers_of
+from hpc_serve.rendezvous.record import DEFAULT_MACHINE
+from hpc_serve.vllm.arguments import read_arguments, value_of
 
 if TYPE_CHECKING:
     from hpc_serve.submit.services.services import Submission
@@ -62,7 +65,6 @@ def _submission_json(submission: Submission) -> dict[str, Any]:
 
 def submission_text(submission: Submission, *, gpu_note: str | None = None) -> str:
     """What was submitted, and what to type next."""
-    from hpc_serve.rendezvous.record import DEFAULT_MACHINE
     from hpc_serve.submit.status.wanted_words import bounds_sentence
 
     job, layout, wanted = submission.job, submission.plan.layout, submission.wanted
@@ -119,9 +121,6 @@ def _others_rows(submission: Submission) -> Iterator[tuple[str, str]]:
 
 def _tools_note(model: str, engine_args: Sequence[str]) -> str:
     """Which parsers the engine has for calls of tools and reasoning, or how to have them; "" where none is known."""
-    from hpc_serve.plan.catalog import parsers_of
-    from hpc_serve.vllm.arguments import read_arguments, value_of
-
     given = read_arguments(engine_args)
     names = ("--tool-call-parser", "--reasoning-parser")
     if has := [f"{name} {value}" for name in names if (value := value_of(given, name))]:
@@ -141,7 +140,7 @@ _VLLM_OPTIONS = "\n\nOptions of `vllm serve` go to it as they are, here or after
     + _VLLM_OPTIONS,
 )
 @request_options
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write it to a file instead.")
+@click.option("--output", type=FILE, help="Write it to a file instead.")
 def render_command(output: Path | None, **options: Any) -> None:
     from hpc_serve.submit.plans.planning import plan_request
     from hpc_serve.submit.script.memory import small_memory_note
@@ -169,11 +168,7 @@ def render_command(output: Path | None, **options: Any) -> None:
     + _VLLM_OPTIONS,
 )
 @request_options
-@click.option(
-    "--wait/--no-wait",
-    default=False,
-    help="Follow it until a replica is ready; Ctrl-C only detaches.",
-)
+@click.option("--wait/--no-wait", default=False, help="Follow it until a replica is ready; Ctrl-C only detaches.")
 @click.option("--timeout", type=SECONDS, help="With --wait: how long (600, 10m, 2h) [default: for ever].")
 @click.option(
     "--check-hub", is_flag=True, help="Ask the hub, for 5 s, whether weights that are not here may be fetched."

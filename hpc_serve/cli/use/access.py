@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 _PROGRAMS = {path.stem: path for path in sorted((Path(__file__).parent / "programs").glob("*.txt"))}
 
 _AGENT_TOKENS = 64_000
-
 """Context that coding agents are said to need, in tokens: Ollama's documents on Claude Code and Codex (2026)."""
 
 _ANSWER_SHARE = 4  # an agent's answer is given at most this part of the context
@@ -184,15 +183,15 @@ def chat_command(
             raise
         raise ServiceNotFoundError(f"{error}{_name_first(service)}") from None
     messages = [{"role": "system", "content": system}] if system else []
-    asked = {"max_tokens": max_tokens, "temperature": temperature}
+    asked = {"model": adapter or client.model, "max_tokens": max_tokens, "temperature": temperature}
     options = {name: value for name, value in asked.items() if value is not None}
     if prompt is None and sys.stdin.isatty():
-        _converse(client, messages, {"model": adapter or client.model, **options})
+        _converse(client, messages, options)
         return
     question = prompt if prompt is not None else sys.stdin.read()
     if not question.strip():
         raise click.UsageError("There is no question: give a PROMPT, or pipe one in.")
-    _ask(client, [*messages, {"role": "user", "content": question}], {"model": adapter or client.model, **options})
+    _ask(client, [*messages, {"role": "user", "content": question}], options)
 
 
 def _name_first(word: str) -> str:
@@ -219,18 +218,13 @@ def _converse(client: ServiceClient, messages: list[dict[str, str]], options: di
             return
         if not question.strip():
             continue
-        messages.append({"role": "user", "content": question})
+        asked = [*messages, {"role": "user", "content": question}]
         try:
-            answer = _ask(client, messages, options)
+            messages = [*asked, {"role": "assistant", "content": _ask(client, asked, options)}]
         except KeyboardInterrupt:
             click.echo("\n(interrupted)", err=True)
-            messages.pop()
-            continue
         except HpcServeError as error:
             click.echo(f"error: {error}", err=True)
-            messages.pop()
-            continue
-        messages.append({"role": "assistant", "content": answer})
 
 
 def _ask(client: ServiceClient, messages: list[dict[str, str]], options: dict[str, Any]) -> str:
@@ -240,8 +234,7 @@ def _ask(client: ServiceClient, messages: list[dict[str, str]], options: dict[st
     answer = []
     create: Any = client.chat.completions.create  # the SDK's types want a literal for each role
     try:
-        stream = create(messages=messages, stream=True, **options)
-        for chunk in stream:
+        for chunk in create(messages=messages, stream=True, **options):
             if chunk.choices and (text := chunk.choices[0].delta.content):
                 answer.append(text)
                 click.echo(printable(text), nl=False)

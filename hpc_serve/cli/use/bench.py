@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from hpc_serve.bench.run import Dataset, Lengths, Pace
-from hpc_serve.bench.workload import FORMATS
-from hpc_serve.cli.commands import SECONDS, GroupedCommand, Written, print_json
+from hpc_serve.cli.commands import FILE, SECONDS, GroupedCommand, Written, print_json
 from hpc_serve.cli.complete import gpu_names, live_service_names
 from hpc_serve.errors import HpcServeError
 from hpc_serve.given_files import parse_json
@@ -71,13 +70,12 @@ _GROUPS = {
     "Figures": ("goals", "gpu", "check", "full", "save", "detailed", "plot"),
 }
 _DATASETS = get_args(Dataset)
-_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command("bench", cls=GroupedCommand, groups=_GROUPS)
 @click.argument("services", nargs=-1, shell_complete=live_service_names)
 @click.option("--dataset-name", type=click.Choice(_DATASETS), help="Kind of requests [random; with a file custom].")
-@click.option("--dataset-path", type=_FILE, help="A file of requests; custom: JSON lines with prompt or messages.")
+@click.option("--dataset-path", type=FILE, help="A file of requests; custom: JSON lines with prompt or messages.")
 @click.option(
     "--lengths",
     type=_LENGTHS,
@@ -107,10 +105,10 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     help="Predict for this accelerator, as `plan` takes it [what `submit` wrote down].",
 )
 @click.option("--check", metavar="FILE.py:FUNCTION", help="Count the answers that this function finds wrong.")
-@click.option("--save", type=_FILE, help="Write the figures as JSON, under vLLM's keys.")
+@click.option("--save", type=FILE, help="Write the figures as JSON, under vLLM's keys.")
 @click.option("--detailed", is_flag=True, help="Write each request too (--save, --json).")
-@click.option("--html", type=_FILE, help="Write a page with tables and curves.")
-@click.option("--plot", type=_FILE, help="Draw throughput and latency: .png, .svg, .pdf.")
+@click.option("--html", type=FILE, help="Write a page with tables and curves.")
+@click.option("--plot", type=FILE, help="Draw throughput and latency: .png, .svg, .pdf.")
 @click.option("--full", is_flag=True, help="Print all figures of each run, not one line.")
 @click.option("--json", "as_json", is_flag=True, help="Print that JSON.")
 def bench_command(services: tuple[str, ...], **options: Any) -> int:
@@ -185,7 +183,7 @@ def _keep(store: ServiceStore, run: Run, number: int, gpu: str | None) -> None:
 def _sweep(services: tuple[str, ...], options: dict[str, Any]) -> Sweep:
     """Return the runs to make. Raises click.UsageError, InvalidRequestError."""
     from hpc_serve.bench.sweep import Sweep
-    from hpc_serve.bench.workload import BenchWorkload
+    from hpc_serve.bench.workload import FORMATS, BenchWorkload
 
     path = options["dataset_path"]
     dataset: Dataset = options["dataset_name"] or ("random" if path is None else "custom")

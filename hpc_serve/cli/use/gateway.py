@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpc_serve.cli.commands import SECONDS, SIZE, print_json
+from hpc_serve.cli.commands import FILE, SECONDS, SIZE, print_json
 from hpc_serve.cli.complete import service_names
 from hpc_serve.cli.submit.request import make_requests
 from hpc_serve.cli.submit.submit import submit_command
@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 # -- the keys of persons
 
 _LIMIT = click.IntRange(1, 2**63 - 1)  # what a file of ours holds
+_COUNTS = {
+    **{"AT ONCE": "max_in_flight", "A DAY": "tokens_a_day", "REQUESTS": "requests"},
+    **{"PROMPT": "prompt_tokens", "ANSWERS": "completion_tokens"},
+}
 
 
 @click.command("key")
@@ -81,9 +85,7 @@ def key_command(
 def _show(people: Sequence[Person], use: Mapping[str, Use], *, as_json: bool) -> None:
     from dataclasses import asdict
 
-    from rich.text import Text
-
-    from hpc_serve.cli.console import PlainConsole, plain_table
+    from hpc_serve.cli.console import print_table
     from hpc_serve.gateway.personal_keys import Use
 
     rows = [{**asdict(person), **asdict(use.get(person.name, Use()))} for person in people]
@@ -93,15 +95,12 @@ def _show(people: Sequence[Person], use: Mapping[str, Use], *, as_json: bool) ->
     if not rows:
         click.echo("Nobody has a key of their own. To make one: hpc-serve key add NAME")
         return
-    numbers = ("max_in_flight", "tokens_a_day", "requests", "prompt_tokens", "completion_tokens")
-    headings = ("AT ONCE", "A DAY", "REQUESTS", "PROMPT", "ANSWERS", "GPU H")
-    table = plain_table("NAME", "SINCE", *headings, right=headings, folded=("NAME",))
+    shown = []
     for row in rows:
-        cells = ["any" if row[number] is None else f"{row[number]:,}" for number in numbers]
-        cells.append(f"{row['gpu_seconds'] / 3600:.2f}")
         since = time.strftime("%Y-%m-%d", time.localtime(row["since"]))
-        table.add_row(*map(Text, (row["name"], since, *cells)))
-    PlainConsole().print(table)
+        counts = {name: "any" if row[key] is None else f"{row[key]:,}" for name, key in _COUNTS.items()}
+        shown.append({"NAME": row["name"], "SINCE": since, **counts, "GPU H": f"{row['gpu_seconds'] / 3600:.2f}"})
+    print_table(shown, right=(*_COUNTS, "GPU H"), folded=("NAME",))
     click.echo("A DAY is in tokens. REQUESTS, the tokens of PROMPT and ANSWERS, and the GPU-hours are those of today.")
 
 
@@ -189,7 +188,7 @@ _WITH_KEY = """printf 'header = "Authorization: Bearer %s"' {key} | curl --confi
 @click.option("--wake", is_flag=True, help="A request wakes a service that is asleep.")
 @click.option(
     "--on-demand",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     metavar="FILE",
     help="Start the models of this list when they are asked for.",
 )
@@ -247,9 +246,7 @@ def gateway_command(
     if store.owner is not None and (share is not None or options["on_demand"]):
         raise click.UsageError("A service of another user is shared and started by its owner alone.")
     names = tuple(dict.fromkeys(validate_service_name(service) for _, service in named))
-    on_demand = None
-    if options["on_demand"]:
-        on_demand = read_on_demand(options["on_demand"])
+    on_demand = read_on_demand(options["on_demand"]) if options["on_demand"] else None
     key = None
     if port is not None or key_file is not None:
         key_file = (key_file or sharing.default_key_file(home)).absolute()
@@ -338,7 +335,4 @@ def _tell(
     host = f"[{place.host}]" if ":" in place.host else place.host
     click.echo(f"export OPENAI_BASE_URL=http://{host}:{place.port}/v1")
     click.echo(f"export OPENAI_API_KEY={key}")
-    click.echo(
-        "The key goes over this port in the clear. A later program on this port could read it.",
-        err=True,
-    )
+    click.echo("The key goes over this port in the clear. A later program on this port could read it.", err=True)

@@ -15,15 +15,9 @@ from click.shell_completion import ShellComplete
 from hpc_serve.cli import complete
 from hpc_serve.cli.main import COMMANDS, cli
 from hpc_serve.rendezvous.store import ServiceStore
-from tests.support.patience import PATIENCE_S, wait_until
+from tests.support.patience import wait_until
 from tests.support.stubs import make_record, make_submitted
-from tests.unit.cli.test_cli import HEAVY
-
-
-@pytest.fixture(autouse=True)
-def place(stand_ins, monkeypatch):
-    monkeypatch.setattr(complete, "_LIST_S", PATIENCE_S)
-    return stand_ins
+from tests.unit.cli.test_main import HEAVY
 
 
 @pytest.fixture
@@ -38,12 +32,10 @@ def words(*before: str, incomplete: str = "") -> list[str]:
     return [item.value for item in shell.get_completions(list(before), incomplete)]
 
 
-@pytest.mark.parametrize(
-    "command", ["status", "wait", "logs", "doctor", "stop", "forget", "scale", "wake", "report", "gateway"]
-)
-def test_services_are_completed(store, command):
-    assert words(command) == ["70b", "8b", "8b-test"]
-    assert words(command, incomplete="8b-") == ["8b-test"]
+def test_services_are_completed(store):
+    for command in ("status", "wait", "logs", "doctor", "stop", "forget", "scale", "wake", "report", "gateway"):
+        assert words(command) == ["70b", "8b", "8b-test"]
+        assert words(command, incomplete="8b-") == ["8b-test"]
 
 
 @pytest.mark.parametrize("before", [["plan"], ["submit"], ["render", "--model"]])
@@ -53,14 +45,11 @@ def test_models_are_completed_by_their_short_names(before):
     assert words(*before, incomplete="meta-llama/Llama-3.3") == ["meta-llama/Llama-3.3-70B-Instruct"]
 
 
-def test_the_site_s_own_models_are_completed_too(tmp_path, monkeypatch):
-    listed, site = tmp_path / "models.yaml", tmp_path / "site.yaml"
-    listed.write_text("- name: group-70b\n  model: 70b\n")
-    site.write_text(f"models: {listed}\n")
-    monkeypatch.setenv("HPC_SERVE_SITE", str(site))
+def test_the_site_s_own_models_are_completed_too(site):
+    site("", "- name: group-70b\n  model: 70b\n")
     assert words("submit", incomplete="group") == ["group-70b"]
     assert "8b" in words("submit")
-    listed.write_text("no list\n")
+    site("", "no list\n")
     assert "8b" in words("submit")
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import stat
 
 import pytest
 
-from hpc_serve.cli.main import run
 from tests.support.fake_cluster import FakeCluster
 from tests.support.sites import load_site
 from tests.unit.submit.init.printed import SLURM_24_11
 
 
 @pytest.fixture
-def cluster(stand_ins, tmp_path, monkeypatch) -> FakeCluster:
+def cluster(tmp_path, monkeypatch) -> FakeCluster:
     monkeypatch.setenv("HPC_SERVE_SYSTEM_SITE", "")
     found = FakeCluster(tmp_path / "bin", monkeypatch)
     found.slurm(SLURM_24_11)
@@ -45,25 +43,27 @@ def test_a_file_that_is_there_stays_unless_force_is_given(cluster, site_file, ra
     assert site_file.read_text() == "partition: mine\n"
     assert "\npartition: boost\n" in ran(["init", "--print"]).out
     assert site_file.read_text() == "partition: mine\n"
-    assert run(["init", "--force"]) == 0
+    ran(["init", "--force"])
     assert load_site(site_file).partition == "boost"
 
 
-def test_it_is_written_where_one_says(cluster, tmp_path, monkeypatch, ran):
-    assert run(["init", "--output", str(tmp_path / "new" / "here.yaml")]) == 0
-    assert load_site(tmp_path / "new" / "here.yaml").partition == "boost"
+def test_it_is_written_where_one_says(cluster, tmp_path, monkeypatch, ran, told):
+    path = tmp_path / "new" / "here.yaml"
+    found = told("init", "--output", str(path))
+    assert (found["file"], load_site(path).partition) == (str(path), "boost")
+    assert all(set(one) == {"value", "reason"} for one in found["settings"].values())
     monkeypatch.setenv("HPC_SERVE_SITE", str(tmp_path / "named.yaml"))
-    assert run(["init"]) == 0
+    ran(["init"])
     assert load_site(tmp_path / "named.yaml").partition == "boost"
     assert "--output FILE writes elsewhere" in ran(["init", "--output", "/proc/none/site.yaml"], 1).err
 
 
-def test_what_the_system_s_file_sets_is_left_to_it(cluster, site_file, tmp_path, monkeypatch, capsys, ran):
+def test_what_the_system_s_file_sets_is_left_to_it(cluster, site_file, tmp_path, monkeypatch, ran, told):
     (tmp_path / "system.yaml").write_text("partition: boost\naccount: lab\n")
     monkeypatch.setenv("HPC_SERVE_SYSTEM_SITE", str(tmp_path / "system.yaml"))
-    assert run(["init"]) == 0
+    ran(["init"])
     assert (load_site(site_file).partition, load_site(site_file).account) == (None, None)
-    shown = json.loads(ran(["site", "--json"]).out)
+    shown = told("site")
     assert shown["files"] == [str(tmp_path / "system.yaml"), str(site_file)]
     assert shown["settings"]["account"] == {"value": "lab", "file": str(tmp_path / "system.yaml")}
     assert shown["settings"]["gpu"] == {"value": "a100-80gb", "file": str(site_file)}
@@ -72,7 +72,7 @@ def test_what_the_system_s_file_sets_is_left_to_it(cluster, site_file, tmp_path,
     assert ["[2]", "gpu", "a100-80gb"] in [line.split() for line in lines]
 
 
-def test_without_slurm_it_says_what_must_be_answered(stand_ins, site_file, tmp_path, monkeypatch, ran):
+def test_without_slurm_it_says_what_must_be_answered(site_file, tmp_path, monkeypatch, ran):
     monkeypatch.setenv("HPC_SERVE_SYSTEM_SITE", "")
     FakeCluster(tmp_path / "bin", monkeypatch)
     out = " ".join(ran(["init"]).out.split())

@@ -1,17 +1,51 @@
-"""`logs --follow --node`: one node's file alone, also where it appears late and grows."""
+"""`logs`: which files are shown of which job, whose lines, and how they are followed."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 
+from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.submit import diagnosis, logs
+from hpc_serve.submit.services import wait
 from tests.support.stubs import make_record
 
 
+def test_logs_of_the_latest_job_and_of_one_node(store, ran):
+    log_dir = store.ensure_service("8b") / "logs"
+    for job_id, age_s in (("1", 300), ("2", 200)):
+        started = {"state": "stopped", "started_at": time.time() - age_s, "log_dir": str(log_dir)}
+        store.write(make_record(service="8b", job_id=job_id, **started))
+        for name in (f"{job_id}.log", f"{job_id}-node0.log", f"{job_id}-node1.log"):
+            (log_dir / name).write_text(f"first of {name}\nlast of {name}\n")
+    blocks = [f"==> {log_dir}/{name} <==\nlast of {name}\n" for name in ("2.log", "2-node0.log", "2-node1.log")]
+    out, err = ran(["logs", "8b", "--tail", "1"])
+    assert out == "\n".join(blocks)
+    assert err == "These are the logs of job 2, which is stopped. 8b also has 1 (stopped): hpc-serve logs JOB\n"
+    last = f"==> {log_dir}/1-node1.log <==\nfirst of 1-node1.log\nlast of 1-node1.log\n"
+    assert ran(["logs", "1", "--node", "1", "--follow"]).out == last
+    assert len(ran(["logs", "8b", "--files"]).out.split()) == 3
+    why = f"has no logs of node 5 that this host can see; they would be {log_dir}/2*.log"
+    assert why in ran(["logs", "8b", "--node", "5"], 1).err
+    ran(["logs", "nonesuch"], 5)
+
+
+def test_logs_that_went_to_a_place_of_their_own_are_named(store, stand_ins, ran, tmp_path, monkeypatch):
+    monkeypatch.setattr(wait, "_RECORD_MAY_FOLLOW_S", 0.0)
+    log = tmp_path / "hpc-serve-8b-9.log"
+    stand_ins.job("9", "FAILED", exit_code="78:0", name="hpc-serve-8b", log=str(log))
+    said = ran(["logs", "8b"], 1).err
+    assert f"8b (job 9, failed: its script exited with code 78: {exit_code_words(78)} (FAILED)) has no logs" in said
+    assert f"they would be {log} and {store.log_dir('8b')}/9*.log" in said
+    log.write_text("no Python environment\n")
+    assert ran(["logs", "8b"]).out == f"==> {log} <==\nno Python environment\n"
+    assert f"Logs: {log}, " in ran(["wait", "8b"], 6).err
+
+
 @pytest.fixture
-def job_logs(stand_ins, store, monkeypatch):
+def job_logs(store, monkeypatch):
     """The folder of logs of a job of two nodes, and what happens before each time that its end is asked for."""
     monkeypatch.setattr(logs, "_POLL_S", 0.01)
     store.ensure_api_key("8b")

@@ -27,7 +27,7 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def environment(stand_ins, tmp_path, monkeypatch) -> Path:
+def environment(tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "quantize-env"
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "activate").write_text(f'PATH="{folder}/bin:$PATH"\n')

@@ -11,7 +11,7 @@ import pytest
 
 from hpc_serve.cli.main import cli, run
 from hpc_serve.vllm.arguments import options
-from tests.unit.cli.conftest import Plan
+from tests.unit.cli.conftest import Told
 
 Options = dict[str, str]
 
@@ -87,7 +87,7 @@ def spellings(command: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("command", "count"), [("plan", 300), ("render", 120), ("submit", 50)])
-def test_remedies_are_taken_by_the_command_that_prints_them(command, count, thinned, stand_ins, capsys, monkeypatch):
+def test_remedies_are_taken_by_the_command_that_prints_them(command, count, thinned, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "10000")
     known, seen = spellings(command), set()
     tried = thinned(requests(command, count))
@@ -107,13 +107,13 @@ def test_remedies_are_taken_by_the_command_that_prints_them(command, count, thin
     assert len(seen) >= (5 if len(tried) == count else 1), seen
 
 
-def test_a_slice_is_answered_with_a_slice(plan: Plan) -> None:
+def test_a_slice_is_answered_with_a_slice(plan: Told) -> None:
     remedies = plan("--model", "405b", "--gpu", "v6e:1x1", code=3)["remedies"]
     assert any(text.startswith("--gpu v6e:") for text in remedies)
     assert not any("--nodes" in text for text in remedies)
 
 
-def test_no_context_is_suggested_that_is_shorter_than_the_requests(plan: Plan) -> None:
+def test_no_context_is_suggested_that_is_shorter_than_the_requests(plan: Told) -> None:
     def contexts(*words: str) -> list[int]:
         asked = ("8b", "--gpu", "l4", "--nodes", "1", "--gpus-per-node", "1", *words)
         found = (text.split() for text in plan(*asked, code=3)["remedies"])
@@ -124,7 +124,7 @@ def test_no_context_is_suggested_that_is_shorter_than_the_requests(plan: Plan) -
     assert not contexts("--input-tokens", str(length), "--output-tokens", "200")
 
 
-def test_nodes_are_those_of_all_replicas(plan: Plan) -> None:
+def test_nodes_are_those_of_all_replicas(plan: Told) -> None:
     asked = ("70b", "--gpu", "l4", "--replicas", "2")
     (nodes,) = (text for text in plan(*asked, "--nodes", "2", code=3)["remedies"] if text.startswith("--nodes"))
     count = options_in(nodes)["--nodes"]

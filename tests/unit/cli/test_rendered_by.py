@@ -65,9 +65,7 @@ def script_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str | Non
 
 
 @pytest.mark.parametrize("has_site", [False, True])
-def test_the_line_gives_the_same_script(
-    has_site: bool, thinned, stand_ins, tmp_path: Path, monkeypatch, capsys
-) -> None:
+def test_the_line_gives_the_same_script(has_site: bool, thinned, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     chance, rendered, site = random.Random(10), 0, tmp_path / "mine.yaml"
     if has_site:

@@ -19,7 +19,7 @@ SHARED = 0o3750
 
 
 @pytest.fixture
-def store(stand_ins, monkeypatch) -> Iterator[ServiceStore]:
+def store(monkeypatch) -> Iterator[ServiceStore]:
     """A home that every user can reach, with a queue that has no jobs."""
     folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="hs-share-"))
     folder.chmod(0o711)
@@ -45,7 +45,7 @@ def queued(stand_ins, *job_ids: str) -> None:
         stand_ins.job(one, "RUNNING", name="hpc-serve-8b")
 
 
-def test_the_group_and_the_services_path_are_told(stand_ins, store, group, ran):
+def test_the_group_and_the_services_path_are_told(store, group, ran):
     folder = store.service_dir("8b")
     assert f"  shared  with group {group}, who name it {folder}\n" in ran(["submit", "8b", "--share", group]).out
     said = json.loads(ran(["submit", "8b", "--name", "mine", "--json", "--share", group]).out)

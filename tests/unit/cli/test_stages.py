@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import time
 from dataclasses import replace
 from unittest.mock import Mock
-
-import pytest
 
 from hpc_serve.cli.console import PlainConsole
 from hpc_serve.cli.services import stages, status_watch
@@ -18,19 +15,11 @@ from hpc_serve.rendezvous.record import Progress, StartRecord
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.stubs import make_record
 
-pytestmark = pytest.mark.usefixtures("stand_ins")
+START = StartRecord(stage="weights", since=120.0, took_s={"engine": 20.0}, time_left_s=60.0)
+HERE = {"service": "8b", "job_id": "7", "cluster": "local", "state": "starting", "stage": "loading weights"}
+RECORD = make_record(**HERE, progress=Progress(done=1, total=4), started_at=100.0, updated_at=140.0, start=START)
 
-RECORD = make_record(
-    service="8b",
-    job_id="7",
-    state="starting",
-    cluster="local",
-    stage="loading weights",
-    progress=Progress(done=1, total=4),
-    started_at=100.0,
-    updated_at=140.0,
-    start=StartRecord(stage="weights", since=120.0, took_s={"engine": 20.0}, time_left_s=60.0),
-)
+
 LOADING = assess_replica(RECORD)
 DONE = StartRecord(stage="", since=180.0, took_s={"engine": 20.0})
 READY = assess_replica(
@@ -74,19 +63,19 @@ def test_a_terminal_shows_one_line_that_changes(monkeypatch):
 
 
 def starting(store: ServiceStore, **fields):
-    now = time.time()
-    start = StartRecord(stage="weights", since=now - 7200, took_s={"nodes": 2.0, "engine": 31.0}, time_left_s=36e3)
-    usual = {"service": "8b", "state": "starting", "stage": "loading weights", "progress": Progress(done=1, total=4)}
-    store.write(make_record(cluster="local", start=start, **{**usual, **fields}))
+    took = {"nodes": 2.0, "engine": 31.0}
+    start = StartRecord(stage="weights", since=time.time() - 7200, took_s=took, time_left_s=36e3)
+    store.write(make_record(**{**HERE, "progress": Progress(done=1, total=4), "start": start, **fields}))
 
 
-def test_status_shows_the_stages_and_the_time_left(store, ran):
+def test_status_shows_the_stages_and_the_time_left(store, ran, told):
     starting(store)
     assert "ready in about 10 h" in " ".join(ran(["status"]).out.split())
     out = ran(["status", "8b"]).out
     assert "starting: loading weights 1/4, ready in about 10 h" in out
     assert "nodes 2 s, engine 31 s, weights for 2 h" in out
-    (replica,) = json.loads(ran(["status", "8b", "--json"]).out)["services"]
+    assert "requests" not in out
+    (replica,) = told("status", "8b")["services"]
     found = {"stage": "weights", "took_s": {"nodes": 2.0, "engine": 31.0}, "time_left_s": 36e3}
     assert found.items() <= replica["start"].items()
     assert replica["progress"] == {"done": 1, "total": 4}
@@ -99,14 +88,11 @@ def test_watch_prints_a_line_for_each_coarse_change_until_ctrl_c(store, ran, mon
     def go_on(seconds: float) -> None:
         if not steps:
             raise KeyboardInterrupt
-        starting(store, progress=steps.pop(0), job_id="123")
+        starting(store, progress=steps.pop(0))
 
     monkeypatch.setattr(status_watch, "sleep", go_on)
     lines = [line.partition(" ")[2] for line in ran(["status", "8b", "--watch"], 130).out.splitlines()]
-    assert lines == [
-        "8b 123 loading weights 1/4, ready in about 10 h",
-        "8b 123 loading weights 2/4, ready in about 10 h",
-    ]
+    assert lines == [f"8b 7 loading weights {done}/4, ready in about 10 h" for done in (1, 2)]
 
 
 def test_watch_draws_the_table_on_a_terminal(store, ran, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from typing import Any
 
 import anyio
 import pytest
@@ -26,8 +27,9 @@ def home(tmp_path):
     return store.home
 
 
-def talk(home, ask, answer=None):
-    """Let `ask` use a session with the server; the person answers what is asked with `answer`, an action."""
+def call(home, *lines, answer=None):
+    """Return the tools, (text, whether it is an error) of each line, a tool and its words, and what the person was
+    asked, who answers with `answer`, an action."""
     questions = []
 
     async def person(context, params):
@@ -40,60 +42,42 @@ def talk(home, ask, answer=None):
         answers = person if answer else None
         async with stdio_client(server) as pipe, ClientSession(*pipe, elicitation_callback=answers) as session:
             await session.initialize()
-            return await ask(session)
+            results: list[Any] = [await session.call_tool(tool, {"words": words}) for tool, *words in lines]
+            return (await session.list_tools()).tools, [(one.content[0].text, one.is_error) for one in results]
 
-    return anyio.run(use), questions
-
-
-def text_of(result):
-    return result.content[0].text
+    return *anyio.run(use), questions
 
 
 def test_each_tool_is_a_command_with_its_help(home):
-    found, _ = talk(home, lambda session: session.list_tools())
-    tools = {tool.name: tool for tool in found.tools}
+    tools = {tool.name: tool for tool in call(home)[0]}
     assert {"plan", "submit", "status", "logs", "doctor", "stop"} <= set(tools)
     assert "--replicas" in tools["submit"].description
     assert "env" not in tools, "it prints the key"
 
 
 def test_what_only_reads_asks_nobody(home):
-    async def ask(session):
-        plan = await session.call_tool("plan", {"words": ["--model", "8b", "--gpu", "h100-80gb"]})
-        return (
-            plan,
-            await session.call_tool("status", {"words": []}),
-            await session.call_tool("plan", {"words": ["--no"]}),
-        )
-
-    (plan, status, wrong), questions = talk(home, ask, "decline")
-    assert "vllm serve" in text_of(plan)
-    assert "the node is down" in text_of(status)
-    assert wrong.is_error
-    assert "No such option" in text_of(wrong)
-    assert questions == []
+    lines = (["plan", "--model", "8b", "--gpu", "h100-80gb"], ["status"], ["plan", "--no"])
+    _, ((plan, _), (status, _), (wrong, is_error)), questions = call(home, *lines, answer="decline")
+    assert "vllm serve" in plan
+    assert "the node is down" in status
+    assert ("No such option" in wrong, is_error, questions) == (True, True, [])
 
 
 @pytest.mark.parametrize("answer", ["accept", "decline", None])
 def test_a_change_is_made_only_if_the_person_says_so(home, answer):
     record = make_record(service="70b", state="ready", updated_at=time.time() - 1e6, job_id="77")
     ServiceStore(home).write(record)
-    result, questions = talk(home, lambda session: session.call_tool("stop", {"words": ["nobody's"]}), answer)
-    assert result.is_error
+    _, ((text, is_error),), questions = call(home, ["stop", "nobody's"], answer=answer)
+    assert is_error
     if answer == "accept":
-        assert "exit code" in text_of(result), "it was run, and there is no such service"
+        assert "exit code" in text, "it was run, and there is no such service"
     else:
-        assert "hpc-serve stop 'nobody'\"'\"'s'" in text_of(result)
+        assert "hpc-serve stop 'nobody'\"'\"'s'" in text
     assert questions == (["The assistant wants to run: hpc-serve stop 'nobody'\"'\"'s'"] if answer else [])
 
 
 def test_options_that_write_are_asked_for_and_endless_ones_refused(home, tmp_path):
-    async def ask(session):
-        words = ["--model", "8b", "--gpu", "h100-80gb", "--plot", str(tmp_path / "plan.html")]
-        return await session.call_tool("plan", {"words": words}), await session.call_tool("status", {"words": ["-w"]})
-
-    (drawn, watched), questions = talk(home, ask, "decline")
-    assert "declined" in text_of(drawn)
-    assert not (tmp_path / "plan.html").exists()
-    assert len(questions) == 1
-    assert "go on for ever" in text_of(watched)
+    plot = ["plan", "--model", "8b", "--gpu", "h100-80gb", "--plot", str(tmp_path / "plan.html")]
+    _, ((drawn, _), (watched, _)), questions = call(home, plot, ["status", "-w"], answer="decline")
+    assert ("declined" in drawn, (tmp_path / "plan.html").exists(), len(questions)) == (True, False, 1)
+    assert "go on for ever" in watched

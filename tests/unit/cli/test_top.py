@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pty
 import select
@@ -16,7 +15,6 @@ from dataclasses import replace
 import pytest
 
 from hpc_serve.cli.services.top import Frame, Looks, frame_lines
-from hpc_serve.client import engine_work
 from hpc_serve.client.engine_work import ReplicaWork
 from hpc_serve.client.replicas.status import ProbeResult, assess_replica
 from hpc_serve.rendezvous.record import NodeRecord
@@ -25,9 +23,6 @@ from tests.support.patience import PATIENCE_S
 from tests.support.stubs import make_record
 
 ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
-
-
-pytestmark = pytest.mark.usefixtures("stand_ins")
 
 
 def frame(*services: str, node: str = "n1", **fields) -> Frame:
@@ -85,7 +80,6 @@ def test_a_service_that_is_not_there_is_said_and_others_are_left_out(live, ran):
 
 
 def test_a_busy_engine_is_looked_at_twice(live, ran, monkeypatch):
-    monkeypatch.setattr(engine_work, "LOOK_S", 0.01)
     looks = iter([frame("8b"), frame("70b")])
     monkeypatch.setattr(Looks, "look", lambda self: next(looks))
     assert "70b" in ran(["top", "--once"]).out
@@ -107,15 +101,11 @@ class Terminal:
         self.own, theirs = pty.openpty()
         self.settings = termios.tcgetattr(theirs)
         self.text = ""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "hpc_serve.cli", "top"],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env={**os.environ, "TERM": "xterm"},
-            start_new_session=True,
-        )
         self.theirs = theirs
+        words, environ = [sys.executable, "-m", "hpc_serve.cli", "top"], {**os.environ, "TERM": "xterm"}
+        self.process = subprocess.Popen(
+            words, stdin=theirs, stdout=theirs, stderr=theirs, env=environ, start_new_session=True
+        )
 
     def read_until(self, words: str) -> None:
         ends_at_s = time.monotonic() + PATIENCE_S
@@ -125,8 +115,7 @@ class Terminal:
                 self.text += os.read(self.own, 65536).decode(errors="replace")
 
     def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
+        self.process.kill()
         self.process.wait()
         os.close(self.own)
         os.close(self.theirs)

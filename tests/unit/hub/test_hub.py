@@ -36,12 +36,13 @@ def environ(tmp_path: Path) -> dict[str, str]:
     return {"HF_HOME": str(tmp_path / "hf"), "HOME": str(tmp_path)}
 
 
-def cache(environ: dict[str, str], repository: str, config: object) -> Path:
-    folder = Path(environ["HF_HOME"]) / "hub" / ("models--" + repository.replace("/", "--"))
-    snapshot = folder / "snapshots" / "0123abc"
+def cached(cache: Path, repository: str, config: object, revision: str = "0123abc") -> Path:
+    """Make the snapshot of a repository in a cache, with its config alone."""
+    folder = cache / ("models--" + repository.replace("/", "--"))
+    snapshot = folder / "snapshots" / revision
     snapshot.mkdir(parents=True)
     (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text("0123abc")
+    (folder / "refs" / "main").write_text(revision)
     (snapshot / "config.json").write_text(json.dumps(config))
     return snapshot
 
@@ -59,9 +60,7 @@ def test_a_folder_or_a_path_is_itself(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     for name in (str(folder), str(folder / "config.json")):
         found = find_model(name)
-        assert found.name == str(folder)
-        assert found.served_model_names == ("tiny",)
-        assert found.config == CONFIG
+        assert (found.name, found.served_model_names, found.config) == (str(folder), ("tiny",), CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -78,29 +77,18 @@ def test_a_broken_config_is_named(tmp_path: Path, content: str, says: str) -> No
         find_model(str(tmp_path))
 
 
-def test_a_folder_without_a_config_and_a_path_to_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UnknownModelError, match=r"no config\.json"):
-        find_model(str(tmp_path))
-    with pytest.raises(UnknownModelError, match="no folder or file"):
-        find_model(str(tmp_path / "missing"))
-
-
 def test_the_cache_is_looked_in_before_the_hub(hub_answers: HubAnswers, environ: dict[str, str]) -> None:
-    snapshot = cache(environ, "acme/rocket-7b", CONFIG)
+    snapshot = cached(Path(environ["HF_HOME"]) / "hub", "acme/rocket-7b", CONFIG)
     hub_answers(answering(500))
     found = find_model("acme/rocket-7b", environ=environ)
-    assert found.config == CONFIG
-    assert found.folder == snapshot
-    assert found.name == "acme/rocket-7b"
+    assert (found.config, found.folder, found.name) == (CONFIG, snapshot, "acme/rocket-7b")
     elsewhere = {"HF_HUB_CACHE": str(Path(environ["HF_HOME"]) / "hub"), "HF_HOME": "/nowhere"}
     assert cached_folder("acme/rocket-7b", elsewhere) == snapshot
     assert cached_folder("acme/other", environ) is None
 
 
 @pytest.mark.parametrize("endpoint", ["https://huggingface.co", "https://mirror.example/"])
-def test_the_hub_is_asked_with_the_token_in_its_header_alone(
-    hub_answers: HubAnswers, environ: dict[str, str], endpoint: str
-) -> None:
+def test_the_hub_is_asked_with_the_token_in_its_header_alone(hub_answers, environ, endpoint):
     seen: list[httpx.Request] = []
     own = {"HF_ENDPOINT": endpoint} if "mirror" in endpoint else {"HF_TOKEN": TOKEN}
     if "HF_TOKEN" not in own:
@@ -139,14 +127,10 @@ def test_the_token_does_not_follow_a_redirect_to_another_host(hub_answers: HubAn
         (503, None, "answered HTTP 503"),
     ],
 )
-def test_what_the_hub_refuses(
-    hub_answers: HubAnswers, environ: dict[str, str], status: int, token: str | None, says: str
-) -> None:
-    if token:
-        environ["HF_TOKEN"] = token
+def test_what_the_hub_refuses(hub_answers, environ, status, token, says):
     hub_answers(answering(status))
     with pytest.raises(UnknownModelError, match=says) as caught:
-        find_model("acme/rocket-7b", environ=environ)
+        find_model("acme/rocket-7b", environ=environ | ({"HF_TOKEN": token} if token else {}))
     assert TOKEN not in str(caught.value)
 
 
@@ -158,20 +142,25 @@ def test_without_a_network(hub_answers: HubAnswers, environ: dict[str, str]) -> 
     hub_answers(handle)
     with pytest.raises(UnknownModelError, match="cannot be reached") as caught:
         find_model("acme/rocket-7b", environ=environ)
-    assert TOKEN not in str(caught.value)
-    assert caught.value.__cause__ is None
+    assert (TOKEN in str(caught.value), caught.value.__cause__) == (False, None)
     hub_answers(answering(200))
     with pytest.raises(UnknownModelError, match="HF_HUB_OFFLINE"):
         find_model("acme/rocket-7b", environ={**environ, "HF_HUB_OFFLINE": "1"})
 
 
-def test_names_that_are_nothing_get_a_suggestion(hub_answers: HubAnswers, environ: dict[str, str]) -> None:
-    hub_answers(answering(500))
-    with pytest.raises(UnknownModelError, match="Did you mean 405b"):
-        find_model("405", environ=environ)
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("405", "Did you mean 405b"),
+        ("meta-llama/Llama-3.1-70B-Instrukt", r"meta-llama/Llama-3\.1-70B-Instruct"),
+        ("{folder}", r"no config\.json"),
+        ("{folder}/missing", "no folder or file"),
+    ],
+)
+def test_names_that_are_nothing_are_said_with_a_suggestion(hub_answers, environ, tmp_path, name, says):
     hub_answers(answering(404))
-    with pytest.raises(UnknownModelError, match=r"meta-llama/Llama-3\.1-70B-Instruct"):
-        find_model("meta-llama/Llama-3.1-70B-Instrukt", environ=environ)
+    with pytest.raises(UnknownModelError, match=says):
+        find_model(name.format(folder=tmp_path), environ=environ)
 
 
 TINY: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, "torch_dtype": "bfloat16"}
@@ -194,15 +183,13 @@ def test_modelopts_file_beside_the_config_says_how_it_is_quantized(tiny: Path, e
     """As vLLM's `get_config` reads it: only where the config itself says nothing."""
     assert find_spec(str(tiny))[1].quantization.method == "none"
     (tiny / "hf_quant_config.json").write_text(json.dumps(SIDECAR))
-    _, spec, _ = find_spec(str(tiny))
-    assert (spec.quantization.method, spec.quantization.linear.name) == ("modelopt", "fp8")
-    assert spec.quantization.kv_cache_dtype == "fp8"
-    assert spec.quantization.skipped == ("lm_head",)
-    snapshot = cache(environ, "acme/rocket-8b", TINY)
+    found = find_spec(str(tiny))[1].quantization
+    assert (found.method, found.linear.name, found.kv_cache_dtype) == ("modelopt", "fp8", "fp8")
+    assert found.skipped == ("lm_head",)
+    snapshot = cached(Path(environ["HF_HOME"]) / "hub", "acme/rocket-8b", TINY)
     (snapshot / "hf_quant_config.json").write_text(json.dumps(SIDECAR))
     assert find_spec("acme/rocket-8b", environ=environ)[1].quantization.method == "modelopt"
-    own = {**TINY, "quantization_config": {"quant_method": "fp8"}}
-    (tiny / "config.json").write_text(json.dumps(own))
+    (tiny / "config.json").write_text(json.dumps(TINY | {"quantization_config": {"quant_method": "fp8"}}))
     assert find_spec(str(tiny))[1].quantization.method == "fp8"
 
 
@@ -214,8 +201,7 @@ def test_the_hub_is_asked_for_modelopts_file(hub_answers: HubAnswers, environ: d
         return httpx.Response(200, json=SIDECAR if "quant" in request.url.path else TINY)
 
     hub_answers(handle)
-    _, spec, _ = find_spec("acme/rocket-8b", environ=environ)
-    assert spec.quantization.method == "modelopt"
+    assert find_spec("acme/rocket-8b", environ=environ)[1].quantization.method == "modelopt"
     assert seen == [f"/acme/rocket-8b/resolve/main/{file}" for file in ("config.json", "hf_quant_config.json")]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.hub.local_weights import cached_folder, read_hub_settings
+from tests.unit.hub.test_hub import cached
 
 TOKEN = "hf_secretsecretsecret"
 ENVIRONMENTS: tuple[dict[str, str], ...] = (
@@ -55,29 +56,14 @@ for environ in json.load(sys.stdin):
 """
 
 
-def environments(home: Path) -> list[dict[str, str]]:
-    return [
-        {"HOME": str(home), **{name: value.format(home=home) for name, value in environ.items()}}
-        for environ in ENVIRONMENTS
-    ]
-
-
-def snapshot_in(cache: Path, revision: str) -> None:
-    folder = cache / "models--acme--rocket-7b"
-    (folder / "snapshots" / revision).mkdir(parents=True)
-    (folder / "snapshots" / revision / "config.json").write_text("{}")
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text(revision)
-
-
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """Tokens and snapshots in several of the places that the variables name."""
     for number, folder in enumerate((".cache/huggingface", "hf", "project/hf", "xdg/huggingface")):
-        snapshot_in(tmp_path / folder / "hub", f"{number}abc")
+        cached(tmp_path / folder / "hub", "acme/rocket-7b", {}, f"{number}abc")
         (tmp_path / folder / "token").write_text(f"hf_of_{number}\n")
     for number, folder in enumerate(("models", "old")):
-        snapshot_in(tmp_path / folder, f"{number}def")
+        cached(tmp_path / folder, "acme/rocket-7b", {}, f"{number}def")
     (tmp_path / "elsewhere").write_text(f"{TOKEN}\n")
     return tmp_path
 
@@ -85,7 +71,10 @@ def home(tmp_path: Path) -> Path:
 def test_places_and_token_are_those_of_huggingface_hub(home: Path) -> None:
     if find_spec("huggingface_hub") is None:
         pytest.skip("huggingface_hub is not installed; it comes with vLLM")
-    asked = environments(home)
+    asked = [
+        {"HOME": str(home), **{name: value.format(home=home) for name, value in environ.items()}}
+        for environ in ENVIRONMENTS
+    ]
     done = subprocess.run([sys.executable, "-c", ASK], input=json.dumps(asked), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for environ, line in zip(asked, done.stdout.splitlines(), strict=True):

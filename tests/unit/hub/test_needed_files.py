@@ -42,12 +42,7 @@ def test_what_is_asked_for_is_taken():
     assert chosen("a-Q4.gguf", "a-Q8.gguf", include=("*Q8*",)) == {"a-Q8.gguf"}
 
 
-def test_small_files_come_first():
+def test_small_files_come_first_and_are_no_weights():
     files = [RepositoryFile(path=path, size_bytes=1) for path in ("a.safetensors", "config.json")]
     assert [file.path for file in needed_files(files, ())] == ["config.json", "a.safetensors"]
-
-
-def test_whether_there_are_weights():
-    config = RepositoryFile(path="config.json", size_bytes=1)
-    assert not has_weights([config])
-    assert has_weights([config, RepositoryFile(path="a.safetensors", size_bytes=1)])
+    assert (has_weights(files), has_weights(files[1:])) == (True, False)

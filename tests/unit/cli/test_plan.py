@@ -1,17 +1,15 @@
-"""`hpc-serve plan`: what it prints, its stable keys, its exit codes."""
+"""`hpc-serve plan`: what it prints, its stable keys, its exit codes, and contexts as long as fit."""
 
 from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from hpc_serve.demo_model import make_demo_model
 from hpc_serve.hub.hub import find_model
 from hpc_serve.job.weights import weights_place
-from tests.unit.cli.conftest import Plan
 from tests.unit.conftest import Ran
 
 KEYS = {
@@ -19,14 +17,11 @@ KEYS = {
     *("minimum_gpus", "memory", "kv_bytes_per_token", "kv_cache_tokens", "max_concurrency", "parameters"),
     *("vllm_args", "reasons"),
 }
+
+
 MEMORY_KEYS = {
     *("total_bytes", "weight_bytes", "activation_bytes", "cuda_graph_bytes", "non_torch_bytes", "kv_cache_bytes"),
 }
-
-
-@pytest.fixture(autouse=True)
-def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
 
 
 def printed_wide(ran: Ran, *words: str) -> str:
@@ -36,7 +31,7 @@ def printed_wide(ran: Ran, *words: str) -> str:
         return ran(["plan", *words]).out
 
 
-def test_json_has_stable_keys_whether_it_fits_or_not(plan: Plan) -> None:
+def test_json_has_stable_keys_whether_it_fits_or_not(plan):
     fits = plan("--model", "405b")
     too_small = plan("--model", "405b", "--nodes", "1", code=3)
     refused = plan("--model", "405b", "-tp", "8", "-pp", "4", "--nodes", "1", code=3)
@@ -52,9 +47,7 @@ def test_json_has_stable_keys_whether_it_fits_or_not(plan: Plan) -> None:
     assert too_small["memory"]["kv_cache_bytes"] < 0
 
 
-def test_a_size_that_the_planner_does_not_know_is_named_and_may_be_left_out(
-    plan: Plan, ran: Ran, tmp_path: Path
-) -> None:
+def test_a_size_that_the_planner_does_not_know_is_named_and_may_be_left_out(plan, ran, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**find_model("8b").config, "moe_latent_size": 1024}))
     error = " ".join(ran(["plan", str(tmp_path)], 2).err.split())
     assert "has moe_latent_size (1024), which this planner does not know for LlamaForCausalLM" in error
@@ -65,12 +58,12 @@ def test_a_size_that_the_planner_does_not_know_is_named_and_may_be_left_out(
     assert "Note: the config has moe_latent_size (1024), which this planner does not know." in shown
 
 
-def test_layers_that_are_not_loaded_are_explained(ran: Ran) -> None:
+def test_layers_that_are_not_loaded_are_explained(ran):
     shown = " ".join(ran(["plan", "zai-org/GLM-4.6", "--explain"]).out.split())
     assert "not loaded 1 x 3,988,069,792 (layers for multi-token prediction, which vLLM loads to speculate)" in shown
 
 
-def test_the_plan_fits_eighty_columns(ran: Ran) -> None:
+def test_the_plan_fits_eighty_columns(ran):
     text = ran(["plan", "--model", "70b"]).out
     *shown, command = text.splitlines()
     assert max(len(line) for line in shown) <= 80
@@ -84,7 +77,7 @@ def test_the_plan_fits_eighty_columns(ran: Ran) -> None:
         assert word in explained
 
 
-def test_the_plan_says_first_what_is_chosen_and_why_each_thing_once(plan: Plan, ran: Ran) -> None:
+def test_the_plan_says_first_what_is_chosen_and_why_each_thing_once(plan, ran):
     for model in ("405b", "70b", "8b", "Qwen/Qwen3-Next-80B-A3B-Instruct"):
         found = plan("--model", model)
         text = " ".join(printed_wide(ran, model).split())
@@ -98,7 +91,7 @@ def test_the_plan_says_first_what_is_chosen_and_why_each_thing_once(plan: Plan, 
             assert f" {one['verdict']} {one['reason']} " in " ".join(printed_wide(ran, model, "--explain").split())
 
 
-def test_accelerators_compared(plan: Plan, ran: Ran) -> None:
+def test_accelerators_compared(plan, ran):
     text = ran(["plan", "--model", "70b", "--compare", "h100-80gb,a100-80gb,mi300x,t4", "--nodes", "1"]).out
     assert max(len(line) for line in text.splitlines() if "does not fit" not in line and "TP=" not in line) <= 80
     for name in ("h100-80gb", "a100-80gb", "mi300x", "t4 ", "no fit"):
@@ -109,7 +102,7 @@ def test_accelerators_compared(plan: Plan, ran: Ran) -> None:
     assert "Speed" not in ran(["plan", "--model", "405b", "--compare", "t4,l4", "--nodes", "1"], 3).out
 
 
-def test_encoders_are_compared_without_a_cache(ran: Ran) -> None:
+def test_encoders_are_compared_without_a_cache(ran):
     text = ran(["plan", "bge-m3", "--compare", "h100-80gb,l4"]).out
     assert text.startswith("BAAI/bge-m3, texts of up to 8,192 tokens; GiB per GPU:")
     assert "USABLE WEIGHTS UNUSED\n" in text
@@ -118,9 +111,7 @@ def test_encoders_are_compared_without_a_cache(ran: Ran) -> None:
     assert "as many in flight as --max-num-seqs allows" in " ".join(text.split())
 
 
-def test_how_weights_are_loaded_is_explained_as_far_as_it_is_known(
-    ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_weights_are_loaded_is_explained_as_far_as_it_is_known(ran, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     assert "Loading the weights: known once the job sees them" in ran(["plan", "--model", "8b", "--explain"]).out
     folder = make_demo_model(tmp_path / "model")
@@ -132,7 +123,7 @@ def test_how_weights_are_loaded_is_explained_as_far_as_it_is_known(
     assert "Loading the weights: --load-format runai_streamer reads the files in its own way" in text
 
 
-def test_every_option_reaches_the_planner(plan: Plan) -> None:
+def test_every_option_reaches_the_planner(plan):
     base = plan("--model", "70b", "-tp", "8")
     changed = {
         ("--gpu-memory", "60GiB"): "kv_cache_tokens",
@@ -151,7 +142,7 @@ def test_every_option_reaches_the_planner(plan: Plan) -> None:
         assert plan("--model", "70b", "-tp", "8", *words)[key] != base[key], words
 
 
-def test_a_plan_for_a_later_version_takes_its_options(ran: Ran) -> None:
+def test_a_plan_for_a_later_version_takes_its_options(ran):
     assert "Not counted: --monokernel" in printed_wide(ran, "70b", "--vllm-version", "0.33", "--", "--monokernel")
     refused = ran(["plan", "70b", "--vllm-version", "0.32", "--", "--monokernel"], code=2)
     assert "vLLM 0.32.0 has no option --monokernel, 0.33.0 has it" in refused.err
@@ -173,6 +164,7 @@ def test_a_plan_for_a_later_version_takes_its_options(ran: Ran) -> None:
         ((), 2, "--model"),
         (("8b", "--gpu", "4x2"), 2, "write the chip before it, as in v6e:4x2"),
         (("8b", "--plot", "plan.bmp"), 2, "does not end in .png, .svg, .pdf or .html"),
+        *((("8b", "--max-model-len", word), 2, "max") for word in ("many", "128kb", "-2", "0", "1.5.k")),
         (("--model", ""), 2, "'--model': it is empty"),
         (("--model", "8b", "--gpu", ""), 2, "'--gpu': it is empty"),
         (("--model", "8b", "--target", " "), 2, "'--target': it is empty"),
@@ -183,7 +175,7 @@ def test_a_plan_for_a_later_version_takes_its_options(ran: Ran) -> None:
         (("--model", "8b", "--compare", "h100,mi300x", "--plot", "plan.png"), 2, "--plot draws one accelerator"),
     ],
 )
-def test_what_cannot_be_is_said(ran: Ran, words: tuple[str, ...], code: int, says: str) -> None:
+def test_what_cannot_be_is_said(ran, words, code, says):
     assert says in ran(["plan", *words], code).err
 
 
@@ -197,7 +189,7 @@ def test_what_cannot_be_is_said(ran: Ran, words: tuple[str, ...], code: int, say
         ("--gpu cpu-spr-2s --gpu-memory 256GiB -tp 1 -pp 1", "1 node x 2 sockets are 2: 1 would stay idle"),
     ],
 )
-def test_gpus_that_were_asked_for_are_not_left_idle(plan: Plan, ran: Ran, words: str, idle: str) -> None:
+def test_gpus_that_were_asked_for_are_not_left_idle(plan, ran, words, idle):
     asked = words.split()
     error = ran(["plan", "8b", *asked], 3).err
     assert idle in error
@@ -211,12 +203,12 @@ def test_gpus_that_were_asked_for_are_not_left_idle(plan: Plan, ran: Ran, words:
         assert ranks == found["num_nodes"] * found["gpus_per_node"]
 
 
-def test_idle_gpus_that_nobody_asked_for_are_told(plan: Plan) -> None:
+def test_idle_gpus_that_nobody_asked_for_are_told(plan):
     reasons = plan("8b", "--nodes", "4", "-tp", "4", "-pp", "1")["reasons"]
     assert any("7 of 8 GPUs of each stay idle" in reason for reason in reasons)
 
 
-def test_a_target_keeps_the_sizes_asked_for(plan: Plan) -> None:
+def test_a_target_keeps_the_sizes_asked_for(plan):
     found = plan("8b", "--nodes", "1", "-tp", "2", "-pp", "1", "--target", "throughput")
     assert (found["tensor_parallel_size"], found["pipeline_parallel_size"], found["replicas"]) == (2, 1, 4)
 
@@ -230,17 +222,15 @@ def compared(ran: Ran, *words: str) -> tuple[list[str], list[list[str]]]:
     return " ".join(table[:first]).split(), [line.replace(",", "").split() for line in table[first:] if line[:1] != "─"]
 
 
-def test_a_comparison_counts_every_replica(plan: Plan, ran: Ran) -> None:
+def test_a_comparison_counts_every_replica(plan, ran):
     words = ("mi300x,h20", "--target", "throughput", "--input-tokens", "2000", "--output-tokens", "500")
     heading, (_, *rows) = compared(ran, *words)
-    assert "2,000" in heading
-    assert "500" in heading
+    assert {"2,000", "500"} <= set(heading)
     answers = plan("--model", "70b", "--compare", *words)
     assert answers[0]["replicas"] > 1
-    for (name, gpus, in_flight, _, _, per_second, per_gpu), answer in zip(rows, answers):
-        assert name in ("mi300x", "h20-96gb")
-        assert int(gpus) == 8
-        assert int(gpus) == answer["replicas"] * answer["num_nodes"] * answer["gpus_per_node"]
+    assert {row[0] for row in rows} == {"mi300x", "h20-96gb"}
+    for (_, gpus, in_flight, _, _, per_second, per_gpu), answer in zip(rows, answers):
+        assert int(gpus) == answer["replicas"] * answer["num_nodes"] * answer["gpus_per_node"] == 8
         assert int(in_flight) % answer["replicas"] == 0
         assert int(per_second) == pytest.approx(int(per_gpu) * int(gpus), abs=int(gpus))
     text = ran(["plan", "--model", "70b", "--compare", *words]).out
@@ -248,7 +238,7 @@ def test_a_comparison_counts_every_replica(plan: Plan, ran: Ran) -> None:
     assert "REPLICAS" not in ran(["plan", "--model", "70b", "--compare", "mi300x,h100"]).out
 
 
-def test_a_comparison_at_the_concurrency_asked_for_and_within_a_target(ran: Ran) -> None:
+def test_a_comparison_at_the_concurrency_asked_for_and_within_a_target(ran):
     _, (_, *rows) = compared(ran, "h100,mi300x", "--concurrency", "4")
     assert [row[2] for row in rows] == ["4", "4"]
     _, (_, *rows) = compared(ran, "h100,mi300x", "--target", "tpot=40ms")
@@ -257,9 +247,89 @@ def test_a_comparison_at_the_concurrency_asked_for_and_within_a_target(ran: Ran)
         assert int(row[2]) > 1
 
 
-def test_a_comparison_with_a_price(ran: Ran) -> None:
+def test_a_comparison_with_a_price(ran):
     heading, (titles, *rows) = compared(ran, "h100,mi300x", "--usd-per-gpu-hour", "2")
     assert "2 dollars an hour" in " ".join(heading)
     assert titles[-2:] == ["PER", "$"]
     for row in rows:
         assert float(row[-2]) == pytest.approx(int(row[-3]) * 3600 / 2 / 1e6, abs=0.01)
+
+
+def test_a_picture_s_name_is_said(tmp_path, ran):
+    page = tmp_path / "plan.html"
+    assert ran(["plan", "8b", "--plot", str(page)]).err == f"wrote {page}\n"
+    assert page.exists()
+
+
+FOUR = ("70b", "--gpu", "a100-40gb", "--nodes", "1", "--gpus-per-node", "4")
+TWO = ("70b", "--gpu", "a100-40gb", "--nodes", "1", "--gpus-per-node", "2")
+
+
+@pytest.mark.parametrize(("word", "length"), [("128k", 128_000), ("8K", 8192), ("8192", 8192)])
+def test_contexts_are_written_as_for_vllm(plan, word, length):
+    assert plan("8b", "--max-model-len", word)["max_model_len"] == length
+
+
+def test_auto_is_the_longest_context_that_the_machines_hold(plan):
+    assert plan("8b", "--max-model-len", "auto")["max_model_len"] == 131072
+    assert plan("8b")["contexts"] == []
+    found = plan(*FOUR, "--max-model-len", "auto")
+    length = found["max_model_len"]
+    assert 1024 < length < 131072
+    assert found["vllm_args"][found["vllm_args"].index("--max-model-len") + 1] == str(length)
+    assert found["reasons"][0].startswith(f"--max-model-len {length}: ")
+    assert plan(*FOUR, "--max-model-len", str(length))["fits"]
+    assert not plan(*FOUR, "--max-model-len", str(length + 1024), code=3)["fits"]
+
+
+def test_every_layout_with_its_contexts_is_in_one_table(plan, ran):
+    found = plan(*FOUR, "--max-model-len", "auto")["contexts"]
+    assert len(found) >= 2
+    for layout in found:
+        lengths = [entry["max_model_len"] for entry in layout["by_requests"]]
+        assert lengths == sorted(lengths, reverse=True)
+        sizes = ("-tp", str(layout["tensor_parallel_size"]), "-pp", str(layout["pipeline_parallel_size"]))
+        for entry in layout["by_requests"][:2]:
+            if entry["max_model_len"]:
+                words = (*FOUR, *sizes, "--concurrency", str(entry["at_once"]))
+                again = plan(*words, "--max-model-len", str(entry["max_model_len"]))
+                assert again["remedies"] == []
+    assert "Longest context by layout" in ran(["plan", *FOUR, "--max-model-len", "auto"]).out
+
+
+def test_options_that_help_only_together_are_suggested_together(plan):
+    (both,) = (text for text in plan(*TWO, code=3)["remedies"] if text.startswith("--quantization"))
+    words = both.partition(" (")[0].split()
+    assert words[::2] == ["--quantization", "--max-model-len"]
+    assert plan(*TWO, *words)["max_model_len"] == int(words[3])
+    for one in (words[:2], words[2:]):
+        assert plan(*TWO, *one, code=3)["fits"] is False
+
+
+def test_render_keeps_the_word_and_serves_the_number(ran):
+    script = ran(["render", *FOUR, "--max-model-len", "auto"]).out
+    assert "--max-model-len auto" in script
+    assert "--max-model-len -1" not in script
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+@pytest.mark.parametrize("words", [("405b", "--nodes", "2"), ("8b", "--usd-per-gpu-hour", "2"), FOUR])
+def test_nothing_of_a_plan_is_cut_off(ran, columns, words, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = ran(["plan", *words, "--max-model-len", "auto"]).out.splitlines()
+    assert not any("…" in line for line in lines)
+    assert all(len(line) <= columns for line in lines if not line.startswith("vllm serve"))
+
+
+def test_one_table_has_all_layouts(plan, ran):
+    """With auto a layout has its contexts where it otherwise has its reason; the chosen one and those beside it too."""
+    text = ran(["plan", "405b", "--max-model-len", "auto"]).out
+    lines = [line.split() for line in text.splitlines()]
+    assert sum(line[:3] == ["TP", "PP", "NODES"] for line in lines) == 1
+    assert ["8", "1", "1", "x", "8", "too", "small", "-", "-", "-", "-"] in lines
+    (chosen,) = (line for line in lines if "chosen" in line)
+    assert chosen[:7] == ["8", "2", "2", "x", "8", "chosen", "131,072"]
+    (across,) = (line for line in lines if line[:5] == ["16", "1", "2", "x", "8"])
+    assert across[5:7] == ["fits", "131,072"]
+    found = plan("405b", "--max-model-len", "auto")
+    assert {found["num_nodes"], *(layout["num_nodes"] for layout in found["contexts"])} == {2}

@@ -1,0 +1,45 @@
+"""`env` and `chat`: a service that is asked by other tools, or by a person."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+from tests.support.stubs import StubService
+
+
+def test_env_prints_lines_that_a_shell_takes(live, store, ran):
+    line = ran(["env", "8b"]).out + 'printf "%s %s" "$OPENAI_BASE_URL" "$OPENAI_API_KEY"'
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+    assert done.stdout == f"https://127.0.0.1:{live.engines[0].port}/v1 {store.read_api_key('8b')}"
+    assert set(json.loads(ran(["env", "--json"]).out)) == {"service", "model", "base_url", "api_key", "variables"}
+    assert ran(["env", "70b"], 5).out == "", "nothing to evaluate"
+
+
+def test_chat_asks_once(live, ran, monkeypatch):
+    assert ran(["chat", "8b", "hello", "--max-tokens", "3"]).out.startswith(f"stub-{live.engines[0].port}")
+    monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
+    assert "There is no question" in ran(["chat", "8b"], 2).err
+    live.engines[0].kill()
+    assert ran(["chat", "8b", "hello"], 5).err.startswith("error: "), "no traceback"
+
+
+def test_a_service_without_a_chat_says_how_it_is_asked(store, ran):
+    service = StubService(store.home, "emb")
+    service.start("--stub-error", "404", service="emb", job_id="8")
+    try:
+        said = ran(["chat", "emb", "hello"], 1).err
+    finally:
+        service.close()
+    assert "emb has no chat: its engine generates no text" in said
+    assert 'hpc_serve.connect("emb")' in said
+    assert "client.embeddings.create" in said
+
+
+def test_a_question_without_a_service_s_name_is_told_where_that_belongs(live, ran):
+    assert "a service's name comes first: hpc-serve chat 8b hi" in ran(["chat", "hi"], 5).err
+    assert ran(["chat", "why?", "--max-tokens", "1"]).out.startswith("stub-")  # no service has such a name
+    live.engines[0].kill()
+    assert "hpc-serve chat SERVICE hi" in ran(["chat", "hi"], 5).err
+    assert "comes first" not in ran(["chat", "8b"], 5).err
