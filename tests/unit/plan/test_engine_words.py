@@ -157,6 +157,6 @@ def test_a_value_of_nonsense_is_an_error_in_words_or_a_plan(option: str) -> None
 @pytest.mark.parametrize("limit", ['{"image": -1}', '{"image": "x"}', '{"image": 2.5}', '{"image": {"count": -1}}'])
 def test_a_limit_of_images_is_what_vllm_takes(limit: str) -> None:
     """By vLLM 0.32's config/multimodal.py, which refuses these."""
-    with pytest.raises(InvalidRequestError, match="limit_mm_per_prompt is .*: it must be a JSON object of numbers"):
+    with pytest.raises(InvalidRequestError, match=r"limit_mm_per_prompt is .*: it must be a JSON object of numbers"):
         said("8b", ("--limit-mm-per-prompt", limit))
     said("8b", ("--limit-mm-per-prompt", '{"image": {"count": 2, "width": 512}, "video": 0}'))
