@@ -43,8 +43,7 @@ def ways(page: str) -> dict[str, list[tuple[str, ...]]]:
     text = (CHECKOUT / page).read_text(encoding="utf-8")
     return {
         found["question"]: [
-            (way["tab"], way["entry"], way["page"], way["anchor"] or "")
-            for way in WAY.finditer(found["ways"])
+            (way["tab"], way["entry"], way["page"], way["anchor"] or "") for way in WAY.finditer(found["ways"])
         ]
         for found in QUESTION.finditer(text)
     }
