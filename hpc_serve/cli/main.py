@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # name: (module below this package, one line of help). The module has the command as NAME_command.
 COMMANDS = {
     "init": ("setup.init", "Look at this cluster, and write its site file."),
-    "site": ("setup.init", "Show the settings of the site files that hold."),
+    "site": ("setup.init", "Show the settings in force, of all site files."),
     "models": ("plan.lists", "List the models of the catalogue."),
     "gpus": ("plan.lists", "List the accelerators that can be named."),
     "fetch": ("setup.fetch", "Fetch a model's weights into the cache that jobs read."),

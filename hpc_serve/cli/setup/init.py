@@ -76,7 +76,7 @@ def init_command(output: Path | None, only_print: bool, force: bool, as_json: bo
 @click.option("--site", "named", metavar="FILE", help="The user's file, as the other commands take it.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def site_command(named: str | None, as_json: bool) -> None:
-    """Show the settings of the site files that hold, and which file each is from.
+    """Show the settings in force, and which site file each is from.
 
     hpc-serve site
 

@@ -299,7 +299,7 @@ def _check(profile: SiteProfile, path: Path | str) -> None:
         _check(replace(SiteProfile(), **own), f"{path}: machines: {name}")
     named = [kind for kind in PYTHONS if getattr(profile, kind)]
     if len(named) > 1:
-        raise SiteFileError(f"site file {path} sets {' and '.join(named)}: one of them says where Python is.")
+        raise SiteFileError(f"site file {path} sets {' and '.join(named)}; each says where Python is: keep one.")
     if profile.templates_dir and not Path(profile.templates_dir).is_dir():
         raise SiteFileError(f"site file {path}: templates_dir {profile.templates_dir} is not a folder.")
     for name in ("templates_dir", "models"):

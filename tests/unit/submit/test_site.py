@@ -74,7 +74,7 @@ def test_each_container_runtime_has_a_setting(site_of, name, kind):
     found = site.environment({})
     assert (found.kind, found.path, found.is_container) == (kind, "/images/vllm", True)
     assert (found.binds, found.container_options) == (("/a", "/b"), ("--verbose",))
-    with pytest.raises(SiteFileError, match="one of them says where Python is"):
+    with pytest.raises(SiteFileError, match="keep one"):
         site_of(f"venv: /env\n{name}: /images/vllm\n")
 
 
@@ -109,7 +109,7 @@ def test_an_empty_file_sets_nothing(site_of, text):
         ("modules: {a: b}\n", ["modules must be a list of words"]),
         ("modules: [[a], b]\n", ["modules must be a list of words"]),
         ("partition: a\npartition: b\n", ["site.yaml:2", "set twice"]),
-        ("venv: /a\nconda: b\n", ["venv and conda", "one of them"]),
+        ("venv: /a\nconda: b\n", ["venv and conda", "keep one"]),
         ("- partition\n", ["must hold settings"]),
         ("gpu_memory: 1e999GiB\n", ["site.yaml", "1e999"]),
         (f"gpu_memory: {'9' * 400}.5GiB\n", ["site.yaml"]),
