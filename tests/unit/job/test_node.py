@@ -1,4 +1,4 @@
-"""The file that tells an engine where its processes meet, and the variables that it gets."""
+"""The node of a run: where Ray and an engine's processes meet, and the variables that they get."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from hpc_serve.job.machine.network import LOOPBACK, reachable_addresses
+from hpc_serve.job.machine.network import LOOPBACK, interface_of, reachable_addresses
 from hpc_serve.job.run.node import LaunchOptions
-from tests.support.nodes import ALLOCATION, make_node
+from tests.support.nodes import ALLOCATION, ALONE, make_node
 
 
 @pytest.mark.parametrize(("backend", "num_nodes", "is_told"), [("ray", 2, False), ("mp", 1, False), ("mp", 2, True)])
@@ -30,9 +30,6 @@ def test_code_for_cpus_is_kept_in_the_only_form_that_can_be_read(tmp_path, gpus,
 # -- Where Ray and an engine's processes meet: on the loopback address wherever they can
 
 
-ALONE = dataclasses.replace(ALLOCATION, num_nodes=1)
-
-
 @pytest.mark.parametrize(("backend", "is_loopback"), [("mp", True), ("ray", False)])
 def test_one_node_needs_the_network_for_ray_alone(tmp_path, backend, is_loopback):
     node = make_node(tmp_path, backend=backend, allocation=ALONE, head="10.77.0.11")
@@ -43,3 +40,4 @@ def test_ray_is_never_given_a_loopback_address_where_the_host_has_another(tmp_pa
     """Ray would use another one by itself, for which its certificate does not stand."""
     node = make_node(tmp_path, backend="ray", allocation=ALONE, head=LOOPBACK)
     assert node.internal_address == next(iter(reachable_addresses()), LOOPBACK)
+    assert node.child_environ().get("NCCL_SOCKET_IFNAME") == interface_of(node.internal_address)
