@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 
+from hpc_serve.cli.use import access
 from tests.support.stubs import StubService
 
 
@@ -43,3 +44,27 @@ def test_a_question_without_a_service_s_name_is_told_where_that_belongs(live, ra
     live.engines[0].kill()
     assert "hpc-serve chat SERVICE hi" in ran(["chat", "hi"], 5).err
     assert "comes first" not in ran(["chat", "8b"], 5).err
+
+
+def test_a_conversation_hands_on_what_was_said_and_forgets_what_was_interrupted(live, ran, monkeypatch):
+    asked, answers = [], iter(["one", KeyboardInterrupt, "two"])
+
+    def ask(client, messages, options):
+        asked.append([message["content"] for message in messages])
+        answer = next(answers)
+        if answer is KeyboardInterrupt:
+            raise answer
+        return answer
+
+    words = iter(["a", "", "b", "c"])
+
+    def typed(prompt):
+        for word in words:
+            return word
+        raise EOFError
+
+    monkeypatch.setattr(access, "_ask", ask)
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    assert "(interrupted)" in ran(["chat", "8b", "--system", "be brief"]).err
+    assert asked == [["be brief", "a"], ["be brief", "a", "one", "b"], ["be brief", "a", "one", "c"]]

@@ -83,3 +83,9 @@ def test_without_slurm_it_says_what_must_be_answered(site_file, tmp_path, monkey
 
 def test_site_without_a_file_names_the_command_that_makes_one(cluster, ran):
     assert "`hpc-serve init`" in ran(["site"]).out
+
+
+def test_init_answers_in_json_on_any_machine(tmp_path, told):
+    path = tmp_path / "mine.yaml"
+    assert told("init", "--output", str(path))["file"] == str(path)
+    assert path.exists()

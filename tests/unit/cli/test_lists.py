@@ -39,6 +39,13 @@ def test_models_lists_the_catalogue(ran, told):
     ran(["models", "no-such-model"], 1)
 
 
+@pytest.mark.parametrize(("columns", "is_wide"), [("40", False), ("60", True)])
+def test_a_narrow_terminal_has_no_column_of_sizes_or_descriptions(columns, is_wide, ran, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    models, gpus = (ran([command, "mi"]).out.splitlines()[0].split() for command in ("models", "gpus"))
+    assert ("PARAMETERS" in models, "IS" in gpus) == (is_wide, is_wide)
+
+
 def test_models_that_fit_the_site_s_gpus(site, ran, told, plan):
     site("gpu: l4\ngpus_per_node: 1\n")
     found = {one["name"]: one["layout"] for one in told("models", "--fits", "llama")}
