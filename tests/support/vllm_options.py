@@ -40,7 +40,10 @@ _ADDED_CHOICES = {"--mm-processor-device": ["cuda", "tpu", "xpu"]}
 
 def main() -> None:
     if len(sys.argv) > 1:
-        sys.path.insert(0, str(Path(sys.argv[1]).resolve()))
+        folder = Path(sys.argv[1]).resolve()
+        if not (folder / "vllm").is_dir():
+            sys.exit(f"{folder} has no folder vllm: name the folder of an unpacked vLLM, or none")
+        sys.path.insert(0, str(folder))
     options = read_options()
     data = json.loads(_FILE.read_text())
     if len(sys.argv) > 1:
