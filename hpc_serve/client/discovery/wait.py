@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 import time
 from collections.abc import Callable, Sequence
 
@@ -25,7 +26,7 @@ class WaitPolicy:
     """One wait: `wait` seconds, as long as a replica is coming (True), or not at all (None, False)."""
 
     def __init__(self, wait: Wait, *, clock: Callable[[], float] = time.monotonic) -> None:
-        if wait is not None and not isinstance(wait, bool) and not wait >= 0:
+        if wait is not None and (not isinstance(wait, numbers.Real) or not wait >= 0):
             raise InvalidRequestError(f"wait is {wait!r}: give seconds (600), True for as long as it takes, or None.")
         self._clock = clock
         self._wait_s = 0.0 if not wait else math.inf if wait is True else float(wait)

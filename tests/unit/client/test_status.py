@@ -212,7 +212,7 @@ def test_what_is_not_there_is_not_believed_at_once(clock, before):
         policy.next_step_s(before, nothing_else)
 
 
-@pytest.mark.parametrize("wait", [-1, float("nan")])
+@pytest.mark.parametrize("wait", [-1, float("nan"), "10m"])
 def test_a_wait_that_is_none_is_refused(wait):
     with pytest.raises(InvalidRequestError, match="wait is"):
         WaitPolicy(wait)
