@@ -46,6 +46,7 @@ def other(service: StubService) -> StubService:
 
 @pytest.fixture
 def looks_often(monkeypatch) -> None:
+    pytest.importorskip("prometheus_client", reason="the gateway needs it")
     monkeypatch.setattr("hpc_serve.gateway.directory.LOOK_S", 0.1)
 
 
