@@ -19,11 +19,8 @@ from hpc_serve.errors import InvalidRequestError, RecordError
 from hpc_serve.printable import printable
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-
 _LOG_PATTERN = re.compile(r"%([xujAa])")
-
 _NO_TASK = "4294967294"  # of a job that is no array, as Slurm writes it
-
 _RECORD_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}-r\d{1,9}-\d{1,9}\.json")
 
 
@@ -155,7 +152,6 @@ if TYPE_CHECKING:
     T = TypeVar("T", bound=DataclassInstance)
 
 _LARGEST = 2**63 - 1
-
 _LONGEST_SHOWN = 60
 
 # Metadata of a field that a writer may leave out: its default stands in. All other fields must be there.
@@ -177,11 +173,8 @@ class Bounds:
 
 
 SignedInt = Annotated[int, Bounds(-_LARGEST, _LARGEST)]
-
 Timestamp = Annotated[float, "seconds since the epoch"]
-
 """A time that can be shown: before the year 10000."""
-
 _LAST_TIMESTAMP = 253_402_300_799
 
 

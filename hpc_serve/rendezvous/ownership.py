@@ -30,19 +30,12 @@ from hpc_serve.errors import InvalidRequestError, SiteFileError, StoreError
 # -- access control lists
 
 READ, WRITE, SEARCH = 4, 2, 1
-
 Kind = Literal["user", "group", "others"]
-
 _POSIX_KINDS: dict[int, Kind] = {0x02: "user", 0x04: "group", 0x08: "group", 0x20: "others"}
-
 _POSIX_OWNING_GROUP, _POSIX_MASK = 0x04, 0x10
-
 _NFS_ALLOW, _NFS_OF_GROUP = 0, 0x40
-
 _NFS_READ = 0x1
-
 _NFS_SEARCH = 0x20
-
 _NFS_WRITE = 0x2 | 0x4 | 0x40 | 0x40000 | 0x80000  # data, new entries, deletion of entries, the ACL, the owner
 
 
@@ -114,7 +107,6 @@ def _nfs(content: bytes) -> tuple[Grant, ...] | None:
 # -- folders that are open to a group
 
 SHARED_FOLDER = 0o3750  # read by its group, which new files get (setgid); the sticky bit marks it as ours
-
 SHARED_FILE = 0o640
 
 
@@ -162,7 +154,6 @@ def is_open_to_group(found: os.stat_result, folder: Path) -> bool:
 
 
 Use = Literal["own", "private", "read", "scratch", "chosen"]
-
 """What a path is needed for.
 
 own      a folder or file of the user's, which nobody else can change
@@ -171,9 +162,7 @@ read     of the user's or root's, and nobody else can change it
 scratch  a folder of the user's or root's for new names; others may write to it if its sticky bit is set, as in /tmp
 chosen   of anybody, or of a group, from whom the user chose to have it; but not everybody can change it
 """
-
 _MOST_LINKS = 40
-
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 

@@ -38,9 +38,7 @@ def certificates_of(text: str) -> tuple[str, ...]:
 # -- the authority of a home, and the certificates of its runs
 
 _AUTHORITY_LIFETIME = timedelta(days=20 * 365)
-
 _ALWAYS = ("127.0.0.1", "::1")
-
 _LOCAL_NAME = "localhost"
 
 
@@ -194,22 +192,16 @@ def ensure_self_signed(path: Path, *, names: Collection[str], addresses: Collect
 # -- other programs
 
 REPLACING_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
-
 """Read by OpenSSL (and Go and Python), by Python's requests, and by curl: each in place of the system's authorities."""
-
 ADDING_VARIABLE = "NODE_EXTRA_CA_CERTS"
-
 """Read by Node.js beside its own authorities."""
-
 _SYSTEM_BUNDLES = (
     "/etc/ssl/certs/ca-certificates.crt",  # Debian, Ubuntu, Arch
     "/etc/pki/tls/certs/ca-bundle.crt",  # Red Hat and its kin
     "/etc/ssl/ca-bundle.pem",  # SUSE
     "/etc/ssl/cert.pem",  # Alpine, macOS
 )
-
 _MADE_FROM = "# made from: "
-
 _LONGEST_BUNDLE = 16 << 20
 
 

@@ -118,9 +118,7 @@ _QUANTIZATIONS: tuple[tuple[str, str, Scheme], ...] = (
     ("fp8", "fp8 weights", FP8_TENSOR),
     ("gptq", "a checkpoint quantised to 4 bits", int_groups(4, 128, False)),
 )
-
 _LEAST_STEP = 512
-
 """Fewer tokens of a step are not proposed."""
 
 

@@ -31,7 +31,6 @@ from hpc_serve.plan.model.spec import (
 from hpc_serve.units import GIB, MIB
 
 _SHARED_EXPERT = "shared_expert"
-
 """The name of a weight of shared experts has this."""
 
 
@@ -218,20 +217,14 @@ def allocator_rounding(tensor_bytes: int) -> int:
 
 
 _STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 _READS = {"Qwen3ASR": ("audio",), "Whisper": ("audio",), "Qwen": ("image", "video"), "Gemma3n": ("image", "audio")}
-
 """What towers read that do not read images alone, by the beginning of the architecture's name."""
-
 _PREDICTS_ONE = ("Qwen3Next", "Qwen3_5", "Step3p")
-
 """Architectures with one prediction layer where the config has no number: vLLM's models/*_mtp.py, speculative.py."""
-
 _ADAPTS_VOCABULARY = (
     *("Llama", "Mistral", "Mixtral", "Ministral", "Phi3For", "PhiMoE", "Qwen3For", "Qwen3Moe", "Qwen3_5", "Granite"),
     *("Nemotron", "Cohere", "Exaone", "FalconH1", "Jamba", "Lfm2", "MiniCPM", "Solar", "Ernie4_5For", "DeciLM"),
 )
-
 """Architectures that take adapters of embedding and head begin so: `embedding_modules` in vLLM's model files."""
 
 

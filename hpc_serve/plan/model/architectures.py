@@ -121,28 +121,18 @@ def _divided(value: Any, by: Any) -> Any:
 
 
 _PER_TOKEN = ("moe_k", "moe_top_k", "num_experts_per_token", "top_k_experts")
-
 """What some families call the number of experts of a token."""
-
 _PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-
 _QUANTIZATION = ("quantization_config", "compression_config")
-
 _LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "max_seq_length"),
     "seq_len",
 )
-
 """Names of the longest context. The least counts, and `model_max_length` before all, as in vLLM."""
-
 _UNSCALED = (None, "default", "mrope", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
-
 """Kinds of rotary embedding whose factor is in max_position_embeddings already."""
-
 _CLASSIFIER = "ForSequenceClassification"
-
 _POOLING = (_CLASSIFIER, "EmbeddingModel", "Model")
-
 """Endings of the names of embedders and rerankers that are decoders without an output head."""
 
 

@@ -60,16 +60,11 @@ def known_draft(model: str, engine: EngineConfig) -> KnownDraft | None:
 
 
 REPEATED = 0.09
-
 """Standard deviation of the logarithm of measured / printed between a run and its repetition. Each step between two
 runs adds as much. Published rows differ so (docs/evidence/learned.md)."""
-
 _ANY_RATIO = (1e-9, 1e9)
-
 """The range of a speed of which nothing is published."""
-
 _OF_RANGE = 1.44
-
 """Standard deviations to each side that hold 17 of 20 values of a normal distribution, as the published range does."""
 
 
