@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 COMMIT = "a" * 40
@@ -34,7 +35,6 @@ class FakeHub:
     """Where it is set, an answer that breaks waits for it, with its connection open."""
     broken: threading.Event = field(default_factory=threading.Event)
     """Some answer has been broken off, or waits."""
-    requests: list[tuple[str, str]] = field(default_factory=list)
     ranges: list[tuple[str, int]] = field(default_factory=list)
     tokens: set[tuple[str, str]] = field(default_factory=set)
     """What was shown as Authorization, to the hub ("api", "resolve") and to the storage."""
@@ -82,7 +82,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, with_body: bool) -> None:
         hub, path = self.hub, self.path.split("?")[0].strip("/")
-        hub.requests.append((self.command, path))
         words = path.split("/")
         where = words[0] if words[0] in ("api", "storage") else "resolve"
         hub.tokens.add((where, self.headers.get("Authorization", "")))
@@ -199,3 +198,14 @@ def model_files(*, shards: int = 3, shard_bytes: int = 3 << 20) -> dict[str, byt
         "pytorch_model.bin": b"again" * 1000,
         **weights,
     }
+
+
+def cached(cache: Path, repository: str, config: object, revision: str = "0123abc") -> Path:
+    """Make the snapshot of a repository in a cache, with its config alone."""
+    folder = cache / ("models--" + repository.replace("/", "--"))
+    snapshot = folder / "snapshots" / revision
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(revision)
+    (snapshot / "config.json").write_text(json.dumps(config))
+    return snapshot

@@ -15,6 +15,7 @@ from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.hub.hub import find_model, find_spec, stored_weights
 from hpc_serve.hub.local_weights import cached_folder
 from hpc_serve.plan.model.checkpoint import StoredTensor, StoredWeights, loaded_bytes
+from tests.support.fake_hub import cached
 from tests.unit.conftest import HubAnswers
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64}
@@ -34,17 +35,6 @@ def answering(status: int, body: object = CONFIG, seen: list[httpx.Request] | No
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
     return {"HF_HOME": str(tmp_path / "hf"), "HOME": str(tmp_path)}
-
-
-def cached(cache: Path, repository: str, config: object, revision: str = "0123abc") -> Path:
-    """Make the snapshot of a repository in a cache, with its config alone."""
-    folder = cache / ("models--" + repository.replace("/", "--"))
-    snapshot = folder / "snapshots" / revision
-    snapshot.mkdir(parents=True)
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text(revision)
-    (snapshot / "config.json").write_text(json.dumps(config))
-    return snapshot
 
 
 def test_an_alias_is_the_repository_under_both_names() -> None:

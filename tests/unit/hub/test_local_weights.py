@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.hub.local_weights import cached_folder, read_hub_settings
-from tests.unit.hub.test_hub import cached
+from tests.support.fake_hub import cached
 
 TOKEN = "hf_secretsecretsecret"
 ENVIRONMENTS: tuple[dict[str, str], ...] = (

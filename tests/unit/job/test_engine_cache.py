@@ -194,7 +194,6 @@ def test_a_machine_is_its_processor_and_gpus(tmp_path):
 # -- Which folder of caches a run gets: one that nobody else uses at the time, and that nobody else can have changed
 
 
-KEY = "0123456789abcdef"
 OTHER = "f" * 16
 
 

@@ -269,13 +269,6 @@ def test_each_replica_has_its_own_and_ends_alone(shared):
     assert list((shared.store.home / "jobs").iterdir()) == []
 
 
-def test_a_signal_ends_all_replicas_well(shared):
-    shared.wait_for_states("ready", "ready")
-    kill(shared)
-    assert shared.process.wait(60) == 0, shared.log.read_text()
-    shared.wait_for_states("stopped", "stopped")
-
-
 def test_without_a_list_of_devices_none_is_invented(start):
     run = start(replicas_per_job=2, gpus_per_node=4, variables={"CUDA_VISIBLE_DEVICES": ""})
     assert run.process.wait(60) == 2, run.log.read_text()

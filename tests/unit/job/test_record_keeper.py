@@ -225,8 +225,8 @@ def record(job_id: str, **fields) -> EndpointRecord:
     return make_record(**{"service": "8b", "job_id": job_id, "started_at": NOW, **fields})
 
 
-def asked(store: ServiceStore, job_id: str, *, restart: int = 0, replica: int = 0) -> DrainRequest | None:
-    return read_drain_request(drain_file(store, "8b", f"{job_id}-r{restart}-{replica}.json"))
+def asked(store: ServiceStore, job_id: str) -> DrainRequest | None:
+    return read_drain_request(drain_file(store, "8b", f"{job_id}-r0-0.json"))
 
 
 def now() -> float:
@@ -243,27 +243,28 @@ def test_the_one_before_drains_until_its_time_limit(store):
     assert asked(store, "2") is None
 
 
-def test_all_that_come_before_drain(store):
-    """The second failed, so the first serves still."""
-    store.write(record("1"))
-    store.write(record("2", state="failed"))
-    drain_predecessors(store, record("3"), now=now)
-    assert (asked(store, "1") is not None, asked(store, "2")) == (True, None)
+OF_TWO = {"replicas_per_job": 2}
 
 
-def test_one_that_was_run_again_drains_in_its_last_run(store):
-    store.write(record("1", state="stopped"))
-    store.write(record("1", restart=1, state="starting"))
-    drain_predecessors(store, record("2"), now=now)
-    assert asked(store, "1") is None
-    assert asked(store, "1", restart=1) is not None
-
-
-def test_each_replica_of_a_job_hands_over_for_itself(store):
-    for replica in range(2):
-        store.write(record("1", replica=replica, replicas_per_job=2))
-    drain_predecessors(store, record("2", replica=1, replicas_per_job=2), now=now)
-    assert (asked(store, "1"), asked(store, "1", replica=1) is not None) == (None, True)
+@pytest.mark.parametrize(
+    ("there", "mine", "drains"),
+    [
+        ([{"job_id": "1"}, {"job_id": "2", "state": "failed"}], {"job_id": "3"}, ["1-r0-0"]),
+        ([{"job_id": "1", "state": "stopped"}, {"job_id": "1", "restart": 1}], {"job_id": "2"}, ["1-r1-0"]),
+        (
+            [{"job_id": "1", "replica": n, **OF_TWO} for n in (0, 1)],
+            {"job_id": "2", "replica": 1, **OF_TWO},
+            ["1-r0-1"],
+        ),
+        ([{"job_id": "2"}], {"job_id": "1"}, []),
+    ],
+    ids=["the first where the second failed", "the last run of a job", "of replicas the same", "none that comes after"],
+)
+def test_those_before_it_drain_and_no_other(store, there, mine, drains):
+    for fields in there:
+        store.write(record(**fields))
+    assert drain_predecessors(store, record(**mine), now=now) == bool(drains)
+    assert [path.stem for path in store.service_dir("8b").glob("*.drain")] == drains
 
 
 def test_who_was_asked_is_not_asked_again(store):
@@ -272,12 +273,6 @@ def test_who_was_asked_is_not_asked_again(store):
     ask_to_drain(drain_file(store, "8b", "1-r0-0.json"), theirs)
     assert drain_predecessors(store, record("2"), now=now)
     assert asked(store, "1") == theirs
-
-
-def test_those_that_come_after_are_left_alone(store):
-    store.write(record("2"))
-    assert not drain_predecessors(store, record("1"), now=now)
-    assert asked(store, "2") is None
 
 
 async def test_only_one_that_is_ready_takes_over(store, monkeypatch):

@@ -23,6 +23,7 @@ from hpc_serve.job.weights.stage_folder import remove_unused, stage_base
 from hpc_serve.job.weights.staging import CopyStoppedError, Staging, plan_staging
 from hpc_serve.units import MIB
 from hpc_serve.vllm.command import StandIn, read_command
+from tests.support.fake_hub import cached
 from tests.support.patience import wait_until
 from tests.support.strangers import give_away
 from tests.unit.job.conftest import safetensors
@@ -302,11 +303,9 @@ def test_a_model_that_is_not_here_must_be_fetched_first(environ, tmp_path):
 
 
 def test_a_model_of_the_cache_is_found(model, environ, tmp_path):
-    folder = tmp_path / "hf" / "hub" / "models--org--model"
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text("abc")
-    shutil.copytree(model, folder / "snapshots" / "abc", symlinks=True)
-    assert planned("org/model", environ).source == folder / "snapshots" / "abc"
+    snapshot = cached(tmp_path / "hf" / "hub", "org/model", {})
+    shutil.copytree(model, snapshot, dirs_exist_ok=True)
+    assert planned("org/model", environ).source == snapshot
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "{tmp_path}/outside.safetensors"])

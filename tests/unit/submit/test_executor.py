@@ -21,6 +21,7 @@ from hpc_serve.submit.slurm.scheduler import local_job_state, process_start_time
 from hpc_serve.submit.slurm.slurm import GONE, UNKNOWN
 from tests.cluster import wait_for
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.nodes import write_program
 from tests.support.stubs import make_submitted
 
 DEADLINE_S = 60.0
@@ -28,9 +29,7 @@ DEADLINE_S = 60.0
 
 def command(folder: Path, name: str, text: str) -> None:
     """Put a stand-in for a Slurm command into `folder`."""
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(f"#!/bin/bash\n{text}\n")
-    (folder / name).chmod(0o755)
+    write_program(folder / name, f"#!/bin/bash\n{text}\n")
 
 
 def scripts(folder: Path) -> Path:

@@ -9,6 +9,7 @@ import pytest
 from hpc_serve.errors import InvalidRequestError, SiteFileError
 from hpc_serve.submit.request.options import Environment, JobSettings, SlurmOptions, check_env, expanded, parse_env
 from hpc_serve.submit.script.render import render_argv
+from hpc_serve.submit.services import services
 from hpc_serve.submit.site.site_files import load_site_models, read_site
 from tests.unit.submit.service_8b import request, script
 
@@ -229,19 +230,8 @@ def test_a_service_s_variable_wins_over_its_model_s_and_that_over_the_site_s(tmp
     assert "hf_abc" not in ran(["render", "8b", "--env", "HF_TOKEN=hf_abc"], 2).err
 
 
-def test_weights_are_looked_for_where_the_job_will_look(tmp_path, monkeypatch):
-    from hpc_serve.submit.services import services
-
-    seen = []
-
-    def check_files(planned, environ, *, ask_hub):
-        seen.append(environ["HF_HOME"])
-        raise InvalidRequestError("enough")
-
-    monkeypatch.setattr(services, "check_files", check_files)
-    monkeypatch.setattr(services, "check_before_plan", lambda request, environ: None)
-    with pytest.raises(InvalidRequestError, match="enough"):
-        services.submit(
-            request(env={"HF_HOME": "/dev/shm/hf"}), environ={"HF_HOME": "/home/me/hf", "HPC_SERVE_HOME": str(tmp_path)}
-        )
-    assert seen == ["/dev/shm/hf"]
+def test_weights_are_looked_for_where_the_job_will_look(tmp_path):
+    offline = {"HF_HOME": "/dev/shm/hf", "HF_HUB_OFFLINE": "1"}
+    environ = {"HF_HOME": "/home/me/hf", "HPC_SERVE_HOME": str(tmp_path)}
+    with pytest.raises(InvalidRequestError, match="/dev/shm/hf/hub holds none of its weights"):
+        services.submit(request(env=offline, **LOCAL, environment=Environment(kind="none")), environ=environ)

@@ -11,13 +11,13 @@ import pytest
 
 from hpc_serve.submit.request.options import Environment, SlurmOptions
 from tests.cluster import wait_for
+from tests.support.nodes import write_program
 from tests.unit.submit import service_8b
 from tests.unit.submit.test_render import bash_accepts
 
 
-def script(requeue: bool | None, *, per_job: int = 1, **environment) -> str:
-    slurm, place = SlurmOptions(requeue=requeue), Environment(**environment)
-    return service_8b.script(replicas_per_job=per_job, slurm=slurm, environment=place)
+def script(requeue: bool | None, **fields) -> str:
+    return service_8b.script(slurm=SlurmOptions(requeue=requeue), **fields)
 
 
 @pytest.mark.parametrize(("requeue", "words"), [(True, ["--requeue"]), (False, ["--no-requeue"]), (None, [])])
@@ -26,13 +26,6 @@ def test_slurm_is_told(requeue, words):
     bash_accepts(text)
     assert re.findall("^#SBATCH (.*requeue.*)$", text, re.MULTILINE) == words
     assert ("scontrol requeue" in text) == bool(requeue)
-
-
-def test_whether_it_shall_is_asked_in_the_container_and_slurm_beside_it():
-    text = script(True, kind="apptainer", path="image.sif")
-    bash_accepts(text)
-    assert "job=$(apptainer exec --nv image.sif python -m hpc_serve.job.rerun --service 8b --most 5)" in text
-    assert '\n    scontrol requeue "$job" || {\n' in text
 
 
 PROGRAMS = {
@@ -54,10 +47,9 @@ esac
 def start(folder: Path, *, end: int, per_job: int = 1) -> subprocess.Popen[str]:
     """Start the script; the program in the job exits with `end`."""
     for name, text in PROGRAMS.items():
-        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
-        (folder / name).chmod(0o755)
+        write_program(folder / name, f"#!/bin/bash\n{text}\n")
     (folder / "end").write_text(str(end))
-    (folder / "script.sh").write_text(script(True, per_job=per_job, kind="none"))
+    (folder / "script.sh").write_text(script(True, replicas_per_job=per_job, environment=Environment(kind="none")))
     environ = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "1"}
     return subprocess.Popen(
         ["bash", "script.sh"], cwd=folder, env=environ, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -66,9 +58,6 @@ def start(folder: Path, *, end: int, per_job: int = 1) -> subprocess.Popen[str]:
 
 def calls(folder: Path) -> list[str]:
     return (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
-
-
-AGAIN = ["rerun", "requeue 7_1"]
 
 
 @pytest.mark.parametrize("per_job", [1, 2])

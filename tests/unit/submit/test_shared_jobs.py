@@ -25,6 +25,7 @@ from hpc_serve.submit.status.status_reader import find
 from hpc_serve.units import GIB
 from tests.cluster import wait_for
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.nodes import write_program
 from tests.support.stubs import StubService, make_record
 from tests.unit.submit import service_8b
 from tests.unit.submit.service_8b import MODEL, states
@@ -112,8 +113,7 @@ class TestShell:
     def start(self, folder: Path, *ends: str) -> subprocess.Popen[bytes]:
         for replica, text in enumerate(ends):
             (folder / f"ends-{replica}").write_text(text.replace(" ", "\n") + "\n")
-        (folder / "python").write_text(PYTHON)
-        (folder / "python").chmod(0o755)
+        write_program(folder / "python", PYTHON)
         (folder / "script.sh").write_text(of_this_machine(len(ends)))
         environ = {"PATH": f"{folder}:{os.environ['PATH']}"}
         with (folder / "log").open("w") as log:
@@ -151,8 +151,7 @@ class TestShell:
     def test_a_signal_before_there_is_a_launcher_reaches_it_all_the_same(self, tmp_path, replicas):
         """It comes while the run is prepared."""
         prepares = 'kill -TERM "${HPC_SERVE_JOB_ID#local-}"; echo "export HPC_SERVE_LOG_DIR=."'
-        (tmp_path / "python").write_text(f"#!/bin/bash\n[[ $1 != -c ]] || {{ {prepares}; exit; }}\nexec sleep 600\n")
-        (tmp_path / "python").chmod(0o755)
+        write_program(tmp_path / "python", f"#!/bin/bash\n[[ $1 != -c ]] || {{ {prepares}; exit; }}\nexec sleep 600\n")
         environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
         done = subprocess.run(
             ["bash", "-c", of_this_machine(replicas)], cwd=tmp_path, env=environ, timeout=60, check=False
@@ -166,10 +165,6 @@ def test_each_replica_of_a_job_that_is_kept_has_its_own_program():
     assert f"service_keeper {words}\n" in text
     assert "#SBATCH --array" not in text
     bash_accepts(text)
-
-
-def test_on_this_machine_they_share_one_job():
-    bash_accepts(script(cluster="local", replicas=4))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from hpc_serve.submit.plans import preflight as weights
 from hpc_serve.submit.plans.planning import plan_request
 from hpc_serve.submit.plans.preflight import check_files
 from hpc_serve.submit.request.options import JobSettings
+from tests.support.fake_hub import cached
 from tests.unit.submit.service_8b import MODEL, request, script
 
 SHARDS = ("model-1.safetensors", "model-2.safetensors")
@@ -28,12 +29,7 @@ def environ(tmp_path):
 @pytest.fixture
 def snapshot(tmp_path):
     """The folder of the model in the cache: with a config, and an index of two files that are not there."""
-    folder = tmp_path / "hf" / "hub" / f"models--{MODEL.replace('/', '--')}"
-    snapshot = folder / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text("abc")
-    (snapshot / "config.json").write_text("{}")
+    snapshot = cached(tmp_path / "hf" / "hub", MODEL, {})
     (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(zip("ab", SHARDS))}))
     return snapshot
 

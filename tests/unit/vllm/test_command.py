@@ -35,7 +35,6 @@ def check(line: str, *, num_nodes: int, per_node: int, backend: str, device: Dev
         ("org/m", "model", "org/m"),
         ("m --served-model-name org/m m", "served_model_names", ("org/m", "m")),
         ("m -tp 8 --pipeline_parallel_size=2", "world_size", 16),
-        ("m -tp 8 --tensor-parallel-size 2", "tensor_parallel_size", 2),  # the last use wins
         ("m -tp 2 -dp 1", "world_size", 2),
         ("m -tp 2 --data-parallel-size=4", "world_size", 8),
         ("m --seed -1 --port 80", "port", 80),
@@ -68,13 +67,6 @@ def test_a_stand_in_takes_the_place_of_the_weights_and_keeps_the_name(tmp_path: 
     )
     assert (command.model, command.served_model_names) == ("org/m", ("org/m",))
     assert command.tensor_parallel_size == 2
-
-
-@pytest.mark.parametrize("text", ["--middleware a.b", "--api-key k", "--new-option 1", "--trust-remote-code"])
-def test_a_stand_in_s_file_does_not_bring_code_or_secrets(tmp_path: Path, text: str):
-    (tmp_path / "hpc-serve-args.txt").write_text(text)
-    with pytest.raises(InvalidRequestError, match=r"hpc-serve-args.txt holds|cannot be given"):
-        find_stand_in({"HPC_SERVE_MODEL": str(tmp_path)})
 
 
 def test_a_script_s_options_of_another_version_are_passed_on_as_they_are():

@@ -6,6 +6,7 @@ import ctypes
 import http.server
 import json
 import os
+import shutil
 import threading
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ import pytest
 from hpc_serve.hub.local_weights import HubSettings
 from hpc_serve.job.preflight import cuda_probe, gather_gpus, gather_node
 from hpc_serve.job.preflight.facts import CudaDevice, CudaFacts
+from tests.support.fake_hub import cached
 from tests.support.nodes import write_program
 from tests.unit.job.conftest import safetensors
 from tests.unit.job.preflight.nodes import CUDA, DEVICE, NEEDS
@@ -179,8 +181,7 @@ def model(tmp_path):
 
 
 def gathered(model, **options):
-    facts = gather_node.gather_weights(str(model), {"HF_HOME": str(model.parent / "hf")}, load_format="auto", **options)
-    return facts
+    return gather_node.gather_weights(str(model), {"HF_HOME": str(model.parent / "hf")}, load_format="auto", **options)
 
 
 def test_whole_weights_are_counted_and_what_no_index_names_is_not_read(model):
@@ -238,11 +239,7 @@ def test_the_hub_is_asked_for_what_the_cache_lacks_alone(model):
     facts = of_hub()
     assert (facts.folder, facts.hub_status, facts.hub_error, asked) == ("", 401, "GatedRepo", ["acme/m"])
     assert of_hub(HF_HUB_OFFLINE="1").hub_status is None
-    snapshot = model.parent / "hf" / "hub" / "models--acme--m"
-    (snapshot / "refs").mkdir(parents=True)
-    (snapshot / "refs" / "main").write_text("abc")
-    (snapshot / "snapshots").mkdir()
-    model.rename(snapshot / "snapshots" / "abc")
+    shutil.copytree(model, cached(model.parent / "hf" / "hub", "acme/m", {}), dirs_exist_ok=True)
     assert (of_hub(HF_TOKEN="x").num_files, asked) == (2, ["acme/m"])
 
 
