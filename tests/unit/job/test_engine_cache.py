@@ -304,11 +304,6 @@ def test_what_is_in_use_stays_though_it_is_too_large(root):
     assert remove_unused(root, limit_bytes=1) == [path]
 
 
-def test_what_nobody_used_for_a_month_is_removed(root):
-    old = used_before(root, at_s=1.0)
-    assert remove_unused(root, limit_bytes=1 << 40) == [old]
-
-
 def test_only_folders_of_caches_are_removed(root):
     for name in ("notes", f"{KEY}-x", "vllm"):
         (root / name).mkdir()

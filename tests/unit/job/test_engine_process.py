@@ -257,6 +257,15 @@ async def test_each_server_of_an_engine_serves_on_the_launchers_port_until_it_en
         socket.create_connection(("127.0.0.1", engine_socket.port))
 
 
+async def test_before_the_engine_is_up_nobody_shares_its_port(node):
+    engine_socket = EngineSocket(node())
+    with contextlib.closing(engine_socket), socket.socket() as beside:
+        beside.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        beside.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        with pytest.raises(OSError, match="in use"):
+            beside.bind(("127.0.0.1", engine_socket.port))
+
+
 async def test_before_the_engine_is_up_one_connection_waits_and_strangers_fill_no_memory(node):
     engine_socket = EngineSocket(node())
     with contextlib.closing(engine_socket), contextlib.ExitStack() as opened:

@@ -69,16 +69,6 @@ class Scene:
                 await watching
 
 
-async def test_an_engine_that_is_stopped_is_unresponsive_until_it_goes_on(service):
-    scene = Scene(service)
-    async with scene.watched():
-        scene.signal(signal.SIGSTOP)
-        found = await scene.until("unresponsive")
-        assert "its engine has left /health unanswered for" in found.reason
-        scene.signal(signal.SIGCONT)
-        assert (await scene.until("ready")).reason is None
-
-
 async def test_an_engine_that_hangs_while_its_api_answers_is_unresponsive_until_it_goes_on(service, tmp_path):
     hang = tmp_path / "hang"
     scene = Scene(service, "--stub-hang-file", str(hang), look_timeout_s=60.0)  # it answers on a busy machine, too

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -74,24 +73,6 @@ def test_a_home_that_is_moved_away_is_not_made_anew_and_is_written_again_when_it
     assert after.counter > before.counter
 
 
-def test_the_engines_port_is_taken_from_the_first_record_on_and_given_back_with_the_engine(start, tmp_path):
-    """Whoever binds beside the engine, or first at its next start, has the port of nobody."""
-    hold_file = tmp_path / "hold"
-    hold_file.touch()
-    run = start("--stub-hold-file", str(hold_file))
-    wait_for(lambda: run.record and run.record.stage == "loading weights", 60, what="loading")
-    port = run.record.port
-    assert listener_beside("127.0.0.1", port) is None
-    hold_file.unlink()
-    assert run.wait_for_state("ready").port == port
-    (engine,) = run.engines()
-    os.kill(engine, signal.SIGKILL)
-    wait_for(lambda: run.record.state == "ready" and run.record.engine_restarts, 60, what="its next start")
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port)).close()
-    assert run.record.port != port
-
-
 def test_another_program_that_answers_in_the_engines_place_is_a_port_clash_that_is_told_and_tried_again(
     start, tmp_path
 ):
@@ -113,20 +94,6 @@ def test_another_program_that_answers_in_the_engines_place_is_a_port_clash_that_
     assert ("starting", "starting again with other ports") in stages
     assert (record.state, record.exit_code, record.failed_part) == ("failed", 75, "engine")
     assert record.reason.startswith(f"the server is up, but another program answers at 127.0.0.1:{record.port}")
-
-
-def listener_beside(host: str, port: int) -> socket.socket | None:
-    """What a program gets that asks to share a port."""
-    beside = socket.socket()
-    beside.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    beside.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        beside.bind((host, port))
-        beside.listen()
-    except OSError:
-        beside.close()
-        return None
-    return beside
 
 
 def ctrl_c(run: Run) -> None:

@@ -27,7 +27,7 @@ from hpc_serve.errors import (
 )
 from hpc_serve.rendezvous.claims import change_wanted, read_wanted
 from hpc_serve.rendezvous.store import DrainRequest, ask_to_drain, drain_file, read_drain_request
-from hpc_serve.rendezvous.wanted import SUBMITTING_S, Decision, Wanted
+from hpc_serve.rendezvous.wanted import Decision, Wanted
 from hpc_serve.submit.request.options import SlurmOptions
 from hpc_serve.submit.services.jobs import Windows
 from hpc_serve.submit.services.service_keeper import Keeper, run, submission_environ
@@ -409,14 +409,6 @@ class TestPeople:
     def test_waking_what_never_was(self, store, slurm):
         with pytest.raises(ServiceNotFoundError, match="No service or job 'nobody'"):
             wake(store, "nobody")
-
-    def test_what_a_program_that_died_was_submitting_is_submitted(self, job, store, slurm, stubs):
-        change(store, count=2, submitting=1, submitting_at=time.time())
-        go_on(job, 10)
-        assert len(slurm.scripts) == 1
-        change(store, submitting_at=time.time() - SUBMITTING_S)
-        go_on(job, 10)
-        assert len(slurm.scripts) == 2
 
     def test_status_says_what_was_decided(self, job, store, stubs, ran):
         go_on(job, 10)

@@ -294,13 +294,6 @@ class TestTimeLimit:
     def test_without_keep_up_nothing_follows_before_the_end(self):
         assert service().run(LIMIT_S - 60) == []
 
-    def test_jobs_that_were_handed_over_are_no_failures(self):
-        """Their limit is so short that none of them serves for the ten minutes after which a start has succeeded."""
-        world = short_lived(start_s=20.0)
-        found = world.run(5 * 240)
-        assert set(told(found)) == set(HANDED_OVER)
-        assert (world.wanted.failures, world.wanted.problem, world.least_ready) == (0, "", 1)
-
     def test_a_job_that_is_handed_over_clears_the_failures(self):
         world = short_lived(start_s=20.0)
         world.fails = {"102"}
@@ -356,12 +349,6 @@ class TestLoad:
         world.waiting = 5
         assert world.run(600) == []
 
-    def test_no_more_than_the_most_in_whole_jobs(self):
-        world = service(1, 3, replicas_per_job=2)
-        world.waiting = 50
-        world.run(300)
-        assert world.states() == ["ready"] * 2
-
     @pytest.mark.parametrize("start_s", [20.0, 60.0, 90.0])
     def test_a_wave_among_handovers(self, start_s):
         """The longer a start takes, the longer there is a job that nears its limit beside one that starts for it."""
@@ -397,11 +384,6 @@ class TestSleep:
         world.until["102"] = 10000
         found = world.run(50)
         assert ("end", "idle") in told(found)
-
-    def test_with_requests_it_does_not_sleep(self):
-        world = service(1, 4, idle_stop_s=60.0)
-        world.waiting = 1
-        assert world.run(600) == []
 
 
 class TestFailures:
