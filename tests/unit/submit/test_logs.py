@@ -12,7 +12,7 @@ import pytest
 
 from hpc_serve.client.replicas.status import ReplicaStatus, assess_replica
 from hpc_serve.submit import logs as module
-from hpc_serve.submit.logs import both_ends, files_of, follow, lines_of, read_reports, tail
+from hpc_serve.submit.logs import files_of, follow, read_reports, tail
 from tests.support.stubs import make_record
 
 
@@ -127,23 +127,6 @@ def test_a_line_without_end_comes_in_pieces_and_each_byte_once(no_line_ends):
     assert "".join(lines) == "x" * 60_000 + "end"
     assert max(one.longest for one in opened) <= 1_000
     assert sum(one.read_bytes for one in opened) < 61_000
-
-
-def test_pieces_are_those_of_the_line(tmp_path):
-    (tmp_path / "log").write_bytes(b"x" * 2_500_000 + b"\nk\n")
-    with (tmp_path / "log").open("rb") as file:
-        *pieces, last = lines_of(file)
-    assert (b"".join(pieces), last) == (b"x" * 2_500_000 + b"\n", b"k\n")
-    assert [piece.endswith(b"\n") for piece in pieces] == [False, False, True]
-
-
-def test_both_ends_are_whole_lines_with_their_numbers(tmp_path):
-    lines = [f"line {number}\n".encode() for number in range(1, 30_001)]
-    (tmp_path / "log").write_bytes(b"".join(lines))
-    found = list(both_ends(tmp_path / "log", head_bytes=100, tail_bytes=100))
-    assert all(lines[number - 1] == line for number, line in found)
-    assert (found[0][0], found[-1][0]) == (1, 30_000)
-    assert len(found) < 30
 
 
 LOG = (Path(__file__).parent / "head.log").read_bytes().decode()
