@@ -61,6 +61,7 @@ def test_a_local_run_inside_a_job_is_local():
 
 UUIDS = "GPU-8d1f,GPU-0a2b,GPU-77cc,GPU-1234"
 MIG = "MIG-aa/1/0, MIG-bb/2/0"
+OF_ALL = {f"{maker}_VISIBLE_DEVICES": "0,1" for maker in ("ROCR", "CUDA", "HIP")}
 
 
 @pytest.mark.parametrize(
@@ -74,11 +75,7 @@ MIG = "MIG-aa/1/0, MIG-bb/2/0"
         ("1/2", {"ROCR_VISIBLE_DEVICES": "4,5,6,7"}, {"ROCR_VISIBLE_DEVICES": "6,7"}),
         ("1/2", {"HIP_VISIBLE_DEVICES": "0,1"}, {"HIP_VISIBLE_DEVICES": "1"}),
         # HIP's numbers count within what ROCR selects, so that selection stays.
-        (
-            "1/2",
-            {"ROCR_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "0,1"},
-            {"ROCR_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"},
-        ),
+        ("1/2", OF_ALL, {**OF_ALL, "CUDA_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"}),
         ("0/1", {"CUDA_VISIBLE_DEVICES": " 1 ,2"}, {"CUDA_VISIBLE_DEVICES": " 1 ,2"}),
     ],
 )
@@ -120,16 +117,10 @@ def test_cores_of_one_node_and_threads_of_one_core_are_near(tmp_path):
 
 
 def test_a_replica_has_its_part_of_what_the_scheduler_gave():
-    environ = {
-        "SLURM_JOB_ID": "77",
-        "SLURM_CPUS_ON_NODE": "64",
-        "SLURM_GPUS_ON_NODE": "8",
-        "SLURM_MEM_PER_NODE": "4096",
-    }
-    part = read_allocation(environ, Share(index=2, count=4))
-    assert (part.num_cpus, part.num_gpus, part.memory_bytes) == (16, 2, GIB)
+    part = read_allocation(SLURM, Share(index=2, count=4))
+    assert (part.num_cpus, part.num_gpus, part.memory_bytes) == (16, 2, GIB // 4)
     assert part.run_name == "77-r0-2"
-    assert read_allocation({**environ, "SLURM_CPUS_ON_NODE": "2"}, Share(index=2, count=4)).num_cpus == 1
+    assert read_allocation({**SLURM, "SLURM_CPUS_ON_NODE": "2"}, Share(index=2, count=4)).num_cpus == 1
 
 
 def test_a_process_takes_its_cores(monkeypatch):

@@ -236,22 +236,19 @@ def test_a_run_goes_on_without_where_all_are_in_use(root, monkeypatch):
         lock_folder(root, KEY)
 
 
-@pytest.mark.parametrize("what", ["folder", "file", "file below"])
-def test_what_a_stranger_has_put_there_is_removed_before_use(root, what):
+@pytest.mark.parametrize("what", ["folder", "file", "file below", "in an open folder"])
+def test_what_a_stranger_has_or_could_have_put_there_is_removed_before_use(root, what):
     path = used_before(root, at_s=1.0)
     (path / "vllm").mkdir()
     planted = path / "vllm" / "graph.so" if what == "file below" else path / "graph.so"
     planted.write_text("evil")
-    give_away(path if what == "folder" else planted)
+    if what == "in an open folder":
+        path.chmod(0o777)
+    else:
+        give_away(path if what == "folder" else planted)
     with locked(root) as (found, _):
         assert (found, list(found.iterdir()), found.stat().st_uid) == (path, [], os.geteuid())
-
-
-def test_what_others_could_have_written_to_is_removed_before_use(root):
-    path = used_before(root, at_s=1.0)
-    path.chmod(0o777)
-    with locked(root):
-        assert (list(path.iterdir()), stat.S_IMODE(path.stat().st_mode)) == ([], 0o700)
+        assert stat.S_IMODE(found.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("kind", ["link", "file", "pipe in it"])

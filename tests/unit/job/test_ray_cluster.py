@@ -50,14 +50,14 @@ def test_chips_of_a_tpu_are_a_resource_like_any_other():
     assert (said["address"], "head" in said) == ("10.0.0.9:1", False)
 
 
+OF_BOTH = {"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "0"}
+
+
 @pytest.mark.parametrize(
     ("given", "seen"),
     [
         ({"ROCR_VISIBLE_DEVICES": "4,5"}, {"HIP_VISIBLE_DEVICES": "4,5"}),
-        (
-            {"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "0"},
-            {"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "0"},
-        ),
+        (OF_BOTH, OF_BOTH),
         ({"CUDA_VISIBLE_DEVICES": "1"}, {"CUDA_VISIBLE_DEVICES": "1"}),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 
 import hpc_serve.job.preflight.checks
 from hpc_serve.job.preflight import checks
-from hpc_serve.job.preflight.facts import CudaFacts, GpusFacts, LimitFacts, findings
+from hpc_serve.job.preflight.facts import CudaFacts, FolderFacts, GpusFacts, LimitFacts, findings
 from hpc_serve.job.preflight.judge import CHECKS, judge
 from hpc_serve.units import GIB, MIB
 from tests.unit.job.preflight.nodes import CUDA, DEVICE, FACTS, FOLDER, GPU, NEEDS, VERSIONS, WEIGHTS, changed_run
@@ -36,12 +36,12 @@ UNKNOWN_VLLM = {**NEW_OPTION, "software.versions": {"vllm": "0.41.0"}}
 NODE_CHECKS = [(name, group) for name, group, scope, _ in CHECKS if scope == "node"]
 
 
-def limit(soft: int, hard: int | None = None, used: int | None = None) -> LimitFacts:
-    return LimitFacts(soft=soft, hard=soft if hard is None else hard, used=used)
+def limits(name: str, soft: int, hard: int | None = None, used: int | None = None) -> dict[str, LimitFacts]:
+    return {f"limits.{name}": LimitFacts(soft=soft, hard=soft if hard is None else hard, used=used)}
 
 
-def stages(gib: int) -> dict[str, int]:
-    return {"needs.staged_bytes": gib * GIB}
+def staged(gib: int, *folders: FolderFacts) -> dict[str, Any]:
+    return {"folders": folders, "needs.staged_bytes": gib * GIB}
 
 
 def judged(check, changes):
@@ -128,16 +128,12 @@ CASES: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
         ("warning", "cgroup allows 64.0 GiB, Slurm says that this job has 512.0", {"memory.limit_bytes": 64 * GIB}),
         ("failed", "--cpu-offload-gb keeps 800.0 GiB", {"needs.offload_bytes": 100 * GIB}),
         ("warning", "the node has 8.0 GiB for 8 ranks", {**NO_LIMIT, "memory.total_bytes": 8 * GIB}),
-        (
-            "failed",
-            "512.0 GiB, and the copy of the model takes 600.0 GiB of it",
-            {"folders": (IN_MEMORY,), **stages(600)},
-        ),
-        ("ok", "", {"folders": (SCRATCH,), **stages(600)}),  # a copy on a disk
+        ("failed", "512.0 GiB, and the copy of the model takes 600.0 GiB of it", staged(600, IN_MEMORY)),
+        ("ok", "", staged(600, SCRATCH)),  # a copy on a disk
         (
             "warning",
             "521 are needed, 505 of them for files in memory (/dev/shm, /tmp/c)",
-            {"folders": (IN_MEMORY, CACHES_IN_MEMORY), **stages(500)},
+            staged(500, IN_MEMORY, CACHES_IN_MEMORY),
         ),
     ],
     "shm": [
@@ -147,13 +143,9 @@ CASES: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
         ("ok", "GiB free", {**LITTLE_SHM, "needs": ON_CPUS}),
     ],
     "staging": [
-        (
-            "failed",
-            "140.0 GiB of the model are copied to /scratch/c, which has 100.0 GiB free",
-            {"folders": (SCRATCH,), **stages(140)},
-        ),
-        ("ok", "", {"folders": (replace(SCRATCH, free_bytes=141 * GIB),), **stages(140)}),
-        ("ok", "another run on this node has copied", {"folders": (), **stages(140)}),
+        ("failed", "140.0 GiB of the model are copied to /scratch/c, which has 100.0 GiB free", staged(140, SCRATCH)),
+        ("ok", "", staged(140, replace(SCRATCH, free_bytes=141 * GIB))),
+        ("ok", "another run on this node has copied", staged(140)),
     ],
     "disk": [
         ("failed", "(caches) has 0.0 MiB free", {"folders": (FOLDER, FULL_CACHES)}),
@@ -163,24 +155,24 @@ CASES: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
         ("warning", "1.0 GiB free", {"folders": (replace(FOLDER, free_bytes=GIB),)}),
     ],
     "limits": [
-        ("warning", "memlock is 65,536", {"limits.memlock": limit(65536)}),
-        ("ok", "no limit", {"limits.memlock": limit(65536), "needs.num_nodes": 1}),
-        ("warning", "nofile is 1,024", {"limits.nofile": limit(1024)}),
-        ("warning", "nproc is 512 (hard 1,024)", {"limits.nproc": limit(512, 1024)}),
+        ("warning", "memlock is 65,536", limits("memlock", 65536)),
+        ("ok", "no limit", {**limits("memlock", 65536), "needs.num_nodes": 1}),
+        ("warning", "nofile is 1,024", limits("nofile", 1024)),
+        ("warning", "nproc is 512 (hard 1,024)", limits("nproc", 512, 1024)),
         (
             "failed",
             "150 (ulimit -u), and you have 20 processes and threads there before the engine",
-            {"limits.nproc": limit(150, used=20)},
+            limits("nproc", 150, used=20),
         ),
-        ("warning", "nproc is 150", {"limits.nproc": limit(150, used=20), "needs": ON_CPUS}),
+        ("warning", "nproc is 150", {**limits("nproc", 150, used=20), "needs": ON_CPUS}),
         (
             "failed",
             "(hard 8,192) (ulimit -u), and you have 4,050",
-            {"limits.nproc": limit(4096, 8192, used=4050), "needs": ON_CPUS},
+            {**limits("nproc", 4096, 8192, used=4050), "needs": ON_CPUS},
         ),
-        ("warning", "address space", {"limits.as": limit(64 * GIB, -1)}),
-        ("warning", "room for 900 of 1000 tasks", {"limits.tasks": limit(1000, used=100)}),
-        ("failed", "room for 10 of 100 tasks", {"limits.tasks": limit(100, used=90)}),
+        ("warning", "address space", limits("as", 64 * GIB, -1)),
+        ("warning", "room for 900 of 1000 tasks", limits("tasks", 1000, used=100)),
+        ("failed", "room for 10 of 100 tasks", limits("tasks", 100, used=90)),
     ],
     "commands": [
         ("ok", ", ".join(f"{name} {version}" for name, version in VERSIONS.items()), {}),
