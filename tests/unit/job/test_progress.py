@@ -128,14 +128,6 @@ def test_a_start_goes_on_with_its_weights_while_other_ranks_have_theirs():
     assert stages.record(1e9).stage == "compile"
 
 
-def test_weights_of_which_nobody_said_that_they_begin_go_on_after_the_first_rank_has_its():
-    stages = StartStages(first="engine", clock=Clock())
-    tell(stages, RANK_IS_DONE)
-    assert stages.record(1e9).stage == "compile"
-    tell(stages, BAR.format(1))
-    assert stages.record(1e9).stage == "weights"
-
-
 def test_what_belongs_to_no_stage_changes_none():
     stages = StartStages(first="engine", clock=Clock())
     assert stages.note_phrase("not ready: 503")

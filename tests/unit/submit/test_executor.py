@@ -177,12 +177,6 @@ def test_from_another_host_a_local_job_is_unknown_and_cannot_be_stopped():
         stop_local_job(job, grace_s=0)
 
 
-def test_a_zombie_is_over():
-    child = subprocess.Popen(["true"])
-    wait_for(lambda: process_start_time(child.pid) is None, DEADLINE_S, what="a zombie counts as alive")
-    child.wait()
-
-
 def test_a_job_that_slurm_has_not_looked_at_yet_is_asked_for_again(slurm: FakeSlurm) -> None:
     """As with Slurm 26.05, the first answers have no reason."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -305,13 +304,6 @@ class TestTimeLimit:
         starting = Job(job_id="2", state="starting", ends_at=10.0)
         assert decide(ready, starting, now=9.0, least=2, most=2, count=2, keep_up=True) == []
 
-    def test_a_job_that_drains_at_slurms_notice_is_one_too_few(self):
-        """No successor could be submitted before, for example because the disk was full."""
-        world = service(keep_up=True)
-        world.jobs["101"] = replace(world.jobs["101"], state="draining")
-        world.until["101"] = world.now + 300
-        assert told(world.run(60)) == [("submit", "missing")]
-
     def test_a_successor_that_is_ready_takes_over_though_the_time_limit_was_raised(self):
         old = Job(job_id="1", state="ready", start_s=30.0, ends_at=9000.0)
         successor = Job(job_id="2", state="ready", start_s=30.0, ends_at=5000.0, predecessor="1")
@@ -343,12 +335,6 @@ class TestLoad:
         assert found[0].why.startswith("the others could have carried the load for ")
         assert world.states() == ["ready"]
 
-    def test_nothing_leaves_that_is_needed(self):
-        world = service(3)
-        world.wanted = replace(world.wanted, least=1)
-        world.waiting = 5
-        assert world.run(600) == []
-
     @pytest.mark.parametrize("start_s", [20.0, 60.0, 90.0])
     def test_a_wave_among_handovers(self, start_s):
         """The longer a start takes, the longer there is a job that nears its limit beside one that starts for it."""
@@ -377,28 +363,8 @@ class TestSleep:
         assert told(world.run(60)) == [("submit", "missing")]
         assert world.states() == ["ready"]
 
-    def test_one_that_comes_is_ended(self):
-        world = service(1, 4, idle_stop_s=40.0)
-        world.wanted = replace(world.wanted, count=2)
-        world.submit()
-        world.until["102"] = 10000
-        found = world.run(50)
-        assert ("end", "idle") in told(found)
-
 
 class TestFailures:
-    def test_those_that_fail_again_and_again_are_tried_more_slowly(self):
-        world = service(2)
-        world.run(700)
-        world.fails = {str(job) for job in range(103, 200)}
-        world.lose("101")
-        world.run(1200)
-        at = [at for at, one in world.told if one.action == "submit"]
-        gaps = [round(after - before) for before, after in pairwise(at)]
-        assert gaps == sorted(gaps)
-        assert len(at) < 8
-        assert world.wanted.problem.endswith("which was added, failed: the engine ended with 1")
-
     def test_one_that_serves_for_a_while_clears_the_failures(self):
         world = service()
         world.wanted = replace(world.wanted, failures=4, problem="x")

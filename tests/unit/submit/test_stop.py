@@ -191,12 +191,6 @@ class TestStop:
         assert status.reason == f"its script exited with code 78: {exit_code_words(78)} (FAILED)"
         assert status.last_log_lines == ("no Python environment in /x",)
 
-    def test_what_is_over_is_left_alone(self, store, slurm):
-        submitted_job(store)
-        record(store, state="stopped")
-        assert stop(store, "8b") == ()
-        assert slurm.cancelled == []
-
     def test_a_job_that_does_not_end_is_told(self, store, slurm):
         submitted_job(store)
         slurm.job("7", "RUNNING")
