@@ -45,37 +45,6 @@ def recorded(name: str) -> list[Line]:
     return [(float(seconds), words) for seconds, _, words in lines]
 
 
-def gpu_start(
-    *, engine_s: float = 60, weights_s: float = 600, compile_s: float = 70, capture_s: float = 60, shards: int = 30
-) -> list[Line]:
-    """A start on GPUs: lines as vLLM 0.32 prints them, at times that are made up."""
-    at, lines = (engine_s, [(0.4 * engine_s, "(APIServer pid=1) INFO 11-20 [model.py:733] Resolved architecture")])
-    lines += [(0.7 * engine_s, "(EngineCore pid=2) INFO 11-20 [core.py:133] Initializing a V1 LLM engine")]
-    lines += [(at, "(Worker_TP0 pid=3) INFO 11-20 [gpu_model_runner.py:5060] Starting to load model m...")]
-    for done in range(shards + 1):
-        bar = f"Loading safetensors checkpoint shards: {100 * done // shards:3d}% Completed | {done}/{shards} [00:00"
-        lines += [(at + 2 + (weights_s - 4) * done / shards, bar)]
-    at += weights_s
-    lines += [(at - 1, "(Worker_TP0 pid=3) INFO 11-20 [default_loader.py:501] Loading weights took 9.00 seconds")]
-    lines += [(at, "(Worker_TP0 pid=3) INFO 11-20 [gpu_model_runner.py:5110] Model loading took 14.99 GiB")]
-    for part, words in (
-        (0.2, "[backends.py:1102] Using cache directory: /c for vLLM's torch.compile"),
-        (0.3, "[backends.py:1166] Dynamo bytecode transform time: 8.52 s"),
-        (0.9, "[backends.py:398] Compiling a graph for compile range (1, 8192) takes 46.06 s"),
-        (0.95, "[monitor.py:62] torch.compile took 60.10 s in total"),
-        (1.0, "[monitor.py:91] Initial profiling/warmup run took 3.11 s"),
-    ):
-        lines += [(at + compile_s * part, f"(Worker_TP0 pid=3) INFO 11-20 {words}")]
-    at += compile_s
-    lines += [(at + 0.1 * capture_s, "(Worker_TP0 pid=3) INFO 11-20 [gpu_worker.py:760] Available KV cache memory")]
-    for done in range(0, 36, 5):
-        bar = f"Capturing CUDA graphs (mixed prefill-decode, PIECEWISE): {done}%|██| {done}/35"
-        lines += [(at + capture_s * (0.2 + 0.8 * done / 35), bar)]
-    at += capture_s
-    lines += [(at + 1, "(APIServer pid=1) INFO 11-20 [entry.py:140] Starting vLLM server on https://0.0.0.0:8000")]
-    return [*lines, (at + 4, "m is ready at https://n1:8000")]
-
-
 def play(lines: Sequence[Line], past: PastStart | None = None) -> tuple[PastStart, list[Said]]:
     """A start, as it is remembered; and what was said of it each second while it lasted."""
     clock = Clock()
