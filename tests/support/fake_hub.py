@@ -75,64 +75,61 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_HEAD(self) -> None:
-        self._answer(with_body=False)
+        self.do_GET()
 
     def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def _answer(self, *, with_body: bool) -> None:
         hub, path = self.hub, self.path.split("?")[0].strip("/")
         words = path.split("/")
         where = words[0] if words[0] in ("api", "storage") else "resolve"
         hub.tokens.add((where, self.headers.get("Authorization", "")))
         if hub.status != 200:
-            self._send(hub.status, {}, b"", with_body=with_body)
+            self._send(hub.status, {}, b"")
             return
         if words[:2] == ["api", "models"]:
-            self._api("/".join(words[2:4]), words[4:], with_body=with_body)
+            self._api("/".join(words[2:4]), words[4:])
         elif words[0] == "storage":
-            self._content("/".join(words[1:3]), "/".join(words[3:]), with_body=with_body)
+            self._content("/".join(words[1:3]), "/".join(words[3:]))
         elif where == "api":
-            self._send(404, {}, b"", with_body=with_body)
+            self._send(404, {}, b"")
         else:
-            self._resolve("/".join(words[:2]), words[3], "/".join(words[4:]), with_body=with_body)
+            self._resolve("/".join(words[:2]), words[3], "/".join(words[4:]))
 
-    def _api(self, name: str, words: list[str], *, with_body: bool) -> None:
+    def _api(self, name: str, words: list[str]) -> None:
         files = self.hub.models.get(name)
         if files is None:
-            self._send(404, {"X-Error-Code": "RepoNotFound"}, b"", with_body=with_body)
+            self._send(404, {"X-Error-Code": "RepoNotFound"}, b"")
         elif words[0] == "revision" and words[1] not in ("main", COMMIT):
-            self._send(404, {"X-Error-Code": "RevisionNotFound"}, b"", with_body=with_body)
+            self._send(404, {"X-Error-Code": "RevisionNotFound"}, b"")
         elif words[0] == "revision":
             self._send_json({"id": name, "sha": COMMIT, "siblings": [{"rfilename": path} for path in files]})
         else:
             self._send_json([_entry(path, content) for path, content in files.items()])
 
-    def _resolve(self, name: str, revision: str, path: str, *, with_body: bool) -> None:
+    def _resolve(self, name: str, revision: str, path: str) -> None:
         if self.hub.gated:
-            self._send(403, {"X-Error-Code": "GatedRepo"}, b"", with_body=with_body)
+            self._send(403, {"X-Error-Code": "GatedRepo"}, b"")
             return
         files = self.hub.models.get(name, {})
         if path not in files or revision not in ("main", COMMIT):
-            self._send(404, {"X-Error-Code": "EntryNotFound"}, b"", with_body=with_body)
+            self._send(404, {"X-Error-Code": "EntryNotFound"}, b"")
             return
         content = files[path]
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{_etag(path, content)}"'}
         if path.endswith(LARGE):
             headers |= {"X-Linked-ETag": headers["ETag"], "X-Linked-Size": str(len(content))}
             headers["Location"] = f"{self.hub.storage}/storage/{name}/{path}"
-            self._send(302, headers, b"", with_body=with_body)
+            self._send(302, headers, b"")
         else:
-            self._send(200, headers, content, with_body=with_body)
+            self._send(200, headers, content)
 
-    def _content(self, name: str, path: str, *, with_body: bool) -> None:
+    def _content(self, name: str, path: str) -> None:
         hub = self.hub
         content = hub.given.get(path, hub.models[name][path])
-        if with_body and hub.refusals.get(path):
-            self._send(hub.refusals[path].pop(0), {}, b"", with_body=True)
+        if self.command == "GET" and hub.refusals.get(path):
+            self._send(hub.refusals[path].pop(0), {}, b"")
             return
         begin = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
-        if with_body:
+        if self.command == "GET":
             hub.ranges.append((path, begin))
         status, headers = 200, {}
         if "Range" in self.headers:
@@ -141,20 +138,18 @@ class _Handler(BaseHTTPRequestHandler):
             begin = 0
         breaks = hub.breaks.get(path)
         ends = begin + breaks.pop(0) if breaks else None
-        self._send(status, headers, content[begin:], with_body=with_body, ends=None if ends is None else ends - begin)
+        self._send(status, headers, content[begin:], ends=None if ends is None else ends - begin)
 
     def _send_json(self, value: Any) -> None:
-        self._send(200, {"Content-Type": "application/json"}, json.dumps(value).encode(), with_body=True)
+        self._send(200, {"Content-Type": "application/json"}, json.dumps(value).encode())
 
-    def _send(
-        self, status: int, headers: dict[str, str], body: bytes, *, with_body: bool, ends: int | None = None
-    ) -> None:
+    def _send(self, status: int, headers: dict[str, str], body: bytes, ends: int | None = None) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if not with_body:
+        if self.command == "HEAD":
             return
         self.wfile.write(body[:ends])
         if ends is not None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 
 import pytest
 
@@ -64,23 +65,16 @@ def request(*headers: bytes, method: bytes = b"GET", path: bytes = b"/v1/models"
     return method + b" " + path + b" HTTP/1.1\r\nHost: e\r\n" + b"".join(headers) + b"\r\n"
 
 
-def all_of(connection: socket.socket) -> bytes:
-    """What comes until the other end closes; a reset is an end too."""
+def until(connection: socket.socket, words: bytes | None) -> bytes:
+    """What comes up to these words, or (None) until the other end closes; a reset is an end too."""
     received = b""
-    try:
-        while chunk := connection.recv(65536):
+    with suppress(ConnectionResetError, ssl.SSLEOFError):
+        while (words is None or words not in received) and (chunk := connection.recv(65536)):
             received += chunk
-    except (ConnectionResetError, ssl.SSLEOFError):
-        pass
     return received
 
 
-def until(connection: socket.socket, words: bytes) -> bytes:
-    """What comes, up to these words."""
-    received = b""
-    while words not in received and (chunk := connection.recv(65536)):
-        received += chunk
-    return received
+all_of = partial(until, words=None)
 
 
 def let_in(connection: socket.socket) -> bool:

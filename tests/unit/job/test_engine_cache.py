@@ -158,13 +158,6 @@ def test_a_folder_that_a_stranger_made_first_is_not_used(scratch, node_dir, tmp_
         assert (planted / f"{KEY}-0" / "vllm" / "graph").read_text() == "evil", "a stranger's files are let be"
 
 
-def test_a_root_that_cannot_be_made_is_said(tmp_path, node_dir):
-    (tmp_path / "file").write_text("")
-    with open_cache(KEY, node_dir, {"HPC_SERVE_CACHE_DIR": str(tmp_path / "file" / "below")}, ALONE) as cache:
-        assert cache.words.startswith("cold, and not kept: ")
-        assert str(tmp_path / "file") in cache.words
-
-
 def test_a_key_is_of_model_layout_and_versions(tmp_path):
     def key(words: str, **options) -> str:
         return cache_key(read_command(words.split()), **{"device": "GPU", "num_nodes": 1, **options})

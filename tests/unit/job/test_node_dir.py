@@ -301,10 +301,6 @@ def test_a_semaphore_that_was_mapped_before_it_got_its_name_is_seen():
     del semaphore
 
 
-def test_a_process_that_has_ended_has_nothing_mapped(memory, segment):
-    assert node_dir.mapped_by([2**22 + 1], [segment("psm_1234")], folder=memory) == set()
-
-
 def test_what_is_listed_is_of_known_kinds(memory, segment):
     kinds = ("psm_1234", "vllm_offload_x.mmap", "vllm_dist_0e-tp:0-[0-1]-cpushm_0", "sem.mp-abc", "nccl-x", "torch_1_2")
     known = {segment(name) for name in kinds}

@@ -38,19 +38,10 @@ from hpc_serve.submit.status.status_reader import read_status
 from tests.cluster import wait_for
 from tests.support.at_once import at_once
 from tests.support.stubs import StubService, make_record
+from tests.unit.job.starts import Clock
 from tests.unit.submit.service_8b import MODEL, before_sbatch, script, submit
 
 SERVICE = "8b"
-
-
-class Clock:
-    """A monotonic clock that goes on when it is told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
@@ -99,7 +90,7 @@ def go_on(one: Keeper, for_s: float) -> None:
 
 def look(one: Keeper) -> float | None:
     assert isinstance(one.clock, Clock)
-    one.clock.now_s += 5.0
+    one.clock.now += 5.0
     return one.step()
 
 
