@@ -86,13 +86,6 @@ async def test_a_heartbeat_carries_what_was_read_and_is_not_a_message():
         assert head.read == read
 
 
-async def test_the_end_of_a_launcher_is_noticed():
-    async with connected() as (head, node):
-        await node.close()
-        with pytest.raises(LinkLostError, match="launcher on node n2 ended"):
-            await head.receive()
-
-
 async def test_a_silent_node_is_lost_and_so_is_a_silent_head():
     async with connected(silence_s=0.05) as ends:
         heard = await asyncio.gather(*(end.receive() for end in ends), return_exceptions=True)

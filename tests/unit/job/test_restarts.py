@@ -94,29 +94,6 @@ def test_what_an_engine_calls_its_weights_is_gone_with_it(start):
     wait_for(lambda: run.record.weight_version == "default", 60, what="the name of the weights that it started with")
 
 
-def test_one_that_hangs_is_ended_and_started_again(start):
-    # The record says for so long that it is unresponsive: a machine that stands still misses less.
-    run = start(variables={"HPC_SERVE_CANARY_S": "5", "HPC_SERVE_HANG_S": "12"})
-    wait_for_start(run, 0)
-    kill_engine(run, signal.SIGSTOP)
-    found = run.wait_for_state("unresponsive")
-    assert "its engine has left /health unanswered" in str(found.reason)
-    wait_for_start(run, 1)
-    assert len(run.engines()) == 1
-    why = r"1 s after this end: engine was unresponsive for \d+ s: its engine has left /health unanswered"
-    assert re.search(why, run.node_log())
-
-
-def test_after_the_last_start_the_run_ends_with_the_last_reason(start):
-    # The first request shows that it is ready, the second one is the launcher's next question.
-    run = start("--stub-die-at-request", "2", "--stub-exit-code", "9", engine_restarts=1)
-    record = run.wait_for_state("failed")
-    assert record.reason == "engine exited with 9 (it had been started again once)"
-    assert (record.failed_part, record.exit_code, record.engine_restarts) == ("engine", 9, 1)
-    assert run.process.wait(60) == 9
-    assert not run.engines()
-
-
 @pytest.mark.parametrize("when", ["waiting", "loading"])
 def test_a_run_that_is_stopped_during_a_restart_ends_well(start, tmp_path, when):
     hold_file = tmp_path / "hold"

@@ -9,14 +9,11 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.client.replicas.status import ProbeResult
-from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.rendezvous.record import JobEnd
-from hpc_serve.submit.logs import files_of
-from hpc_serve.submit.services import stop as stopping
 from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.slurm.slurm import GONE, JobState
 from hpc_serve.submit.slurm.slurm_messages import ended_sentence
-from hpc_serve.submit.status.status_reader import find, read_status
+from hpc_serve.submit.status.status_reader import read_status
 from tests.unit.submit.service_8b import MODEL, queued, record, submitted_job, the_one
 
 
@@ -238,11 +235,6 @@ class TestStatus:
             assert read_status(store, slurm=view).replicas[0].state == "unresponsive"
         assert slurm.asked["squeue"] == 2
 
-    def test_an_engine_that_answers_is_ready_though_the_controller_is_silent(self, store, slurm, engines):
-        slurm.be_silent()
-        engines.start(service="8b", model=MODEL, job_id="7")
-        assert the_one(store).state == "ready"
-
 
 class TestSlurmBesideARecordThatIsNotRenewed:
     """An hour without a renewal: the client calls such a replica unknown, and Slurm may know more."""
@@ -284,18 +276,6 @@ def test_a_job_submitted_by_hand_is_known_by_its_name(store, slurm):
     assert read_status(store, "8b").everywhere == ()
 
 
-def test_a_job_submitted_by_hand_that_failed_before_it_could_say_so_is_known(store, slurm, tmp_path):
-    log = tmp_path / "hpc-serve-70b-9.log"
-    log.write_text("no Python environment\n")
-    slurm.job("9", "FAILED", exit_code="78:0", name="hpc-serve-70b", log=str(log))
-    slurm.job("10", "FAILED", exit_code="1:0", name="something-else")
-    status = the_one(store)
-    assert (status.service, status.job_id, status.state, status.exit_code) == ("70b", "9", "failed", 78)
-    assert status.reason == f"its script exited with code 78: {exit_code_words(78)} (FAILED)"
-    assert (files_of(status), status.last_log_lines) == ([log], ("no Python environment",))
-    assert status.updated_at is not None
-
-
 def test_a_running_job_without_a_record_may_have_another_home(store, slurm):
     slurm.queue(("9", "RUNNING", "None"), name="hpc-serve-70b")
     assert (the_one(store).state, the_one(store).stage) == ("starting", "its script has begun")
@@ -322,11 +302,3 @@ def test_a_job_of_another_home_is_told_by_where_its_output_goes(store, slurm):
     assert read_status(store).everywhere == ()
     slurm.job("9", "FAILED", name="hpc-serve-70b", log=str(store.log_dir("70b") / "9.log"))
     assert the_one(store).state == "failed"
-
-
-def test_a_job_submitted_by_hand_is_stopped_too(store, slurm):
-    slurm.name_in_queue("9", "hpc-serve-70b")
-    slurm.job("9", "CANCELLED", after_cancel=True)
-    (status,) = stopping.stop(store, find(store, "70b"))
-    assert status.state == "stopped"
-    assert slurm.cancelled == ["9"]

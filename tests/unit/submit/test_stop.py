@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.client.replicas.status import ReplicaStatus
-from hpc_serve.errors import SchedulerUnavailableError, ServiceFailedError, ServiceNotFoundError, WaitTimeoutError
+from hpc_serve.errors import ServiceFailedError, ServiceNotFoundError, WaitTimeoutError
 from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.record import EndpointRecord
@@ -196,12 +196,6 @@ class TestStop:
         slurm.job("7", "RUNNING")
         with pytest.raises(WaitTimeoutError, match="still RUNNING"):
             stop(store, "7", timeout_s=0.1)
-
-    def test_a_silent_controller_cancels_nothing_and_says_so(self, store, slurm):
-        submitted_job(store)
-        slurm.be_silent()
-        with pytest.raises(SchedulerUnavailableError, match="does not answer"):
-            stop(store, "8b")
 
 
 class TestLogs:
