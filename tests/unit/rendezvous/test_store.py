@@ -70,21 +70,15 @@ def test_a_file_is_private_from_its_first_byte(store, monkeypatch):
     assert modes[0] == 0o600
 
 
-def test_folders_that_were_left_open_are_closed_but_for_the_home(store):
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o2750, 0o1750])
+def test_folders_that_were_left_open_are_closed_but_for_the_home(store, mode):
+    """None of these modes is taken for that of a shared folder."""
     store.ensure_service("405b")
-    folders = ("", "services", "services/405b")
+    folders = [store.home / folder for folder in ("", "services", "services/405b")]
     for folder in folders:
-        (store.home / folder).chmod(0o755)
-    store.write(make_record())
-    assert [stat.S_IMODE((store.home / folder).stat().st_mode) for folder in folders] == [0o755, 0o700, 0o700]
-
-
-def test_a_service_folder_of_usual_modes_is_not_taken_for_shared(store):
-    folder = store.ensure_service("70b")
-    for mode in (0o2750, 0o750, 0o755, 0o1750):
         folder.chmod(mode)
-        store.ensure_service("70b")
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    store.write(make_record())
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == [mode, 0o700, 0o700]
 
 
 @pytest.mark.parametrize("which", ["", "services", "services/405b"])

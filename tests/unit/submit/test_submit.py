@@ -173,6 +173,18 @@ class TestSubmit:
             submit()
         assert slurm.scripts == []
 
+    def test_a_name_is_one_model_s_as_long_as_its_job_may_live(self, store, slurm):
+        submit()
+        with pytest.raises(ServiceConflictError, match="job 101"):
+            submit(model="70b")
+        assert len(slurm.scripts) == 1
+        submit()  # the same model: another replica
+        slurm.queue()
+        for job_id in ("101", "102"):
+            slurm.job(job_id, "CANCELLED")
+        submit(model="70b")
+        assert len(slurm.scripts) == 3
+
     def test_a_silent_controller_frees_no_name(self, store, slurm):
         submit()
         slurm.be_silent()
