@@ -14,7 +14,7 @@ from hpc_serve.job.machine.network import PortsInUseError
 from hpc_serve.job.run import record_keeper
 from hpc_serve.job.run.record_keeper import RecordKeeper, drain_predecessors, publish_failure, take_over
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.start_times import FILE, last_start
+from hpc_serve.rendezvous.start_times import last_start
 from hpc_serve.rendezvous.store import DrainRequest, ServiceStore, ask_to_drain, drain_file, read_drain_request
 from tests.cluster import wait_for
 from tests.support.nodes import ALLOCATION
@@ -155,16 +155,6 @@ def test_a_stage_that_is_over_is_not_shown_again(tmp_path):
     keeper.set_phrase("capturing CUDA graphs", 1, 35)
     keeper.set_phrase("loading weights", 3, 4)
     assert keeper.record.stage_words == "capturing CUDA graphs 1/35"
-
-
-def test_a_damaged_file_of_past_starts_keeps_no_replica_from_starting(tmp_path):
-    store = ServiceStore(tmp_path)
-    store.ensure_service("405b")
-    (tmp_path / FILE).write_text("{")
-
-    keeper = begin(tmp_path)
-    keeper.update(state="ready", stage="ready")
-    assert last_start(tmp_path, keeper.record) is not None
 
 
 def test_a_full_disk_loses_the_times_of_a_start_and_nothing_else(tmp_path, monkeypatch, caplog):
