@@ -227,6 +227,13 @@ class TestStatus:
         slurm.job("7", "NODE_FAIL")
         assert states(store) == {"7-0": "failed", "7-1": "failed"}
 
+    def test_the_logs_of_each_are_its_own(self, store, slurm, live, ran):
+        store.log_dir("8b").mkdir(exist_ok=True)
+        for name in ("7.log", "7-1-node0.log", "7-2-node0.log"):
+            (store.log_dir("8b") / name).write_text(name)
+        files = ran(["logs", "7-2", "--files"]).out.split()
+        assert [path.rpartition("/")[2] for path in files] == ["7.log", "7-2-node0.log"]
+
     def test_they_are_found_by_job_and_by_name(self, store, slurm, live, ran):
         assert [status.name for status in find(store, "7")] == [f"7-{replica}" for replica in range(4)]
         (one,) = json.loads(ran(["status", "7-3", "--json"]).out)["services"]

@@ -10,10 +10,11 @@ import pytest
 
 from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.rendezvous.record import JobEnd
+from hpc_serve.submit.services import stop as stopping
 from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.slurm.slurm import GONE, JobState
 from hpc_serve.submit.slurm.slurm_messages import ended_sentence
-from hpc_serve.submit.status.status_reader import read_status
+from hpc_serve.submit.status.status_reader import find, read_status
 from tests.unit.submit.service_8b import MODEL, queued, record, submitted_job, the_one
 
 
@@ -302,3 +303,11 @@ def test_a_job_of_another_home_is_told_by_where_its_output_goes(store, slurm):
     assert read_status(store).everywhere == ()
     slurm.job("9", "FAILED", name="hpc-serve-70b", log=str(store.log_dir("70b") / "9.log"))
     assert the_one(store).state == "failed"
+
+
+def test_a_job_submitted_by_hand_is_stopped_too(store, slurm):
+    slurm.name_in_queue("9", "hpc-serve-70b")
+    slurm.job("9", "CANCELLED", after_cancel=True)
+    (status,) = stopping.stop(store, find(store, "70b"))
+    assert status.state == "stopped"
+    assert slurm.cancelled == ["9"]
