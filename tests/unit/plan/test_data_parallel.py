@@ -12,7 +12,7 @@ from hpc_serve.plan import ClusterSpec, EngineConfig, ServePlan, Workload, accel
 from hpc_serve.plan.choice.layout import layouts_on
 from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.memory.estimate import MemoryEstimate
-from hpc_serve.plan.memory.loaded import loaded_model, pipeline_stages
+from hpc_serve.plan.memory.loaded import pipeline_stages
 from hpc_serve.plan.speed.estimate import ReplicaSpeeds, requests_held, speed_column
 from hpc_serve.plan.speed.step import EXPECTED, IDEAL
 from hpc_serve.plan.speed.throughput import Traffic
@@ -34,17 +34,6 @@ def memory(name: str, tp: int = 1, dp: int = 1, **options: Any) -> MemoryEstimat
 def planned(name: str, nodes: int, **options: Any) -> ServePlan:
     cluster = ClusterSpec(accelerator=H200, num_nodes=nodes)
     return plan(spec(name), cluster, EngineConfig(**options), Workload(max_model_len=8192))
-
-
-def test_each_data_parallel_rank_has_all_weights_but_its_share_of_the_experts() -> None:
-    expert = 3 * 2048 * 768 * 2  # gate, up and down of one of Qwen3-30B-A3B's 128 experts in each of 48 layers
-    experts = 48 * 128 * expert
-    rest = weights(QWEN, 1, 1, expert_parallel=False) - experts
-    for ranks in (2, 4, 8, 16):
-        assert weights(QWEN, 1, ranks) == rest + experts // ranks
-        assert weights(QWEN, 1, ranks, expert_parallel=False) == rest + experts // ranks
-    tensor = weights(QWEN, 2, 1, expert_parallel=True) - experts // 2
-    assert weights(QWEN, 2, 4) == tensor + experts // 8
 
 
 def test_shared_experts_are_whole_on_each_rank_of_a_tensor_parallel_group_with_data_parallelism() -> None:
@@ -70,14 +59,6 @@ def test_the_experts_of_a_rank_see_the_tokens_of_all_data_parallel_ranks() -> No
         less = memory(R1, dp=ranks, max_num_batched_tokens=tokens // 2).activation_bytes
         gathered = ranks * (tokens // 2) * 8 * 2 * 7168 * 2
         assert gathered <= more - less < gathered * 1.2
-
-
-def test_redundant_experts_are_shared_by_all_ranks() -> None:
-    asked: dict[str, Any] = {"enable_eplb": True, "eplb_config": {"num_redundant_experts": 16}}
-    chosen = planned(QWEN, 2, data_parallel_size=16, enable_expert_parallel=True)
-    engine = EngineConfig(data_parallel_size=16, enable_expert_parallel=True, **asked)
-    balanced = plan(loaded_model(spec(QWEN), engine), ClusterSpec(accelerator=H200, num_nodes=2), engine)
-    assert balanced.memory.weight_bytes - chosen.memory.weight_bytes == 48 * 3 * 2048 * 768 * 2
 
 
 def test_decode_context_ranks_divide_the_tokens_of_a_request() -> None:
@@ -148,15 +129,6 @@ def test_fewer_tokens_of_a_step_are_proposed_where_the_gathered_tokens_do_not_fi
     tokens = int(options[0]["--max-num-batched-tokens"])
     engine = EngineConfig(data_parallel_size=16, enable_expert_parallel=True, max_num_batched_tokens=tokens)
     assert plan(spec(R1), cluster, engine, short).layout.data_parallel_size == 16
-
-
-def test_words_after_the_dashes_are_checked_like_options(plan_json: Plan) -> None:
-    words = ("--data-parallel-size", "8", "--enable-expert-parallel")
-    plain, dashed = (
-        plan_json("r1", "--gpu", "h200", "--max-model-len", "8192", *dashes, *words) for dashes in ((), ("--",))
-    )
-    assert plain == dashed
-    assert (plain["data_parallel_size"], plain["num_nodes"], plain["gpus_per_node"]) == (8, 1, 8)
 
 
 def speeds(dp: int, nodes: int = 1, tp: int = 1) -> ReplicaSpeeds:

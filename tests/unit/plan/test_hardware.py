@@ -96,12 +96,6 @@ def test_what_is_not_offered_is_told_with_what_is(name: str, says: str) -> None:
         cluster_named(name)
 
 
-def test_new_names() -> None:
-    assert accelerator("mi250").label_bytes == accelerator("mi250x").label_bytes
-    assert accelerator("mi250").dense_flops["bf16"] < accelerator("mi250x").dense_flops["bf16"]
-    assert cluster_named("cpu-milan-2s", total_bytes=256 * GIB).gpus_per_node == 2
-
-
 def test_of_several_kinds_the_least_counts() -> None:
     a100, h100 = accelerator("a100-80gb"), accelerator("h100-pcie-80gb")
     mixed = cluster_named("a100-80gb,h100-pcie-80gb", num_nodes=1).accelerator

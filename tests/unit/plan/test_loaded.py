@@ -240,16 +240,19 @@ def test_what_stands_after_the_dashes_is_in_the_plan_and_in_the_command(plan_jso
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("model", "words"),
     [
-        ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "64"),
-        ("--cpu-offload-gb", "4"),
-        ("--limit-mm-per-prompt", '{"image": 0}'),
-        ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
+        ("8b", ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "64")),
+        ("8b", ("--cpu-offload-gb", "4")),
+        ("8b", ("--limit-mm-per-prompt", '{"image": 0}')),
+        ("8b", ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')),
+        ("gpt-oss-120b", ("--data-parallel-size", "4", "--enable-expert-parallel")),
     ],
 )
-def test_a_plans_own_options_are_the_words_after_the_dashes(words: tuple[str, ...], plan_json: Plan) -> None:
-    assert plan_json("8b", *words) == plan_json("8b", "--", *words)
+def test_a_plans_own_options_are_the_words_after_the_dashes(model, words, plan_json) -> None:
+    plain = plan_json(model, *words)
+    assert plain == plan_json(model, "--", *words)
+    assert plain != plan_json(model)
 
 
 def test_overrides_of_the_config_are_applied(plan_json: Plan, refused: Told, ran: Ran) -> None:

@@ -30,18 +30,6 @@ lengths = st.integers(min_value=64, max_value=32768)
 
 
 @quick
-@given(models, widths, st.integers(1, 4), lengths)
-def test_weights_fall_with_tensor_and_pipeline_parallelism(name: str, tp: int, pp: int, length: int) -> None:
-    here = estimate(name, tp=tp, pp=pp, length=length)
-    wider = estimate(name, tp=2 * tp, pp=pp, length=length)
-    deeper = estimate(name, tp=tp, pp=2 * pp, length=length)
-    assert wider.weight_bytes < here.weight_bytes
-    assert deeper.weight_bytes < here.weight_bytes
-    assert wider.kv_bytes_per_token <= here.kv_bytes_per_token
-    assert deeper.kv_bytes_per_token <= here.kv_bytes_per_token
-
-
-@quick
 @given(models, widths, lengths, lengths)
 def test_a_request_grows_with_its_context(name: str, tp: int, first: int, second: int) -> None:
     short, long = sorted((first, second))

@@ -56,20 +56,6 @@ def test_bytes_of_a_rank_are_those_vllm_allocates(name: str) -> None:
     assert counted == cases
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters", "weight_bytes"),
-    [
-        ("70b", 70_553_706_496, 141_107_412_992),  # "140 GB" in the scripts people start from
-        ("405b", 405_853_388_800, 811_706_777_600),  # "810"
-        ("405b-first-release", 410_081_247_232, 820_162_494_464),
-    ],
-)
-def test_figures_people_quote(name: str, parameters: int, weight_bytes: int) -> None:
-    model = spec(name)
-    assert model.parameters == parameters
-    assert model.weight_bytes == weight_bytes
-
-
 def test_active_parameters_of_a_mixture() -> None:
     """Mixtral 8x7B: 12.9 B active of 46.7 B (arxiv.org/abs/2401.04088)."""
     model = spec("mixtral-8x7b")

@@ -56,18 +56,6 @@ def has(texts: Iterable[object], *words: str) -> bool:
     return any(all(word in str(text) for word in words) for text in texts)
 
 
-@pytest.mark.parametrize(("alias", "layout"), [("405b", (8, 2, 2, 8)), ("70b", (4, 1, 1, 4)), ("8b", (1, 1, 1, 1))])
-def test_layouts_of_the_committed_scripts(alias: str, layout: tuple[int, int, int, int]) -> None:
-    found = planned(alias)
-    assert (found.model, layout_of(found)) == (resolve(alias).name, layout)
-    assert (found.replicas, found.max_model_len) == (1, 131072)
-    assert found.vllm_args == (
-        *("--tensor-parallel-size", str(layout[0])),
-        *("--pipeline-parallel-size", str(layout[1])),
-        *("--max-model-len", "131072"),
-    )
-
-
 @pytest.mark.parametrize(
     ("alias", "weights", "full_context"), [("70b", 2, 3), ("405b", 11, 11), ("405b-first-release", 11, 12)]
 )

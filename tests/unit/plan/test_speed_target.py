@@ -103,12 +103,6 @@ def test_more_stages_than_nodes_are_left_out_with_how_far_published_runs_of_stag
     assert any("left out" in reason and f"had {low:g} to {high:g} times" in reason for reason in reasons)
 
 
-def test_the_command_chooses_for_a_target(plan_json: Plan) -> None:
-    document = plan_json("8b", "--max-model-len", "8192", "--target", "throughput")
-    assert (document["replicas"], document["tensor_parallel_size"]) == (8, 1)
-    assert document["reasons"][0].startswith("For throughput: 8 replicas of TP=1")
-
-
 def test_a_target_out_of_reach_is_no_plan(plan_json: Plan, ran: Ran) -> None:
     words = ("405b", "--target", "tpot=1ms")
     assert "the nearest is" in ran(["plan", *words], 3).err

@@ -77,12 +77,6 @@ def test_vllm_refuses_ranks_that_do_not_divide_falcon_h1s_groups_or_its_cache() 
         estimate(made("falcon-h1-7b"), tp=4, decode_context_parallel_size=2)
 
 
-def test_kimi_k3_keeps_states_in_three_of_four_layers() -> None:
-    model = made("Kimi-K3")
-    kinds = [layer.cache.kind for layer in model.layers if layer.cache]
-    assert (kinds.count("state"), kinds.count("mla")) == (69, 24)
-
-
 def test_groups_of_a_hybrid_as_vllm_printed_them() -> None:
     """Qwen3-Next on two H200, vLLM 0.10.2: block size 544; 44.59 GiB are 973,760 tokens, 14.77 x 262,144."""
     options: dict[str, Any] = {"vllm_version": "0.10.2", "kv_cache_memory_bytes": int(44.59 * GIB)}

@@ -59,15 +59,16 @@ def test_how_long_the_first_requests_of_a_run_wait(printed: Told, performance: P
         assert "At the start of a run" not in printed(*words, *other)
 
 
-def test_more_requests_than_the_cache_holds_wait_and_that_is_said(printed: Told, performance: Plan) -> None:
-    words = ("--concurrency", "1000", "--input-tokens", "2000", "--output-tokens", "100")
+@pytest.mark.parametrize(("more", "said"), [((), ". TTFT includes the wait"), (("--decode-only",), "")])
+def test_more_requests_than_the_cache_holds_wait_and_that_is_said(more, said, printed, performance) -> None:
+    words = ("--concurrency", "1000", "--input-tokens", "2000", "--output-tokens", "100", *more)
     text = printed(*words)
     assert "The cache holds" in text
-    assert "run at once, and the others wait. TTFT includes the wait" in text
+    assert f"run at once, and the others wait{said}" in text
     last = performance(*words)["by_concurrency"][-1]
     assert (last["concurrency"], last["running"] < 200) == (1000, True)
     assert last["expected"]["queue_s"] == pytest.approx((1000 - last["running"]) / last["expected"]["requests_per_s"])
-    assert last["expected"]["ttft_s"] > last["expected"]["queue_s"]
+    assert more or last["expected"]["ttft_s"] > last["expected"]["queue_s"]
 
 
 def test_a_burst_is_slower_than_a_steady_stream_and_its_first_tokens_come_sooner() -> None:
@@ -244,14 +245,6 @@ def test_experts_move_the_critical_batch_up() -> None:
     assert dense
     assert sparse
     assert 8 * dense < sparse <= 16 * dense
-
-
-def test_requests_that_wait_for_decoding(table: Told, speeds_of_8b: Plan) -> None:
-    words = ("--decode-only", "--concurrency", "2000", "--input-tokens", "2000", "--output-tokens", "100")
-    assert "run at once, and the others wait" in table(*words)
-    last = speeds_of_8b(*words)["by_concurrency"][-1]
-    assert last["concurrency"] == 2000
-    assert last["expected"]["queue_s"] == pytest.approx((2000 - last["running"]) / last["expected"]["requests_per_s"])
 
 
 def test_a_target_for_replicas_that_decode(told: Told) -> None:
