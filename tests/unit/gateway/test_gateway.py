@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
-from hpc_serve.client.connections.engine_pool import LIMITS, EnginePool
+from hpc_serve.client.connections.engine_pool import LIMITS
 from hpc_serve.client.discovery import discovery
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests import attempt, exchange
@@ -24,12 +23,12 @@ from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.trust.connection import pinned_context
 from tests.cluster import wait_for
 from tests.support.stubs import StubService, make_submitted
+from tests.unit.client.conftest import opened, work_log
 from tests.unit.client.test_wake import asleep, slurm, when_submitted
 from tests.unit.gateway.conftest import ANSWER, ASKED, GREEDY, Front
 from tests.unit.gateway.test_http_parts import form
 
-assert asleep
-assert slurm  # fixtures
+assert all((opened, work_log, asleep, slurm))  # fixtures
 
 JSON = {"Content-Type": "application/json"}
 KEY = "k" * 32
@@ -267,19 +266,10 @@ def test_signs_of_the_engine_reach_a_client_that_asks_for_them(service, gateway,
     assert bool(answer.body.count(b"\n\n:\n\n")) is asks
 
 
-def test_streams_whose_clients_leave_at_their_last_event_take_one_connection(front, monkeypatch):
+def test_streams_whose_clients_leave_at_their_last_event_take_one_connection(front, opened, monkeypatch):
     """OpenAI's SDK leaves there. The gateway's own connection to the engine serves the next request all the same."""
     monkeypatch.setattr(attempt, "END_S", 60.0)
     monkeypatch.setitem(LIMITS, "keepalive_expiry", 600.0)
-    opened: list = []
-
-    connect = EnginePool.connect
-
-    async def opening(*args, **options):
-        opened.append(await connect(*args, **options))
-        return opened[-1]
-
-    monkeypatch.setattr(EnginePool, "connect", opening)
     for _ in range(4):
         chunks = list(sdk(front).completions.create(**ASKED, stream=True))
         assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == ANSWER
@@ -339,13 +329,6 @@ def test_a_stream_that_cannot_go_on_ends_with_an_error_event(service, gateway, m
     assert ANSWER.startswith(text_of(data))
     wait_for_metric(front, "broken_streams_total", 1, service="405b")
     connection.close()
-
-
-def test_the_sdk_sees_a_broken_stream_as_an_error(service, gateway, monkeypatch):
-    monkeypatch.setattr(exchange, "LOST_WAIT_S", 0.2)
-    service.start(*MORTAL)
-    with pytest.raises(openai.APIError, match="cannot go on"):
-        list(sdk(gateway()).completions.create(**ASKED, stream=True))
 
 
 def test_without_a_replica_it_waits_and_then_says_how_the_service_is(service, gateway):
@@ -432,24 +415,15 @@ def test_bodies_that_are_held_are_bounded_and_given_back(hanging, gateway):
     wait_for(lambda: front.complete(user="x" * 8_000).status == 200, 60, what="the memory of the request that ended")
 
 
-def test_a_client_that_leaves_ends_its_request_at_the_engine(hanging, gateway, tmp_path):
-    log = tmp_path / "log"
-    log.mkdir()
-    hanging("--stub-work-log", str(log))
+def test_a_client_that_leaves_ends_its_request_at_the_engine(hanging, gateway, work_log):
+    hanging(*work_log.flags)
     front = gateway()
-
-    def wait_for_event(kind: str, count: int) -> None:
-        def logged() -> list[str]:
-            return [json.loads(line)["event"] for path in Path(log).glob("*") for line in path.read_text().splitlines()]
-
-        wait_for(lambda: logged().count(kind) == count, 60, what=f"{kind} at the engine")
-
     for number, is_stream in enumerate((True, False), start=1):
         connection = front.open()
         connection.request("POST", "/v1/completions", json.dumps({**ASKED, "stream": is_stream}), JSON)
-        wait_for_event("begun", number)
+        wait_for(lambda many=number: work_log.count("begun") == many, 60, what="a request at the engine")
         connection.close()
-        wait_for_event("abort", number)
+        wait_for(lambda many=number: work_log.count("abort") == many, 60, what="its end at the engine")
     wait_for_metric(front, "in_flight", 0)
     wait_for_metric(front, "requests_total", 2, status="499")
 
