@@ -39,6 +39,11 @@ def say(client: Any, **options: Any) -> int:
     return port_of(client.chat.completions.create(model=client.model, messages=HELLO, **options))
 
 
+def one_engine(service: StubService, *flags: str) -> tuple[StubEngine, Any]:
+    """Start an engine; return it, and a client of the service that sends nothing again by itself."""
+    return service.start(*flags), connect(service.service, max_retries=0)
+
+
 def address(name: str = "a", *, signs: bool = True) -> ReplicaAddress:
     """The address of a replica that nobody asks."""
     return ReplicaAddress(name=name, host="h", port=1, identity=Identity(certificate="", api_key="k"), signs=signs)

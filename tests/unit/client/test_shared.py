@@ -130,14 +130,3 @@ def test_the_group_sees_how_the_service_is_and_changes_nothing(service, place):
         assert done.returncode == 2, words
         assert "another user" in done.stderr, done.stderr
     assert service.store.read("405b").records[0].state == "ready"
-
-
-def test_a_key_of_another_run_gets_no_answer(service, place):
-    """A member who copied the key before the share's end is refused by the next engine, which has another key."""
-    shares.share(service.store, "405b", grp.getgrnam(GROUP).gr_gid)
-    before = service.key_file.read_text()
-    shares.unshare(service.store, "405b")
-    assert service.key_file.read_text() != before
-    done = run(MEMBER, place, "-c", SDK, str(service.store.service_dir("405b")), groups=(GROUP,))
-    assert done.returncode != 0
-    assert "Permission denied" in done.stderr

@@ -32,6 +32,7 @@ from tests.support.patience import connect_to_all, wait_until
 from tests.support.relay import Relay
 from tests.support.stubs import StubService
 from tests.support.tls_servers import RecordingServer, server_context
+from tests.unit.client.conftest import one_engine
 
 PROMPT = "the-secret-prompt"
 
@@ -98,8 +99,7 @@ def test_a_stranger_at_the_recorded_address_gets_nothing(service, kind, way_in):
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_a_stranger_that_takes_the_port_under_load_gets_nothing(service, monkeypatch, kind):
     monkeypatch.setattr(exchange, "LOST_WAIT_S", 0.2)
-    engine = service.start()
-    client = connect("405b", max_retries=0)
+    engine, client = one_engine(service)
     enough = threading.Event()
     answered = []
 
@@ -237,8 +237,7 @@ def test_every_connection_is_verified_not_the_address(service, monkeypatch, kind
     """However lately an engine was probed, a new connection to it is verified."""
     monkeypatch.setattr(discovery, "REFRESH_S", 1e9)
     monkeypatch.setattr(probes, "REVERIFY_S", 1e9)
-    engine = service.start()
-    client = connect("405b", max_retries=0)
+    engine, client = one_engine(service)
     assert ask(client).choices
     engine.kill()
     stranger = Stranger(kind, service, port=engine.port)
