@@ -122,13 +122,13 @@ class FakeClock:
 
 
 @contextmanager
-def stub_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StubService]]:
+def stub_services(tmp_path: Path, monkeypatch: Any, kind: Any = StubService) -> Iterator[Callable[..., StubService]]:
     """Makes services of stub engines by their names, and ends their processes."""
     be_patient(monkeypatch)
     monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(waiting, "STEP_S", 0.05)
     with ExitStack() as made:
-        yield lambda name="405b": made.enter_context(closing(StubService(tmp_path / "home", name)))
+        yield lambda name="405b": made.enter_context(closing(kind(tmp_path / "home", name)))
 
 
 @pytest.fixture

@@ -407,21 +407,6 @@ def test_files_of_earlier_days_are_removed_and_damaged_ones_count_nothing(gatewa
     assert counted(folder) == {"alice": WHOLE}
 
 
-@pytest.mark.parametrize(
-    ("body", "wanted"),
-    [
-        (b'{"usage":{"input_tokens":7,"input_tokens_details":{"cached_tokens":3},"output_tokens":9}}', (7, 9)),
-        (b'{"text":"\\"prompt_tokens\\": 99","usage":{"prompt_tokens":7,"total_tokens":7}}', (7, 0)),
-        (b'{"usage":{"prompt_tokens":123456789012345678901234567890}}', (123456789, 0)),
-        (b'{"text":"no usage"}', (0, 0)),
-        (b"", (0, 0)),
-    ],
-)
-def test_figures_of_a_whole_answer_are_found_wherever_it_is_cut(body, wanted):
-    for cut in range(len(body) + 1):
-        assert use_of(body[:cut], body[cut:], is_stream=False) == wanted, cut
-
-
 def test_a_stream_of_anthropics_form_has_its_figures_in_two_events():
     events = (
         b'data: {"type":"message_start","message":{"usage":{"input_tokens":7,"output_tokens":0}}}\n\n',
@@ -450,20 +435,30 @@ LAST = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":5}}\
 NO_IDS = b'data: {"choices":[{"text":"a","token_ids":null,"prompt_token_ids":null}]}\n\n'
 
 
+WHOLE_ANSWERS = [
+    (b'{"usage":{"input_tokens":7,"input_tokens_details":{"cached_tokens":3},"output_tokens":9}}', (7, 9)),
+    (b'{"text":"\\"prompt_tokens\\": 99","usage":{"prompt_tokens":7,"total_tokens":7}}', (7, 0)),
+    (b'{"usage":{"prompt_tokens":123456789012345678901234567890}}', (123456789, 0)),
+    (b'{"text":"no usage"}', (0, 0)),
+    (b"", (0, 0)),
+]
+BROKEN_STREAMS = [
+    (FIRST + IDS, (3, 3)),
+    (FIRST + IDS + IDS[:30], (3, 3)),  # half an event is not passed on
+    (FIRST + IDS + IDS + LAST, (3, 5)),
+    (NO_IDS + NO_IDS, (9, 2)),
+    (b'data: {"choices":[{"text":"\\"token_ids\\": [1,2,3]","token_ids":[5]}]}\n\n', (9, 1)),
+    (FIRST + b'data: {"choices":[{"text":"","token_ids":[]}]}\n\n', (3, 1)),
+]
+
+
 @pytest.mark.parametrize(
-    ("stream", "wanted"),
-    [
-        (FIRST + IDS, (3, 3)),
-        (FIRST + IDS + IDS[:30], (3, 3)),  # half an event is not passed on
-        (FIRST + IDS + IDS + LAST, (3, 5)),
-        (NO_IDS + NO_IDS, (9, 2)),
-        (b'data: {"choices":[{"text":"\\"token_ids\\": [1,2,3]","token_ids":[5]}]}\n\n', (9, 1)),
-        (FIRST + b'data: {"choices":[{"text":"","token_ids":[]}]}\n\n', (3, 1)),
-    ],
+    ("answer", "wanted", "is_stream"),
+    [*((*one, False) for one in WHOLE_ANSWERS), *((*one, True) for one in BROKEN_STREAMS)],
 )
-def test_a_stream_that_broke_counts_what_came_wherever_it_is_cut(stream, wanted):
-    for cut in range(len(stream) + 1):
-        assert use_of(stream[:cut], stream[cut:], is_stream=True, is_whole=False) == wanted, cut
+def test_figures_of_a_whole_answer_and_of_a_broken_stream_are_found_wherever_it_is_cut(answer, wanted, is_stream):
+    for cut in range(len(answer) + 1):
+        assert use_of(answer[:cut], answer[cut:], is_stream=is_stream, is_whole=not is_stream) == wanted, cut
 
 
 def test_a_whole_answer_that_broke_counts_a_token_for_four_bytes():

@@ -40,19 +40,6 @@ def test_every_entry_is_complete() -> None:
         assert entry["kind"] == "cpu" or 0.9 * gpu.label_bytes < gpu.total_bytes < 1.09 * gpu.label_bytes, name
 
 
-def test_a_socket_has_no_memory_of_its_own() -> None:
-    with pytest.raises(InvalidRequestError, match="--gpu-memory"):
-        accelerator("cpu-spr")
-    assert accelerator("cpu-spr", total_bytes=256 * GIB).kind == "cpu"
-
-
-def test_unknown_names_get_a_suggestion() -> None:
-    with pytest.raises(InvalidRequestError, match="h100"):
-        accelerator("h1000")
-    with pytest.raises(InvalidRequestError, match=r"Known: .*mi300x"):
-        accelerator("abacus")
-
-
 @pytest.mark.parametrize("field", ["num_nodes", "gpus_per_node"])
 def test_a_cluster_has_something(field: str) -> None:
     none: dict[str, Any] = {field: 0}
@@ -89,6 +76,9 @@ def test_a_slice_has_several_names(name: str, same: str) -> None:
         ("h100-80", "not an accelerator in the catalogue. Did you mean h100-80gb"),
         ("v6e:3x3", "2x4"),
         ("h100:2x2", "write h100 alone"),
+        ("h1000", "Did you mean h100"),
+        ("abacus", "Known: .*mi300x"),
+        ("cpu-spr", "no fixed amount of memory.*--gpu-memory"),
     ],
 )
 def test_what_is_not_offered_is_told_with_what_is(name: str, says: str) -> None:
