@@ -18,9 +18,7 @@ from hpc_serve.cli.main import run
 from hpc_serve.client import connect, connect_async
 from hpc_serve.client.connections.connections import LoopConnections, ThreadConnections
 from hpc_serve.client.connections.message import Message
-from hpc_serve.client.discovery import discovery
 from hpc_serve.client.discovery.discovery import ServiceWatch
-from hpc_serve.client.replicas import probe as probes
 from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.probe import probe
@@ -230,18 +228,3 @@ def test_a_certificate_that_cannot_be_read_is_a_failed_connection(service):
     service.publish(engine, certificate="-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
     with pytest.raises(HpcServeError, match="certificate cannot be read"):
         connect("405b")
-
-
-@pytest.mark.parametrize("kind", STRANGERS)
-def test_every_connection_is_verified_not_the_address(service, monkeypatch, kind):
-    """However lately an engine was probed, a new connection to it is verified."""
-    monkeypatch.setattr(discovery, "REFRESH_S", 1e9)
-    monkeypatch.setattr(probes, "REVERIFY_S", 1e9)
-    engine, client = one_engine(service)
-    assert ask(client).choices
-    engine.kill()
-    stranger = Stranger(kind, service, port=engine.port)
-    for _ in range(5):
-        with pytest.raises((HpcServeError, openai.APIConnectionError)):
-            ask(client)
-    stranger.check_heard_nothing(service)
