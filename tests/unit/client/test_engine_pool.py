@@ -560,7 +560,7 @@ def test_a_socket_is_not_closed_while_another_thread_reads(ends):
         goes_on.wait(60)
         return data
 
-    ours.recv = recv  # type: ignore[method-assign,assignment]
+    ours.recv = recv
     connection = ThreadConnection(ThreadPool(NoJudge()), ADDRESS, NoJudge(), ours)
     asked = Message(method="POST", target=b"/", headers=[], content=b"{}")
     with ThreadPoolExecutor(1) as threads:

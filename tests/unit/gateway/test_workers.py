@@ -53,8 +53,7 @@ def test_workers_answer_at_one_address_and_tell_one_count(service, engine, progr
     with ThreadPoolExecutor(8) as threads:
         assert set(threads.map(ask, [path] * 24)) == {ANSWER}
     wait_for(lambda: answered(path) == 24, 30, what="the counts of all workers")
-    one.process.send_signal(signal.SIGINT)
-    assert one.ended() == 0
+    assert one.ended_by(signal.SIGINT) == 0
     assert not path.exists()
     assert one.said.count("Ctrl-C ends it") == 1
     assert "Traceback" not in one.said
@@ -93,8 +92,7 @@ def test_a_worker_that_takes_nothing_is_passed_over_and_killed_at_the_end(servic
         assert ask(socket_of(service)) == ANSWER
         one.process.send_signal(signal.SIGTERM)
         wait_for(lambda: len(workers_of(one)) == 1, 30, what="the end of the other worker")
-        one.process.send_signal(signal.SIGTERM)  # the second time: no more grace
-        assert one.ended() == 0
+        assert one.ended_by(signal.SIGTERM) == 0  # the second time: no more grace
     assert "does not end, and is killed" in one.said
 
 

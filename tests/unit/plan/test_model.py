@@ -143,7 +143,6 @@ def test_what_cannot_be_divided_is_named() -> None:
     ("name", "path", "value", "says"),
     [
         ("8b", "num_attention_heads", 0, "num_attention_heads is 0: it must be a whole number of at least 1"),
-        ("8b", "num_key_value_heads", 0, "num_key_value_heads is 0"),
         ("8b", "hidden_size", "4096", "hidden_size is '4096'"),
         ("8b", "num_hidden_layers", 10**12, "from 1 to 2,000"),
         ("8b", "vocab_size", True, "vocab_size is True"),
@@ -157,7 +156,6 @@ def test_what_cannot_be_divided_is_named() -> None:
         ("google/gemma-3-4b-it", "vision_config.patch_size", None, "no 'vision_config.patch_size'"),
         ("nvidia/Llama-3_3-Nemotron-Super-49B-v1", "block_configs", [], "block_configs names 0 of its 80 layers"),
         *(("8b", size, None, f"no {size!r}") for size in ("hidden_size", "vocab_size", "num_hidden_layers")),
-        ("8b", "num_attention_heads", None, "no 'num_attention_heads'"),
         ("8b", "architectures", ["Llama9ForCausalLM"], "Llama9ForCausalLM, and this planner does not.* LlamaFor"),
         ("8b", "architectures", ["MllamaForConditionalGeneration"], r"vLLM had it until 0\.10\.2"),
         ("8b", "layer_types", ["linear_attention"] * 32, "has 'linear_attention': use full_attention or sliding"),

@@ -90,15 +90,10 @@ def test_long_waits_are_in_seconds_and_keep_their_columns() -> None:
     assert re.fullmatch(r"  time to the first token +[\d,]+\.\d\d s +[\d,]+\.\d\d s", line)
 
 
-def test_the_command_says_how_fast(ran: Ran, told: Told, plan_json: Plan) -> None:
+def test_the_command_says_how_fast(ran: Ran) -> None:
     shown = ran(["plan", "8b", "--usd-per-gpu-hour", "2", "--explain"]).out
     assert re.search(r"IN FLIGHT +TTFT +TPOT +TOKENS/S +IDEAL +PER GPU +PER \$ +BOUND BY", shown)
-    explained = told("8b", "--explain")
-    assert "ideal expected" in explained
-    assert f"{100 * EXPECTED.bandwidth:.0f} % of the memory bandwidth (fitted" in explained
-    document = plan_json("8b", "--concurrency", "8")
-    by_concurrency = {row["concurrency"]: row for row in document["performance"]["by_concurrency"]}
-    assert by_concurrency[8]["ideal"]["tpot_s"] < by_concurrency[8]["expected"]["tpot_s"]
+    assert f"{100 * EXPECTED.bandwidth:.0f} % of the memory bandwidth (fitted" in " ".join(shown.split())
 
 
 def test_accelerators_are_compared_by_speed(ran: Ran) -> None:
@@ -108,9 +103,7 @@ def test_accelerators_are_compared_by_speed(ran: Ran) -> None:
     assert rates["h100-64gb"] == "?"
 
 
-def test_the_command_takes_slices_and_sockets(plan_json: Plan, told: Told) -> None:
-    document = plan_json("70b", "--gpu", "v5e:4x4", "--max-model-len", "8192")
-    assert document["num_nodes"] * document["gpus_per_node"] == 16
+def test_the_command_takes_sockets(told: Told) -> None:
     shown = told(*["llama-2-7b", "--gpu", "cpu-spr-2s", "--gpu-memory", "256GiB", "--target", "tpot=60ms", "--explain"])
     assert "fitted on GPUs and TPUs, on no CPU" in shown
     assert "one TP=2 PP=1" in shown or "2 replicas of TP=1" in shown
