@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.errors import DoesNotFitError
-from hpc_serve.plan import ClusterSpec, EngineConfig, ServePlan, Workload, accelerator, plan
+from hpc_serve.plan import ClusterSpec, EngineConfig, ServePlan, accelerator
 from hpc_serve.plan.choice.layout import layouts_on
 from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.memory.estimate import MemoryEstimate
@@ -16,6 +16,7 @@ from hpc_serve.plan.memory.loaded import pipeline_stages
 from hpc_serve.plan.speed.estimate import ReplicaSpeeds, requests_held, speed_column
 from hpc_serve.plan.speed.step import EXPECTED, IDEAL
 from hpc_serve.plan.speed.throughput import Traffic
+from tests.support import plans
 from tests.support.plans import estimate, replica, roofline, spec, speed
 from tests.unit.plan.conftest import Plan, Told
 
@@ -31,9 +32,8 @@ def memory(name: str, tp: int = 1, dp: int = 1, **options: Any) -> MemoryEstimat
     return estimate(name, H200, tp=tp, dp=dp, **{"enable_expert_parallel": dp > 1, **options})
 
 
-def planned(name: str, nodes: int, **options: Any) -> ServePlan:
-    cluster = ClusterSpec(accelerator=H200, num_nodes=nodes)
-    return plan(spec(name), cluster, EngineConfig(**options), Workload(max_model_len=8192))
+def planned(name: str, nodes: int, gpu: str = "h200", *, max_model_len: int = 8192, **options: Any) -> ServePlan:
+    return plans.planned(name, gpu, nodes=nodes, max_model_len=max_model_len, **options)
 
 
 def test_shared_experts_are_whole_on_each_rank_of_a_tensor_parallel_group_with_data_parallelism() -> None:
@@ -106,10 +106,10 @@ def test_a_layout_that_cuts_a_data_parallel_rank_is_no_candidate() -> None:
 
 
 def test_requests_at_once_are_divided_among_the_data_parallel_ranks() -> None:
-    cluster, engine = ClusterSpec(accelerator=H200, num_nodes=2), EngineConfig(data_parallel_size=16)
-    held = plan(spec(R1), cluster, engine, Workload(max_model_len=163_840, concurrency=48))
+    held, waits = (
+        planned(R1, 2, max_model_len=163_840, data_parallel_size=16, concurrency=count) for count in (48, 80)
+    )
     assert not any("the others wait" in reason for reason in held.reasons)
-    waits = plan(spec(R1), cluster, engine, Workload(max_model_len=163_840, concurrency=80))
     assert any("The cache holds 48 of 80 requests" in reason for reason in waits.reasons)
 
 
@@ -120,15 +120,13 @@ def test_a_plan_for_experts_shows_data_parallel_ranks_beside_its_choice() -> Non
 
 
 def test_fewer_tokens_of_a_step_are_proposed_where_the_gathered_tokens_do_not_fit() -> None:
-    cluster = ClusterSpec(accelerator=accelerator("h100-80gb"), num_nodes=2)
-    short = Workload(max_model_len=8192)
+    asked: dict[str, Any] = {"data_parallel_size": 16, "enable_expert_parallel": True}
     with pytest.raises(NoLayoutError) as refused:
-        plan(spec(R1), cluster, EngineConfig(data_parallel_size=16, enable_expert_parallel=True), short)
+        planned(R1, 2, "h100-80gb", **asked)
     options = [one.options for one in refused.value.suggestions if "--max-num-batched-tokens" in one.options]
     assert options
     tokens = int(options[0]["--max-num-batched-tokens"])
-    engine = EngineConfig(data_parallel_size=16, enable_expert_parallel=True, max_num_batched_tokens=tokens)
-    assert plan(spec(R1), cluster, engine, short).layout.data_parallel_size == 16
+    assert planned(R1, 2, "h100-80gb", max_num_batched_tokens=tokens, **asked).layout.data_parallel_size == 16
 
 
 def speeds(dp: int, nodes: int = 1, tp: int = 1) -> ReplicaSpeeds:

@@ -12,7 +12,6 @@ from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan import EngineConfig, Workload, catalog, model_from_config
 from hpc_serve.plan.engine import max_num_batched_tokens
 from hpc_serve.plan.hardware import cluster_named
-from hpc_serve.plan.make import FoundParts, PlanRequest, make_plan
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
 from hpc_serve.plan.model.checkpoint import StoredTensor, loaded_bytes
 from hpc_serve.units import GIB
@@ -167,8 +166,7 @@ def test_vllm_counts_a_whole_step_of_the_encoder_s_output_when_it_starts():
     model = model_from_config(config, name="tiny", dtype="float32")
     assert model.parameters == 1_032_832
     engine = EngineConfig(kv_cache_memory_bytes=2**30, max_num_seqs=8)
-    found = FoundParts(model=model, cluster=cluster_named("cpu-spr", total_bytes=4 * GIB))
-    memory = make_plan(PlanRequest(model="tiny", gpu="cpu-spr", engine=engine), found).chosen.memory
+    memory = made_plan(model, "cpu-spr", total_bytes=4 * GIB, engine=engine).chosen.memory
     assert (memory.kv_cache_tokens, memory.max_concurrency) == (91_750, 204.8)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.plan import ClusterSpec, EngineConfig, ServePlan, Workload, accelerator, plan, resolve
+from hpc_serve.plan import ClusterSpec, ServePlan, Workload, accelerator, plan, resolve
 from hpc_serve.plan.catalog import models
 from hpc_serve.plan.choice.candidates import compare_sharing, replica_options
 from hpc_serve.plan.choice.planner import NoLayoutError
@@ -18,25 +18,9 @@ from hpc_serve.plan.report.explain import explain
 from tests.support.plan_numbers import NUMBERS
 from tests.support.plan_numbers import planned as numbers_of
 from tests.support.plans import layout as layout_with
-from tests.support.plans import plan_inputs, spec
+from tests.support.plans import plan_inputs, planned, spec
 
 SHORT: dict[str, Any] = {"max_model_len": 8192}
-WORKLOAD = ("max_model_len", "concurrency", "replicas", "request_tokens")
-
-
-def planned(
-    name: str,
-    gpu: str = "h100-80gb",
-    *,
-    nodes: int | None = None,
-    size: int | None = None,
-    quantization: str | None = None,
-    **options: Any,
-) -> ServePlan:
-    cluster = ClusterSpec(accelerator=accelerator(gpu), num_nodes=nodes, gpus_per_node=size)
-    workload = Workload(**{key: options.pop(key) for key in WORKLOAD if key in options})
-    engine = EngineConfig(quantization=quantization, **options)
-    return plan(spec(name, quantization=quantization), cluster, engine, workload)
 
 
 def layout_of(found: ServePlan) -> tuple[int, int, int, int]:

@@ -14,12 +14,13 @@ from benchmarks.accuracy.speculation_gains import gains
 from hpc_serve.plan import EngineConfig, accelerator
 from hpc_serve.plan.catalog import accelerator_entries
 from hpc_serve.plan.engine import Workload
-from hpc_serve.plan.hardware import cluster_named, least_of
-from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
+from hpc_serve.plan.hardware import least_of
+from hpc_serve.plan.make import PlanResult
 from hpc_serve.plan.report.explain import explain_lines
 from hpc_serve.plan.speed.measured import KnownDraft, known_draft, known_drafts
 from hpc_serve.plan.speed.step import EXPECTED, IDEAL
-from tests.support.plans import roofline, spec
+from hpc_serve.units import GIB
+from tests.support.plans import made_plan, roofline
 from tests.unit.conftest import Ran
 from tests.unit.plan.conftest import Plan, Told
 
@@ -27,8 +28,7 @@ MILLION = "$ for a million output tokens"
 
 
 def planned(gpu: str, **options: Any) -> PlanResult:
-    cluster = cluster_named(gpu, total_bytes=(256 << 30) if gpu.startswith("cpu") else None)
-    return make_plan(PlanRequest(model="8b", gpu=gpu, **options), FoundParts(model=spec("8b"), cluster=cluster))
+    return made_plan("8b", gpu, total_bytes=256 * GIB if gpu.startswith("cpu") else None, **options)
 
 
 def lines(result: PlanResult) -> list[str]:
