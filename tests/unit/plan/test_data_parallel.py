@@ -18,7 +18,7 @@ from hpc_serve.plan.speed.step import EXPECTED, IDEAL
 from hpc_serve.plan.speed.throughput import Traffic
 from tests.support import plans
 from tests.support.plans import estimate, replica, roofline, spec, speed
-from tests.unit.plan.conftest import Plan, Told
+from tests.unit.plan.conftest import Told
 
 H200 = accelerator("h200")
 R1, QWEN = "r1", "Qwen/Qwen3-30B-A3B"
@@ -170,8 +170,8 @@ def test_ranks_that_step_together_serve_a_share_of_the_requests_each() -> None:
     ],
 )
 def test_data_parallelism_is_for_many_requests_and_tensor_parallelism_for_few(
-    plan_json: Plan, target: str, has_data_parallelism: bool, why: str
-) -> None:
+    plan_json, target, has_data_parallelism, why
+):
     told = plan_json("r1", "--gpu", "h200", "--nodes", "2", "--target", target)
     assert (told["data_parallel_size"] > 1) == has_data_parallelism
     assert ("--enable-expert-parallel" in told["vllm_args"]) == has_data_parallelism
@@ -228,9 +228,7 @@ def test_ranks_of_context_parallelism_read_parts_of_the_cache() -> None:
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 1), (2, 2), (8, 1), (1, 8), (2, 8)])
 @pytest.mark.parametrize("expert_parallel", [True, False])
-def test_vllm_itself_divides_the_experts_so(
-    monkeypatch: pytest.MonkeyPatch, tp: int, dp: int, expert_parallel: bool
-) -> None:
+def test_vllm_itself_divides_the_experts_so(monkeypatch, tp, dp, expert_parallel):
     pytest.importorskip("vllm", reason="its own arithmetic is called")
     from vllm.config import ParallelConfig
     from vllm.model_executor.layers.fused_moe import config as fused_moe

@@ -225,9 +225,7 @@ def test_mistral_small_4_has_latent_attention() -> None:
         ),
     ],
 )
-def test_tensors_of_a_compressed_cache_share_blocks_as_in_vllm(
-    name: str, groups: list[tuple[int, int, int]], block: int, request_blocks: int
-) -> None:
+def test_tensors_of_a_compressed_cache_share_blocks_as_in_vllm(name, groups, block, request_blocks):
     """The numbers are those of vLLM 0.32's `_get_packed_kv_cache_groups` for the specs of these layers."""
     layout = cache_layout(made(name), EngineConfig(), 8)
     assert sorted((one.block_size, len(one.layers), sum(one.page_bytes)) for one in layout.groups) == groups
@@ -296,9 +294,7 @@ def test_a_plan_loads_the_files_of_its_family_alone() -> None:
         ("jamba-16-layers", 8, [(3 * 1024, 2), (1024 * 16, 2)]),
     ],
 )
-def test_states_of_mamba_are_vllms_and_one_group_is_on_every_rank(
-    name: str, ranks: int, shapes: list[tuple[int, int]]
-) -> None:
+def test_states_of_mamba_are_vllms_and_one_group_is_on_every_rank(name, ranks, shapes):
     """The shapes and types are those that vLLM 0.32's model classes return on GPUs. On some CPUs the state is wider."""
     model = made(name)
     (state,) = {layer.cache for layer in model.layers if layer.cache and layer.cache.kind == "state"}

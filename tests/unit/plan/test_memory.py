@@ -69,9 +69,7 @@ def test_the_cache_never_exceeds_what_is_left(name: str, tp: int, pp: int, lengt
     lengths,
     st.integers(1, 8),
 )
-def test_a_plan_passes_its_own_check(
-    name: str, gpu: str, nodes: int | None, size: int, length: int, concurrency: int
-) -> None:
+def test_a_plan_passes_its_own_check(name, gpu, nodes, size, length, concurrency):
     cluster = ClusterSpec(accelerator=accelerator(gpu), num_nodes=nodes, gpus_per_node=size)
     workload = Workload(max_model_len=length, concurrency=concurrency)
     try:
@@ -181,9 +179,7 @@ def test_cache_type_of_the_checkpoint_is_taken() -> None:
     ("version", "share", "graphs_outside", "by_blocks"),
     [("0.19.0", 0.9, True, True), ("0.20.0", 0.92, False, True), ("0.21.0", 0.92, False, False)],
 )
-def test_when_vllm_began_to_count_graphs_and_to_print_tokens_of_requests(
-    version: str, share: float, graphs_outside: bool, by_blocks: bool
-) -> None:
+def test_when_vllm_began_to_count_graphs_and_to_print_tokens_of_requests(version, share, graphs_outside, by_blocks):
     """Read in the wheels of these versions: envs.py, config/cache.py and v1/core/kv_cache_utils.py."""
     found = estimate("gemma-3-27b", vllm_version=version)
     assert found.requested_bytes == pytest.approx(share * found.total_bytes, abs=1)

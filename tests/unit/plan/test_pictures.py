@@ -41,9 +41,7 @@ def test_a_picture_has_its_parts(drawn: Told) -> None:
         assert words in text
 
 
-def test_without_matplotlib_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, refused: Told
-) -> None:
+def test_without_matplotlib_it_says_what_to_install(monkeypatch, tmp_path, refused):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install 'hpc-serve[plot]'" in refused("8b", "--plot", str(tmp_path / "plan.png"))
 

@@ -113,9 +113,7 @@ def test_a_hybrid_is_told_no_more_sequences_than_it_has_blocks() -> None:
         ),
     ],
 )
-def test_as_few_gpus_as_hold_what_is_asked_for(
-    name: str, asked: dict[str, Any], layout: tuple[int, int, int, int]
-) -> None:
+def test_as_few_gpus_as_hold_what_is_asked_for(name, asked, layout):
     assert layout_of(planned(name, **asked)) == layout
 
 
@@ -205,9 +203,7 @@ def test_a_model_that_holds_no_request_is_refused_however_many_are_asked_for() -
         ({"tensor_parallel_size": 128}, "cannot be served so:", (8, 1, 1)),
     ],
 )
-def test_sizes_that_cannot_be_are_answered_with_the_nearest_that_can(
-    asked: dict[str, Any], headline: str, sizes: tuple[int, int, int]
-) -> None:
+def test_sizes_that_cannot_be_are_answered_with_the_nearest_that_can(asked, headline, sizes):
     error = refused("70b", **asked)
     assert headline in str(error)
     tensor, pipeline, nodes = sizes

@@ -193,7 +193,7 @@ def test_plan_says_what_drafts_gain(told: Told, told_of: Told) -> None:
     assert "It does not pay" in text or "It pays up to about 1 in flight" in text
 
 
-def test_where_drafts_pay_does_not_contradict_what_they_gain(told_of: Told) -> None:
+def test_where_drafts_pay_does_not_contradict_what_they_gain(told_of):
     # One request reads few experts, and its drafts read others. Many requests read them all.
     text = told_of("mixtral-8x7b", "--acceptance-length", "1.5")
     assert "1.5 tokens a step: × 0.65" in text

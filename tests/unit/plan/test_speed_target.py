@@ -56,9 +56,7 @@ def test_the_batch_is_as_large_as_the_target_allows() -> None:
         ("70b", {"tpot_s": 0.001}, "faster memory"),
     ],
 )
-def test_what_cannot_be_reached_says_how_near_it_is_and_what_would_help(
-    name: str, target: dict[str, float], says: str
-) -> None:
+def test_what_cannot_be_reached_says_how_near_it_is_and_what_would_help(name, target, says):
     with pytest.raises(DoesNotFitError, match=says):
         chosen(plan_inputs(name), **target)
 
