@@ -53,23 +53,16 @@ WAYS_IN = {
 }
 
 
-class Stranger:
+def stranger_of(kind, service, port=0):
     """A listener of somebody else's, of one kind; `port` 0 is any."""
+    return RecordingServer(_context(kind, service), port=port)
 
-    def __init__(self, kind, service, port=0):
-        self._server = RecordingServer(_context(kind, service), port=port)
-        self.port = self._server.port
 
-    @property
-    def connections(self):
-        return self._server.connections
-
-    def check_heard_nothing(self, service):
-        assert self.connections, "nobody came by: nothing was shown"
-        heard = self._server.received
-        for secret in (service.store.read_api_key("405b"), PROMPT, "Authorization", "authorization"):
-            assert secret.encode() not in heard
-        self._server.close()
+def check_heard_nothing(stranger, service):
+    assert stranger.connections, "nobody came by: nothing was shown"
+    for secret in (service.store.read_api_key("405b"), PROMPT, "Authorization", "authorization"):
+        assert secret.encode() not in stranger.received
+    stranger.close()
 
 
 def _context(kind, service):
@@ -87,11 +80,11 @@ STRANGERS = ["in the clear", "own certificate", "certificate of the same authori
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_a_stranger_at_the_recorded_address_gets_nothing(service, kind, way_in):
     engine = service.start()
-    stranger = Stranger(kind, service)
+    stranger = stranger_of(kind, service)
     service.publish(engine, port=stranger.port)
     with suppress(HpcServeError, openai.APIConnectionError):
         WAYS_IN[way_in]()
-    stranger.check_heard_nothing(service)
+    check_heard_nothing(stranger, service)
 
 
 @pytest.mark.parametrize("kind", STRANGERS)
@@ -110,10 +103,10 @@ def test_a_stranger_that_takes_the_port_under_load_gets_nothing(service, monkeyp
         threads.map(load, range(6))
         wait_until(lambda: len(answered) > 20)
         engine.kill()
-        stranger = Stranger(kind, service, port=engine.port)
+        stranger = stranger_of(kind, service, port=engine.port)
         wait_until(lambda: stranger.connections > 20)
         enough.set()
-    stranger.check_heard_nothing(service)
+    check_heard_nothing(stranger, service)
 
 
 @pytest.mark.parametrize("kind", STRANGERS)
@@ -124,23 +117,23 @@ async def test_a_stranger_that_takes_the_port_under_async_load_gets_nothing(serv
     client = await connect_async("405b", max_retries=0)
     await asyncio.gather(*(ask(client) for _ in range(12)))
     engine.kill()
-    stranger = Stranger(kind, service, port=engine.port)
+    stranger = stranger_of(kind, service, port=engine.port)
     for _ in range(3):
         ends = await asyncio.gather(*(ask(client) for _ in range(6)), return_exceptions=True)
         assert all(isinstance(end, (HpcServeError, openai.APIConnectionError)) for end in ends)
-    stranger.check_heard_nothing(service)
+    check_heard_nothing(stranger, service)
 
 
 def test_the_next_replica_gets_the_request_that_a_stranger_did_not(service):
     gone, living = service.start(), service.start()
     client = connect_to_all(service, 2, max_retries=0)
     gone.kill()
-    stranger = Stranger("in the clear", service, port=gone.port)
+    stranger = stranger_of("in the clear", service, port=gone.port)
     for _ in range(200):  # chance decides between two idle replicas
         assert ask(client).choices[0].message.content.startswith(f"stub-{living.port}")
         if stranger.connections:
             break
-    stranger.check_heard_nothing(service)
+    check_heard_nothing(stranger, service)
 
 
 def test_a_replica_that_comes_back_on_another_port_is_believed_again(service):
@@ -148,10 +141,10 @@ def test_a_replica_that_comes_back_on_another_port_is_believed_again(service):
     client = connect("405b", max_retries=0, wait=120)
     assert ask(client).choices
     engine.kill()
-    stranger = Stranger("own certificate", service, port=engine.port)
+    stranger = stranger_of("own certificate", service, port=engine.port)
     service.start(job_id="100", restart=1)
     assert ask(client).choices[0].message.content.startswith(f"stub-{service.engines[1].port}")
-    stranger.check_heard_nothing(service)
+    check_heard_nothing(stranger, service)
 
 
 # Relays
