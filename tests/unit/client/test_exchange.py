@@ -33,6 +33,7 @@ WORDS = 12
 GREEDY = ("--stub-greedy", "--stub-words", str(WORDS))
 MORTAL = (*GREEDY, "--stub-die-at-request", "1")
 USAGE: Any = {"include_usage": True}
+TOOLS: Any = [{"type": "function", "function": {"name": "say", "parameters": {"type": "object"}}}]
 
 
 @pytest.fixture
@@ -138,15 +139,16 @@ def test_a_sampled_stream_goes_on_and_says_so(service, asker, stop):
     assert mark == {"at_token": WORDS // 2 + 1, "exact": False, "replica": "101-r0-0.json"}
 
 
-def test_what_cannot_go_on_is_an_error_that_holds_what_had_come(service, asker):
+@pytest.mark.parametrize(("options", "why"), [({"n": 2}, "asks for n"), ({"tools": TOOLS}, "may call tools")])
+def test_what_cannot_go_on_is_an_error_that_holds_what_had_come(service, asker, options, why):
     service.start(*MORTAL)
-    stream = asker(max_retries=0).create(**arguments(is_chat=True, logprobs=True))
+    stream = asker(max_retries=0).create(**arguments(is_chat=True, **options))
     chunks = [next(stream)]
     service.start(*GREEDY)
-    with pytest.raises(StreamBrokenError, match="cannot go on at another replica: it asks for logprobs") as broken:
+    with pytest.raises(StreamBrokenError, match=f"cannot go on at another replica: it {why}") as broken:
         chunks += stream
     assert broken.value.replica == "100-r0-0.json"
-    assert broken.value.text
+    assert bool(broken.value.text) == ("tools" not in options)
     assert answer(is_chat=True).startswith(broken.value.text)
     assert len(broken.value.chunks) > WORDS // 2
     assert broken.value.chunks[1]["choices"][0]["delta"]
