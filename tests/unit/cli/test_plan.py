@@ -10,7 +10,6 @@ import pytest
 from hpc_serve.demo_model import make_demo_model
 from hpc_serve.hub.hub import find_model
 from hpc_serve.job.weights import weights_place
-from tests.unit.conftest import Ran
 
 KEYS = {
     *("fits", "tensor_parallel_size", "pipeline_parallel_size", "replicas", "num_nodes", "gpus_per_node"),
@@ -24,7 +23,7 @@ MEMORY_KEYS = {
 }
 
 
-def printed_wide(ran: Ran, *words: str) -> str:
+def printed_wide(ran, *words: str) -> str:
     """The same on a terminal on which no line is broken."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "1000")
@@ -205,7 +204,7 @@ def test_a_target_keeps_the_sizes_asked_for(plan):
     assert (found["tensor_parallel_size"], found["pipeline_parallel_size"], found["replicas"]) == (2, 1, 4)
 
 
-def compared(ran: Ran, *words: str) -> tuple[list[str], list[list[str]]]:
+def compared(ran, *words: str) -> tuple[list[str], list[list[str]]]:
     """(the heading's words, rows of cells) of the speeds that --compare prints for a 70b."""
     text = ran(["plan", "--model", "70b", "--compare", *words]).out
     assert max(len(line) for line in text.splitlines()) <= 80

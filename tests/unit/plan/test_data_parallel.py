@@ -18,7 +18,6 @@ from hpc_serve.plan.speed.step import EXPECTED, IDEAL
 from hpc_serve.plan.speed.throughput import Traffic
 from tests.support import plans
 from tests.support.plans import estimate, replica, roofline, spec, speed
-from tests.unit.plan.conftest import Told
 
 H200 = accelerator("h200")
 R1, QWEN = "r1", "Qwen/Qwen3-30B-A3B"
@@ -179,7 +178,7 @@ def test_data_parallelism_is_for_many_requests_and_tensor_parallelism_for_few(
     assert any(reason.startswith(why) and "DP=" in reason for reason in told["reasons"])
 
 
-def test_data_parallelism_of_a_dense_model_is_replicas(told: Told) -> None:
+def test_data_parallelism_of_a_dense_model_is_replicas(told) -> None:
     said = told("70b", "--gpu", "h200", "--nodes", "1", "--target", "throughput")
     assert "Data parallelism is replicas: meta-llama/Llama-3.3-70B-Instruct has no experts" in said
 

@@ -19,7 +19,6 @@ from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.script.render import render_script
 from hpc_serve.units import GIB
 from tests.support.plans import layout, spec
-from tests.unit.plan.conftest import Plan
 
 
 def test_h100_has_less_than_its_label_times_gibibytes() -> None:
@@ -99,7 +98,7 @@ def test_of_several_kinds_the_least_counts() -> None:
             cluster_named(name, total_bytes=80 * GIB)
 
 
-def test_a_plan_for_several_kinds(plan_json: Plan) -> None:
+def test_a_plan_for_several_kinds(plan_json) -> None:
     kinds = "a100-80gb,h100-pcie-80gb"
     assert plan_json("70b", "--gpu", kinds, "--nodes", "1")["gpu"] == kinds
 
