@@ -55,7 +55,11 @@ WAYS_IN = {
 
 def stranger_of(kind, service, port=0):
     """A listener of somebody else's, of one kind; `port` 0 is any."""
-    return RecordingServer(_context(kind, service), port=port)
+    if kind == "in the clear":
+        return RecordingServer(port=port)
+    other = StubService(service.store.home.with_name("stranger")) if kind == "own certificate" else service
+    shown = other.certificate()
+    return RecordingServer(server_context(shown.certificate_file, shown.key_file), port=port)
 
 
 def check_heard_nothing(stranger, service):
@@ -63,14 +67,6 @@ def check_heard_nothing(stranger, service):
     for secret in (service.store.read_api_key("405b"), PROMPT, "Authorization", "authorization"):
         assert secret.encode() not in stranger.received
     stranger.close()
-
-
-def _context(kind, service):
-    if kind == "in the clear":
-        return None
-    other = StubService(service.store.home.with_name("stranger")) if kind == "own certificate" else service
-    shown = other.certificate()
-    return server_context(shown.certificate_file, shown.key_file)
 
 
 STRANGERS = ["in the clear", "own certificate", "certificate of the same authority"]

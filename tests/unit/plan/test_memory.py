@@ -128,11 +128,7 @@ def on_cpu(model: Any, **options: Any) -> MemoryEstimate:
     return estimate(model, accelerator("cpu-spr", total_bytes=24 * GIB), **sizes, **options)
 
 
-def run_name(run: dict[str, Any]) -> str:
-    return f"{run['model']}-tp{run['tp']}-pp{run['pp']}"
-
-
-@pytest.mark.parametrize("run", ENGINES["runs"], ids=run_name)
+@pytest.mark.parametrize("run", ENGINES["runs"], ids=lambda run: f"{run['model']}-tp{run['tp']}-pp{run['pp']}")
 def test_what_real_engines_on_cpu_held_and_printed(run: dict[str, Any]) -> None:
     """Windows, states, latent caches, experts; tests/e2e/test_plan_measured.py starts such engines."""
     model = model_from_config(ENGINES["configs"][run["model"]], name=run["model"])
