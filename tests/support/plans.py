@@ -8,13 +8,16 @@ from typing import Any
 
 from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan import (
+    ClusterSpec,
     EngineConfig,
     MemoryEstimate,
     ModelSpec,
+    ServePlan,
     Workload,
     accelerator,
     estimate_memory,
     model_from_config,
+    plan,
     resolve,
 )
 from hpc_serve.plan.choice.candidates import PlanInputs
@@ -25,6 +28,8 @@ from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.speed.estimate import ReplicaSpeeds, SpeedEstimate
 from hpc_serve.plan.speed.step import Roofline
 from hpc_serve.plan.speed.throughput import Traffic
+
+WORKLOAD = ("max_model_len", "concurrency", "replicas", "request_tokens")
 
 
 @cache
@@ -113,9 +118,16 @@ def plan_inputs(
     )
 
 
-def made_plan(model: str | ModelSpec, gpu: str = "h100-80gb", **asked: Any) -> PlanResult:
+def planned(name: str, gpu: str = "h100-80gb", *, nodes=None, size=None, quantization=None, **options) -> ServePlan:
+    """The layout that `plan` chooses on such machines. `options` are fields of Workload, and of EngineConfig."""
+    cluster = ClusterSpec(accelerator=accelerator(gpu), num_nodes=nodes, gpus_per_node=size)
+    workload = Workload(**{key: options.pop(key) for key in WORKLOAD if key in options})
+    engine = EngineConfig(quantization=quantization, **options)
+    return plan(spec(name, quantization=quantization), cluster, engine, workload)
+
+
+def made_plan(model: Any, gpu: str = "h100-80gb", *, total_bytes: Any = None, **asked: Any) -> PlanResult:
     """The plan that `make_plan` makes. `asked` are fields of PlanRequest."""
     found = find_spec(model, environ={})[1] if isinstance(model, str) else model
-    return make_plan(
-        PlanRequest(model=found.name, gpu=gpu, **asked), FoundParts(model=found, cluster=cluster_named(gpu))
-    )
+    parts = FoundParts(model=found, cluster=cluster_named(gpu, total_bytes=total_bytes))
+    return make_plan(PlanRequest(model=found.name, gpu=gpu, **asked), parts)

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.client.discovery import wait as waiting
-from tests.support.patience import be_patient
 from tests.support.stubs import StubEngine, StubService
+from tests.unit.client.conftest import stub_services
 
 
 class SmallService(StubService):
@@ -23,12 +22,8 @@ class SmallService(StubService):
 
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubService]:
-    be_patient(monkeypatch)
-    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(waiting, "STEP_S", 0.05)
-    service = SmallService(tmp_path / "home")
-    yield service
-    service.close()
+    with stub_services(tmp_path, monkeypatch, SmallService) as make:
+        yield make()
 
 
 @pytest.fixture

@@ -135,43 +135,40 @@ class TestCommand:
     @pytest.fixture
     def call(self, service, requests, tmp_path):
         service.start()
-        asked, output = requests(6), tmp_path / "out.jsonl"
-        return lambda *options, env=None: CliRunner().invoke(
-            cli, ["batch", str(asked), str(output), "--service", "405b", *options], env=env
-        )
+        words = ["batch", str(requests(6)), str(tmp_path / "out.jsonl"), "--service", "405b"]
+
+        def told(*options, code=0, env=None):
+            done = CliRunner().invoke(cli, [*words, *options], env=env)
+            assert done.exit_code == code, done.output
+            return done.output
+
+        return told
 
     def test_it_says_what_was_done(self, call):
-        done = call()
-        assert done.exit_code == 0, done.output
-        assert "6 answered, 0 were there. 6/6 lines" in done.output
-        assert "GPU-hours, 0 failed" in done.output
-        assert "Nothing was left to ask." in call().output
+        told = call()
+        assert "6 answered, 0 were there. 6/6 lines" in told
+        assert "GPU-hours, 0 failed" in told
+        assert "Nothing was left to ask." in call()
 
     def test_lines_that_failed_before_are_told_again(self, call, requests):
         requests([request_line("good"), request_line("long", "long " * 30_000)])
-        assert call().exit_code == 1
-        again = call()
-        assert again.exit_code == 1
-        assert "Nothing was left to ask." in again.output
-        assert "1 failed: " in again.output
+        call(code=1)
+        again = call(code=1)
+        assert "Nothing was left to ask." in again
+        assert "1 failed: " in again
 
     def test_options_of_sbatch_are_for_a_job_of_its_own(self, call):
-        refused = call("--partition", "cpu")
-        assert refused.exit_code == 2
-        assert "add --detach" in refused.output
+        assert "add --detach" in call("--partition", "cpu", code=2)
 
     @pytest.mark.parametrize(("first", "step"), [(0, 1), (1, 1), (10, 5)])
     def test_a_task_of_a_job_array_takes_its_shard(self, call, tmp_path, first, step):
         for place in range(3):
-            done = call(env=task_of_array(3, first, first + 2 * step, first + place * step))
-            assert done.exit_code == 0, done.output
+            call(env=task_of_array(3, first, first + 2 * step, first + place * step))
             assert sorted(ids(tmp_path / f"out.{place + 1}-of-3.jsonl")) == [f"q{place}", f"q{place + 3}"]
-        assert "6 answers" in call("--merge").output
+        assert "6 answers" in call("--merge")
 
     def test_uneven_numbers_of_an_array_are_refused(self, call):
-        done = call(env=task_of_array(3, 0, 5, 1))
-        assert done.exit_code == 2
-        assert "no even numbers" in done.output
+        assert "no even numbers" in call(env=task_of_array(3, 0, 5, 1), code=2)
 
 
 @pytest.fixture
@@ -186,8 +183,11 @@ def environ_of(world, **further):
     return {"cwd": world.clone, "env": {**world.environ(), **further}, "stderr": subprocess.STDOUT, "text": True}
 
 
-def shell(world, text, **further):
-    return subprocess.run(["bash", "-c", text], stdout=subprocess.PIPE, check=False, **environ_of(world, **further))
+def shell(world, text, code=0, **further):
+    """Return what a line prints, which must end with this exit code."""
+    done = subprocess.run(["bash", "-c", text], stdout=subprocess.PIPE, check=False, **environ_of(world, **further))
+    assert done.returncode == code, done.stdout
+    return done.stdout
 
 
 def wait_for_answers(world, process):
@@ -197,8 +197,8 @@ def wait_for_answers(world, process):
     return output
 
 
-def call(world, options):
-    return shell(world, f"hpc-serve batch in.jsonl out.jsonl {options}")
+def call(world, options, code=0):
+    return shell(world, f"hpc-serve batch in.jsonl out.jsonl {options}", code)
 
 
 def service_of(world, name):
@@ -212,18 +212,17 @@ def is_over(world, name):
 
 class TestServiceOfItsOwn:
     def test_it_is_started_if_lines_are_left_and_stopped_afterwards(self, world):
-        done = call(world, "--model 8b --replicas 2")
-        assert done.returncode == 0, done.stdout
+        call(world, "--model 8b --replicas 2")
         assert len(set(ids(world.clone / "out.jsonl"))) == 6
         assert len(service_of(world, "8b").replicas) == 2
         assert is_over(world, "8b")
-        assert "Nothing was left to ask." in call(world, "--model 8b --service other").stdout
+        assert "Nothing was left to ask." in call(world, "--model 8b --service other")
         assert "other" not in {one.service for one in services(home=world.store_home)}
 
     def test_it_is_stopped_after_a_failure(self, world):
         lines = (request_line(f"q{n}", url="/v1/responses") + "\n" for n in range(101))
         (world.clone / "in.jsonl").write_text("".join(lines))
-        assert "The first 100 lines all failed" in call(world, "--model 8b").stdout
+        assert "The first 100 lines all failed" in call(world, "--model 8b", code=1)
         assert is_over(world, "8b")
 
     def test_it_is_stopped_after_ctrl_c(self, world, requests):
@@ -238,19 +237,17 @@ class TestServiceOfItsOwn:
         assert 0 < len(ids(output)) < 5000
 
     def test_a_service_that_is_there_is_used_and_stays(self, world):
-        done = call(world, "--model 70b")
-        assert done.returncode == 0, done.stdout
-        assert "70b is there already, and stays" in done.stdout
+        assert "70b is there already, and stays" in call(world, "--model 70b")
         assert service_of(world, "70b").ready
 
     def test_a_service_is_stopped_on_request_also_where_nothing_was_left(self, world):
         call(world, "--service 70b")
-        assert "Nothing was left to ask." in call(world, "--service 70b --stop").stdout
+        assert "Nothing was left to ask." in call(world, "--service 70b --stop")
         assert is_over(world, "70b")
 
     def test_a_batch_that_is_refused_stops_nothing(self, world):
         first = AnswerFile(world.clone / "out.jsonl")
-        assert "Another batch is writing" in call(world, "--service 70b --stop").stdout
+        assert "Another batch is writing" in call(world, "--service 70b --stop", code=1)
         first.close()
         assert service_of(world, "70b").ready
 
@@ -258,7 +255,7 @@ class TestServiceOfItsOwn:
         "options", ["--model 8b --shard 1/2", "--replicas 2", "--stop", "--detach", "--service 70b --stop --shard 1/2"]
     )
     def test_options_that_do_not_go_together_are_refused(self, world, options):
-        assert call(world, options).returncode == 2
+        call(world, options, code=2)
 
 
 class TestJobOfItsOwn:
@@ -266,16 +263,13 @@ class TestJobOfItsOwn:
 
     @staticmethod
     def submit(world, options="--service 70b"):
-        done = call(world, f"--detach {options}")
-        assert done.returncode == 0, done.stdout
+        said = call(world, f"--detach {options}")
         (script,) = (world.store_home / "batch" / "scripts").glob("*.sh")
-        return done.stdout, script
+        return said, script
 
     @staticmethod
     def run_job(world, script, **further):
-        done = shell(world, f"bash {script}", **{"SLURM_JOB_ID": "101", **further})
-        assert done.returncode == 0, done.stdout
-        return done.stdout
+        return shell(world, f"bash {script}", **{"SLURM_JOB_ID": "101", **further})
 
     def test_it_answers_all_lines(self, world):
         said, script = self.submit(world, "--service 70b --partition cpu --time 30 --in-order --retries 7")
@@ -315,7 +309,7 @@ class TestJobOfItsOwn:
 
     def test_a_bad_line_is_told_before_the_queue(self, world):
         (world.clone / "in.jsonl").write_text("{}\n")
-        assert "in.jsonl, line 1" in call(world, "--detach --model 8b").stdout
+        assert "in.jsonl, line 1" in call(world, "--detach --model 8b", code=2)
         assert not (world.folder / "slurm" / "sbatch-words").exists()
         assert not (world.clone / "out.jsonl").exists()
 
@@ -326,4 +320,4 @@ class TestJobOfItsOwn:
         assert "/%A_%a.log\n" in text
         for task in (1, 2, 3):
             self.run_job(world, script, **task_of_array(3, 1, 3, task))
-        assert "6 answers" in call(world, "--merge").stdout
+        assert "6 answers" in call(world, "--merge")

@@ -12,9 +12,9 @@ from hpc_serve.bench.run import BenchRequest, Lengths, Pace, RequestResult, Run
 from hpc_serve.bench.sweep import Progress, Sweep, make_runs
 from hpc_serve.bench.workload import BenchWorkload
 from tests.support.stubs import StubEngine, StubService
-from tests.unit.client.conftest import service
+from tests.unit.client.conftest import service, work_log
 
-assert service  # a fixture of the client's tests
+assert all((service, work_log))  # fixtures of the client's tests
 
 Measure = Callable[..., list[Run]]
 

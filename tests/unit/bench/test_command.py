@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -71,15 +70,14 @@ def test_words_that_cannot_be_are_told_before_anything_is_asked(words, told, ran
     assert told in ran(["bench", "405b", *words], 2).err
 
 
-def test_ctrl_c_keeps_what_was_measured(service, tmp_path):
-    service.start("--stub-work-log", str(tmp_path / "work"), "--stub-word-s", "0.02")
-    (tmp_path / "work").mkdir()
+def test_ctrl_c_keeps_what_was_measured(service, work_log, tmp_path):
+    service.start(*work_log.flags, "--stub-word-s", "0.02")
     saved = tmp_path / "figures.json"
     argv = [sys.executable, "-m", "hpc_serve.cli", "bench", "405b", "--lengths", "40/6", "--num-prompts", "2000"]
     environ = {**os.environ, "HPC_SERVE_HOME": str(service.store.home)}
     process = subprocess.Popen([*argv, "--max-concurrency", "1", "--save", str(saved)], env=environ)
     try:
-        wait_until(lambda: ended(tmp_path / "work") >= 5, within_s=5 * PATIENCE_S)
+        wait_until(lambda: work_log.count("begun") >= 6, within_s=5 * PATIENCE_S)  # one after the other
         process.send_signal(signal.SIGINT)
         assert process.wait(5 * PATIENCE_S) == 130
     finally:
@@ -88,11 +86,6 @@ def test_ctrl_c_keeps_what_was_measured(service, tmp_path):
     result = json.loads(saved.read_text())
     assert result["interrupted"]
     assert result["completed"] >= 3  # one was the first, which does not count, and one may be under way
-
-
-def ended(folder: Path) -> int:
-    lines = [line for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
-    return sum('"event": "begun"' not in line for line in lines)
 
 
 def test_all_ways_of_showing_a_sweep(engine, tmp_path, ran):

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 
@@ -19,19 +19,16 @@ from hpc_serve.submit.services import stop, wait
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.patience import PATIENCE_S, be_patient
 from tests.support.stubs import StubService, make_record, make_submitted
-from tests.unit.conftest import Ran
-
-Told: TypeAlias = Callable[..., Any]
 
 
 @pytest.fixture
-def told(ran: Ran) -> Told:
+def told(ran):
     """What a command says in JSON to these words, with this exit code."""
     return lambda *words, code=0: json.loads(ran([*words, "--json"], code).out)
 
 
 @pytest.fixture
-def plan(told: Told) -> Told:
+def plan(told):
     return partial(told, "plan")
 
 

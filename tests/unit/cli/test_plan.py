@@ -10,7 +10,6 @@ import pytest
 from hpc_serve.demo_model import make_demo_model
 from hpc_serve.hub.hub import find_model
 from hpc_serve.job.weights import weights_place
-from tests.unit.conftest import Ran
 
 KEYS = {
     *("fits", "tensor_parallel_size", "pipeline_parallel_size", "replicas", "num_nodes", "gpus_per_node"),
@@ -24,7 +23,7 @@ MEMORY_KEYS = {
 }
 
 
-def printed_wide(ran: Ran, *words: str) -> str:
+def printed_wide(ran, *words: str) -> str:
     """The same on a terminal on which no line is broken."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "1000")
@@ -63,18 +62,12 @@ def test_layers_that_are_not_loaded_are_explained(ran):
     assert "not loaded 1 x 3,988,069,792 (layers for multi-token prediction, which vLLM loads to speculate)" in shown
 
 
-def test_the_plan_fits_eighty_columns(ran):
-    text = ran(["plan", "--model", "70b"]).out
-    *shown, command = text.splitlines()
-    assert max(len(line) for line in shown) <= 80
-    (bar,) = (line.strip() for line in shown if "██" in line)
+def test_an_explained_plan_has_its_bar_and_its_arithmetic(ran):
+    text = ran(["plan", "--model", "70b", "--explain"]).out
+    (bar,) = (line.strip() for line in text.splitlines() if "██" in line)
     assert len(bar) == 60
-    assert command.startswith("vllm serve meta-llama/Llama-3.3-70B-Instruct --tensor-parallel-size 4")
-    for word in ("weights", "activations", "CUDA graphs", "non-torch", "KV cache", "left free", "chosen", "too small"):
-        assert word in text
-    explained = ran(["plan", "--model", "70b", "--explain"]).out
     for word in ("REPLICAS", "IN FLIGHT", "gpu_memory_utilization", "NCCL", "blocks", " / 80 = "):
-        assert word in explained
+        assert word in text
 
 
 def test_the_plan_says_first_what_is_chosen_and_why_each_thing_once(plan, ran):
@@ -92,11 +85,10 @@ def test_the_plan_says_first_what_is_chosen_and_why_each_thing_once(plan, ran):
 
 
 def test_accelerators_compared(plan, ran):
-    text = ran(["plan", "--model", "70b", "--compare", "h100-80gb,a100-80gb,mi300x,t4", "--nodes", "1"]).out
+    text = ran(["plan", "--model", "70b", "--compare", "h100-80gb,mi300x,t4", "--nodes", "1"]).out
     assert max(len(line) for line in text.splitlines() if "does not fit" not in line and "TP=" not in line) <= 80
-    for name in ("h100-80gb", "a100-80gb", "mi300x", "t4 ", "no fit"):
-        assert name in text
-    assert "t4" not in text[text.index("Speed to expect") :]
+    memory, _, speed = text.partition("Speed to expect")
+    assert ("t4 " in memory, "no fit" in memory, "t4" in speed) == (True, True, False)
     documents = plan("--model", "70b", "--compare", "h100-80gb,t4", "--nodes", "1")
     assert [document["fits"] for document in documents] == [True, False]
     assert "Speed" not in ran(["plan", "--model", "405b", "--compare", "t4,l4", "--nodes", "1"], 3).out
@@ -161,7 +153,6 @@ def test_a_plan_for_a_later_version_takes_its_options(ran):
         (("--model", "70b", "--gpu", "v5e:2x4"), 3, "--gpu v5e:4x4 (TP=16 PP=1)"),
         (("--model", "8b", "--gpu", "cpu-spr", "--gpu-memory", "64GB", "--nodes", "2"), 3, "within one node"),
         (("--model", "70b", "--quantization", "magic"), 2, "'magic'"),
-        ((), 2, "--model"),
         (("8b", "--gpu", "4x2"), 2, "write the chip before it, as in v6e:4x2"),
         (("8b", "--plot", "plan.bmp"), 2, "does not end in .png, .svg, .pdf or .html"),
         *((("8b", "--max-model-len", word), 2, "max") for word in ("many", "128kb", "-2", "0", "1.5.k")),
@@ -213,7 +204,7 @@ def test_a_target_keeps_the_sizes_asked_for(plan):
     assert (found["tensor_parallel_size"], found["pipeline_parallel_size"], found["replicas"]) == (2, 1, 4)
 
 
-def compared(ran: Ran, *words: str) -> tuple[list[str], list[list[str]]]:
+def compared(ran, *words: str) -> tuple[list[str], list[list[str]]]:
     """(the heading's words, rows of cells) of the speeds that --compare prints for a 70b."""
     text = ran(["plan", "--model", "70b", "--compare", *words]).out
     assert max(len(line) for line in text.splitlines()) <= 80

@@ -11,7 +11,6 @@ import pytest
 
 from hpc_serve.cli.main import cli, run
 from hpc_serve.vllm.arguments import options
-from tests.unit.cli.conftest import Told
 
 Options = dict[str, str]
 
@@ -107,13 +106,13 @@ def test_remedies_are_taken_by_the_command_that_prints_them(command, count, thin
     assert len(seen) >= (5 if len(tried) == count else 1), seen
 
 
-def test_a_slice_is_answered_with_a_slice(plan: Told) -> None:
+def test_a_slice_is_answered_with_a_slice(plan) -> None:
     remedies = plan("--model", "405b", "--gpu", "v6e:1x1", code=3)["remedies"]
     assert any(text.startswith("--gpu v6e:") for text in remedies)
     assert not any("--nodes" in text for text in remedies)
 
 
-def test_no_context_is_suggested_that_is_shorter_than_the_requests(plan: Told) -> None:
+def test_no_context_is_suggested_that_is_shorter_than_the_requests(plan) -> None:
     def contexts(*words: str) -> list[int]:
         asked = ("8b", "--gpu", "l4", "--nodes", "1", "--gpus-per-node", "1", *words)
         found = (text.split() for text in plan(*asked, code=3)["remedies"])
@@ -124,7 +123,7 @@ def test_no_context_is_suggested_that_is_shorter_than_the_requests(plan: Told) -
     assert not contexts("--input-tokens", str(length), "--output-tokens", "200")
 
 
-def test_nodes_are_those_of_all_replicas(plan: Told) -> None:
+def test_nodes_are_those_of_all_replicas(plan) -> None:
     asked = ("70b", "--gpu", "l4", "--replicas", "2")
     (nodes,) = (text for text in plan(*asked, "--nodes", "2", code=3)["remedies"] if text.startswith("--nodes"))
     count = options_in(nodes)["--nodes"]

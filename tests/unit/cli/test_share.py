@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,15 +16,10 @@ SHARED = 0o3750
 
 
 @pytest.fixture
-def store(monkeypatch) -> Iterator[ServiceStore]:
+def store(open_folder, monkeypatch) -> ServiceStore:
     """A home that every user can reach, with a queue that has no jobs."""
-    folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="hs-share-"))
-    folder.chmod(0o711)
-    monkeypatch.setenv("HPC_SERVE_HOME", str(folder / "home"))
-    try:
-        yield ServiceStore(folder / "home")
-    finally:
-        shutil.rmtree(folder)
+    monkeypatch.setenv("HPC_SERVE_HOME", str(open_folder / "home"))
+    return ServiceStore(open_folder / "home")
 
 
 @pytest.fixture

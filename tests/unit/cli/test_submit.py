@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -11,7 +10,6 @@ import pytest
 
 from hpc_serve.cli.submit.request import default_service
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.submit.request.options import SlurmOptions
 from hpc_serve.submit.services import wait
 from tests.unit.cli.test_lists import OURS
 
@@ -63,18 +61,10 @@ def test_submit_says_what_it_did_what_to_type_next_and_that_a_further_replica_is
 MEMORY = "48 GiB of each node = 32 for engine processes + 16 for the model in /dev/shm/hf"
 
 
-@pytest.mark.parametrize(
-    ("words", "says_it"),
-    [
-        (("--env", "HF_HOME=/dev/shm/hf"), True),
-        (("--env", "HF_HOME=/dev/shm/hf", "--mem", "64G"), False),
-        (("--env", "HF_HOME=/dev/shm/hf", "--exclusive"), False),
-        ((), False),
-    ],
-)
-def test_submit_says_what_the_memory_of_a_node_is_for(words, says_it, ran, told):
-    assert (f"\n  memory  {MEMORY}/hub\n" in ran(["submit", "8b", *words]).out) == says_it
-    assert told("submit", "8b", *words).get("memory") == (f"{MEMORY}/hub" if says_it else None)
+def test_submit_says_what_the_memory_of_a_node_is_for(ran, told):
+    words = ["submit", "8b", "--env", "HF_HOME=/dev/shm/hf"]
+    assert f"\n  memory  {MEMORY}/hub\n" in ran(words).out
+    assert told(*words)["memory"] == f"{MEMORY}/hub"
 
 
 def test_plan_says_what_the_memory_of_a_node_is_for(ran):
@@ -174,12 +164,10 @@ def test_gpus_that_stay_idle_are_said_with_what_submit_accepts(words, says, ran,
 
 def test_a_hub_cache_in_memory_is_asked_for_and_a_mem_too_small_is_told(ran, told, monkeypatch):
     monkeypatch.setenv("HF_HOME", "/dev/shm/hf")
-    script, said = script_of(ran)
-    assert "#SBATCH --mem=48G\n" in script
-    assert "the kernel" not in said.lower()
+    assert "#SBATCH --mem=48G\n" in script_of(ran)[0]
     assert "--mem=32G" in script_of(ran, "--env", "HF_HOME=/scratch/hf")[0]
-    assert "--mem 12G is 12 GiB of each node, and the job keeps 16 GiB" in script_of(ran, "--mem", "12G")[1]
-    assert "--mem 12G" in told("submit", "8b", "--mem", "12G")["machines_note"]
+    for said in (script_of(ran, "--mem", "12G")[1], told("submit", "8b", "--mem", "12G")["machines_note"]):
+        assert "--mem 12G is 12 GiB of each node, and the job keeps 16 GiB" in said
 
 
 def test_flags_win_over_the_site_file(site, tmp_path, ran, stand_ins):
@@ -218,15 +206,14 @@ def test_a_staged_model_is_the_jobs_setting(ran, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "words",
     [
-        ("70b", "--target", "throughput"),
-        ("70b", "--target", "tpot=40ms", "--gpu", "mi300x"),
-        ("70b", "--target", "throughput", "--input-tokens", "4000", "--nodes", "2", "--gpus-per-node", "4"),
-        ("8b", "-tp", "2", "-pp", "2"),
-        ("8b", "--concurrency", "4"),
+        "70b --target tpot=40ms --gpu mi300x",
+        "70b --target throughput --input-tokens 4000 --nodes 2 --gpus-per-node 4",
+        "8b -tp 2 -pp 2",
+        "8b --concurrency 4",
     ],
 )
 def test_render_asks_for_the_layout_that_plan_prints(ran, plan, words):
-    found, script = plan(*words), ran(["render", *words]).out
+    found, script = plan(*words.split()), ran(["render", *words.split()]).out
     assert " ".join(found["vllm_args"]) in " ".join(script.replace("\\\n", " ").split())
     assert f"#SBATCH --nodes={found['num_nodes']}\n" in script
     assert f"#SBATCH --gpus-per-node={found['gpus_per_node']}\n" in script
@@ -238,12 +225,6 @@ def test_plan_is_for_the_machines_that_submit_would_ask_for(site, ran):
     assert "2 nodes x 4 GPUs (a100-40gb), TP=4 x PP=2" in ran(["render", "--model", "70b"]).out
     site("gpuu: a100-40gb\n")
     ran(["plan", "--model", "70b"], 2)
-
-
-def test_every_sbatch_option_of_the_site_file_is_an_option_of_the_command(ran):
-    slurm = ran(["submit", "--help"]).out.split("Options of vLLM")[0]
-    names = {option.name for option in fields(SlurmOptions)} - {"gpu_directive", "gres_type", "extra"}
-    assert [name for name in names if f"--{name.replace('_', '-')}" not in slurm] == []
 
 
 @pytest.mark.parametrize("option", [["--max-num-seqs", "16"], ["--max-num-seqs=16"]])
@@ -270,12 +251,6 @@ def test_submit_and_wait_ends_with_the_failure_of_the_job(stand_ins, ran, monkey
     # The job is in no queue any more when it is first looked for.
     (stand_ins.bin / "squeue").write_text("#!/bin/bash\n")
     assert "exited with code 78" in ran(["submit", "8b", "--wait"], 6).err
-
-
-def test_wait_that_takes_too_long_has_exit_code_7(ran):
-    out, err = ran(["submit", "8b", "--wait", "--timeout", "0s"], 7)
-    assert "submitted as job 101" in out
-    assert "pending: waiting for free nodes (Resources)" in err
 
 
 def test_ctrl_c_only_detaches(stand_ins, ran, monkeypatch):

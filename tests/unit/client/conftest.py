@@ -39,6 +39,11 @@ def say(client: Any, **options: Any) -> int:
     return port_of(client.chat.completions.create(model=client.model, messages=HELLO, **options))
 
 
+def one_engine(service: StubService, *flags: str) -> tuple[StubEngine, Any]:
+    """Start an engine; return it, and a client of the service that sends nothing again by itself."""
+    return service.start(*flags), connect(service.service, max_retries=0)
+
+
 def address(name: str = "a", *, signs: bool = True) -> ReplicaAddress:
     """The address of a replica that nobody asks."""
     return ReplicaAddress(name=name, host="h", port=1, identity=Identity(certificate="", api_key="k"), signs=signs)
@@ -117,13 +122,13 @@ class FakeClock:
 
 
 @contextmanager
-def stub_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StubService]]:
+def stub_services(tmp_path: Path, monkeypatch: Any, kind: Any = StubService) -> Iterator[Callable[..., StubService]]:
     """Makes services of stub engines by their names, and ends their processes."""
     be_patient(monkeypatch)
     monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(waiting, "STEP_S", 0.05)
     with ExitStack() as made:
-        yield lambda name="405b": made.enter_context(closing(StubService(tmp_path / "home", name)))
+        yield lambda name="405b": made.enter_context(closing(kind(tmp_path / "home", name)))
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from hpc_serve.errors import (
 from hpc_serve.trust.connection import Identity
 from tests.support.patience import connect_to_all, wait_until
 from tests.support.stubs import make_record
-from tests.unit.client.conftest import HELLO, MODEL, FakeClock, say, watch_told
+from tests.unit.client.conftest import HELLO, MODEL, FakeClock, one_engine, say, watch_told
 
 
 @pytest.fixture(autouse=True)
@@ -145,8 +145,7 @@ def test_a_request_to_an_engine_that_is_being_stopped_goes_elsewhere(service):
 
 def test_an_error_that_may_be_the_requests_own_is_not_taken_to_the_next(service):
     service.start("--stub-error", "500")
-    service.start("--stub-error", "500")
-    client = connect("405b", max_retries=0)
+    _, client = one_engine(service, "--stub-error", "500")
     with pytest.raises(openai.InternalServerError, match="a stubbed error"):
         say(client)
 
@@ -167,8 +166,7 @@ def test_a_request_lost_on_the_way_is_repeated_at_another_replica(service):
 
 
 def test_a_stream_that_breaks_says_so_and_the_next_one_goes_elsewhere(service):
-    mortal = service.start("--stub-die-at-request", "1")
-    client = connect("405b", max_retries=0)
+    mortal, client = one_engine(service, "--stub-die-at-request", "1")
     other = service.start()
     stream = client.chat.completions.create(model=client.model, messages=HELLO, stream=True)
     with pytest.raises(StreamBrokenError, match="the engine sent no token ids") as broken:
@@ -206,8 +204,7 @@ def test_a_replica_that_comes_later_is_found_and_one_that_says_it_drains_is_left
 
 
 def test_when_all_are_gone_it_says_why(service):
-    engine = service.start()
-    client = connect("405b", max_retries=0)
+    engine, client = one_engine(service)
     engine.kill()
     with pytest.raises(ServiceNotFoundError, match=rf"no answer from 127\.0\.0\.1:{engine.port}"):
         say(client)
@@ -221,8 +218,7 @@ def test_when_all_are_gone_it_says_why(service):
 
 
 def test_a_streamed_upload_is_not_sent_twice(service):
-    engine = service.start()
-    client = connect("405b", max_retries=0)
+    engine, client = one_engine(service)
     engine.drain_file.touch()
     with pytest.raises(openai.APIStatusError) as refusal:
         client.post("/files", cast_to=object, content=iter([b"once"]))

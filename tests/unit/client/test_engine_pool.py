@@ -61,9 +61,7 @@ class HarshJudge(NoJudge):
 class Trial:
     """A pool, and an engine that answers each connection by `serve(reader, writer)`."""
 
-    def __init__(
-        self, kind: Any, certificate: Any, serve: Callable[..., Awaitable[None]], limits: dict[str, Any]
-    ) -> None:
+    def __init__(self, kind: Any, certificate: Any, serve: Any, limits: dict[str, Any]) -> None:
         self.connections = 0
         self._kind = kind
         self._certificate = certificate
@@ -86,15 +84,7 @@ class Trial:
         with suppress(asyncio.IncompleteReadError, OSError):  # the client may leave
             await self._serve(reader, writer)
 
-    async def ask(
-        self,
-        method: str = "POST",
-        *,
-        connect_s: float = LATE_S,
-        read_s: float = LATE_S,
-        pool_s: float = LATE_S,
-        **fields: Any,
-    ) -> Any:
+    async def ask(self, method="POST", *, connect_s=LATE_S, read_s=LATE_S, pool_s=LATE_S, **fields) -> Any:
         timeout = {"connect": connect_s, "read": read_s, "pool": pool_s}
         given = {"headers": [], "content": b"", "extensions": {"timeout": timeout}, **fields}
         message = Message(method=method, target=b"/", **given)
@@ -512,9 +502,7 @@ def ask_over(ours: socket.socket, content: bytes = b"{}", *, judge: NoJudge | No
     return run_blocking(whole())
 
 
-def test_a_thread_that_was_held_up_reads_what_has_come_before_it_calls_an_engine_lost(
-    ends: tuple[CountingSocket, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_was_held_up_reads_what_has_come_before_it_calls_an_engine_lost(ends, monkeypatch):
     ours, other = ends
 
     def recv(connected: socket.socket, size: int) -> bytes:
@@ -526,7 +514,7 @@ def test_a_thread_that_was_held_up_reads_what_has_come_before_it_calls_an_engine
     assert ask_over(ours, judge=HarshJudge()) == b"ok"
 
 
-def test_a_request_is_sent_in_one_piece(ends: tuple[CountingSocket, socket.socket]) -> None:
+def test_a_request_is_sent_in_one_piece(ends):
     ours, other = ends
     for _ in range(3):
         other.sendall(OK)
@@ -537,22 +525,20 @@ def test_a_request_is_sent_in_one_piece(ends: tuple[CountingSocket, socket.socke
     assert ours.limits <= 2, "that of a write and that of a read"
 
 
-def test_what_was_answered_before_the_close_is_read(ends: tuple[CountingSocket, socket.socket]) -> None:
+def test_what_was_answered_before_the_close_is_read(ends):
     ours, other = ends
     other.sendall(b"HTTP/1.1 413 x\r\ncontent-length: 3\r\n\r\nbig")
     other.close()
     assert ask_over(ours, b"a" * 10_000_000) == b"big"
 
 
-def test_an_engine_that_takes_nothing_is_a_timeout_of_writing(ends: tuple[CountingSocket, socket.socket]) -> None:
+def test_an_engine_that_takes_nothing_is_a_timeout_of_writing(ends):
     ours, _ = ends
     with pytest.raises(http.WriteTimeout):
         ask_over(ours, b"a" * 10_000_000, write=0.05)
 
 
-def test_an_interrupt_while_an_answer_is_read_is_no_error_of_the_engine(
-    ends: tuple[CountingSocket, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_an_answer_is_read_is_no_error_of_the_engine(ends, monkeypatch):
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -564,7 +550,7 @@ def test_an_interrupt_while_an_answer_is_read_is_no_error_of_the_engine(
     assert ours.fileno() == -1, "the connection has ended"
 
 
-def test_a_socket_is_not_closed_while_another_thread_reads(ends: tuple[CountingSocket, socket.socket]) -> None:
+def test_a_socket_is_not_closed_while_another_thread_reads(ends):
     ours, _other = ends
     begun, goes_on, reads = threading.Event(), threading.Event(), ours.recv
 
@@ -574,7 +560,7 @@ def test_a_socket_is_not_closed_while_another_thread_reads(ends: tuple[CountingS
         goes_on.wait(60)
         return data
 
-    ours.recv = recv  # type: ignore[method-assign,assignment]
+    ours.recv = recv
     connection = ThreadConnection(ThreadPool(NoJudge()), ADDRESS, NoJudge(), ours)
     asked = Message(method="POST", target=b"/", headers=[], content=b"{}")
     with ThreadPoolExecutor(1) as threads:

@@ -11,7 +11,7 @@ from hpc_serve.client.engine_work import ReplicaWork, WorkWatch, look_for
 from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus, assess_replica, assess_submitted
 from hpc_serve.vllm.metrics import EngineWork
 from tests.support.patience import PATIENCE_S, wait_until
-from tests.support.stubs import StubEngine, StubService, make_record, make_submitted
+from tests.support.stubs import StubEngine, StubService, make_submitted
 from tests.support.tls_servers import RecordingServer
 
 
@@ -118,8 +118,6 @@ def test_without_a_key_nothing_is_asked(service):
 
 def test_what_answers_without_figures_says_so(service):
     service.start()
-    record = make_record(certificate=service.engines[0].certificate, port=service.engines[0].port)
-    status = assess_replica(record, probe=ProbeResult(status="ready", host="127.0.0.1"))
     other = WorkWatch(lambda name: "x" * 40, timeout_s=PATIENCE_S)
-    (work,) = other.look([status])
+    (work,) = other.look([status_of(service)])
     assert work.problem == "its engine answers /metrics with 401"

@@ -17,9 +17,10 @@ from typing import Any
 import pydantic
 import pytest
 
-from hpc_serve.client import connect, connect_async
+from hpc_serve.client import connect_async
 from tests.support.patience import wait_until
 from tests.support.stub_engine import greedy_answer
+from tests.unit.client.conftest import one_engine
 
 CHECKOUT = Path(__file__).parents[3]
 FORK = multiprocessing.get_context("fork")
@@ -75,8 +76,7 @@ def run_test_without_coverage(test):
 
 def test_a_fork_makes_and_frees_nothing_of_tls(service, monkeypatch):
     """OpenSSL has locks of its own, which a thread of the parent may hold."""
-    service.start(*STUB)
-    client = connect("405b", max_retries=0)
+    _, client = one_engine(service, *STUB)
     check_own_answers(client, "parent")
     touched_in: list[int] = []
 
@@ -105,8 +105,7 @@ def test_children_of_a_process_whose_threads_are_asking(service):
     """A thread of the parent may hold any lock at the fork, but one inside of OpenSSL or of pydantic-core: those are
     taken for new connections and for the first answers of a process.
     """
-    service.start(*STUB)
-    client = connect("405b", max_retries=0)
+    _, client = one_engine(service, *STUB)
     has_begun = threading.Barrier(7, timeout=60)
     enough = threading.Event()
 
@@ -172,8 +171,7 @@ def test_children_of_an_async_client_get_their_own_answers(service):
 
 def test_a_child_does_not_hold_its_parents_connections(service, work_log):
     """An engine aborts the request of a client that has left. It must see that, whatever children live."""
-    service.start(*STUB, *work_log.flags, "--stub-words", "100000", "--stub-word-s", "0.02")
-    client = connect("405b", max_retries=0)
+    _, client = one_engine(service, *STUB, *work_log.flags, "--stub-words", "100000", "--stub-word-s", "0.02")
     stream = client.completions.create(model="405b", prompt="x", stream=True)
     next(iter(stream))
     here, there = os.pipe()
@@ -189,8 +187,7 @@ def test_a_child_does_not_hold_its_parents_connections(service, work_log):
 
 
 def test_a_child_that_drops_an_answer_leaves_the_parents_alone(service):
-    service.start(*STUB)
-    client = connect("405b", max_retries=0)
+    _, client = one_engine(service, *STUB)
     stream = client.completions.create(model="405b", prompt="x", temperature=0, stream=True)
     pieces = iter(stream)
     words = [next(pieces).choices[0].text]

@@ -25,7 +25,7 @@ from hpc_serve.errors import StreamBrokenError
 from tests.support.patience import connect_to_all, wait_until
 from tests.support.stub_engine import chat_context, greedy_answer
 from tests.support.stubs import make_record
-from tests.unit.client.conftest import HELLO, FakeClock, port_of, watch_told
+from tests.unit.client.conftest import HELLO, FakeClock, one_engine, port_of, watch_told
 
 NEVER = ("--stub-first-s", "600")
 ENDLESS = ("--stub-words", "100000", "--stub-word-s", "0.05")
@@ -70,8 +70,7 @@ def why_lost(error):
 
 
 def test_requests_at_a_frozen_engine_end_with_the_reason(service, freeze, under_way):
-    engine = service.start(*NEVER)
-    client = connect("405b", max_retries=0)
+    engine, client = one_engine(service, *NEVER)
     with under_way(client, 8) as answers:
         freeze(engine)
         errors = [answer.exception(60) for answer in answers]
@@ -94,8 +93,7 @@ def test_a_stream_from_a_frozen_engine_ends_with_the_reason(service, freeze, ask
 
 @pytest.mark.parametrize("state", ["failed", "stopped", "starting"])
 def test_requests_end_when_the_record_says_that_the_engine_ended(service, state, under_way):
-    engine = service.start(*NEVER)
-    client = connect("405b", max_retries=0)
+    engine, client = one_engine(service, *NEVER)
     with under_way(client) as (answer,):
         service.publish(engine, state=state, stage="", reason="the node is down", counter=2)
         assert f"its record says that it is {state}" in why_lost(answer.exception(60))
@@ -280,8 +278,7 @@ def test_streams_go_on_elsewhere_when_their_engine_goes_silent(service, freeze, 
 def test_a_whole_answer_is_asked_for_again_when_its_engine_goes_silent(
     service, freeze, silence_counts, tmp_path, fault, under_way
 ):
-    engine = service.start(*NEVER, "--stub-hang-file", str(tmp_path / "hang"))
-    client = connect("405b", max_retries=0)
+    engine, client = one_engine(service, *NEVER, "--stub-hang-file", str(tmp_path / "hang"))
     with under_way(client) as (answer,):
         other = service.start()
         client._watch.refresh()

@@ -18,9 +18,7 @@ from hpc_serve.cli.main import run
 from hpc_serve.client import connect, connect_async
 from hpc_serve.client.connections.connections import LoopConnections, ThreadConnections
 from hpc_serve.client.connections.message import Message
-from hpc_serve.client.discovery import discovery
 from hpc_serve.client.discovery.discovery import ServiceWatch
-from hpc_serve.client.replicas import probe as probes
 from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.probe import probe
@@ -32,6 +30,7 @@ from tests.support.patience import connect_to_all, wait_until
 from tests.support.relay import Relay
 from tests.support.stubs import StubService
 from tests.support.tls_servers import RecordingServer, server_context
+from tests.unit.client.conftest import one_engine
 
 PROMPT = "the-secret-prompt"
 
@@ -54,31 +53,20 @@ WAYS_IN = {
 }
 
 
-class Stranger:
+def stranger_of(kind, service, port=0):
     """A listener of somebody else's, of one kind; `port` 0 is any."""
-
-    def __init__(self, kind, service, port=0):
-        self._server = RecordingServer(_context(kind, service), port=port)
-        self.port = self._server.port
-
-    @property
-    def connections(self):
-        return self._server.connections
-
-    def check_heard_nothing(self, service):
-        assert self.connections, "nobody came by: nothing was shown"
-        heard = self._server.received
-        for secret in (service.store.read_api_key("405b"), PROMPT, "Authorization", "authorization"):
-            assert secret.encode() not in heard
-        self._server.close()
-
-
-def _context(kind, service):
     if kind == "in the clear":
-        return None
+        return RecordingServer(port=port)
     other = StubService(service.store.home.with_name("stranger")) if kind == "own certificate" else service
     shown = other.certificate()
-    return server_context(shown.certificate_file, shown.key_file)
+    return RecordingServer(server_context(shown.certificate_file, shown.key_file), port=port)
+
+
+def check_heard_nothing(stranger, service):
+    assert stranger.connections, "nobody came by: nothing was shown"
+    for secret in (service.store.read_api_key("405b"), PROMPT, "Authorization", "authorization"):
+        assert secret.encode() not in stranger.received
+    stranger.close()
 
 
 STRANGERS = ["in the clear", "own certificate", "certificate of the same authority"]
@@ -88,18 +76,17 @@ STRANGERS = ["in the clear", "own certificate", "certificate of the same authori
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_a_stranger_at_the_recorded_address_gets_nothing(service, kind, way_in):
     engine = service.start()
-    stranger = Stranger(kind, service)
+    stranger = stranger_of(kind, service)
     service.publish(engine, port=stranger.port)
     with suppress(HpcServeError, openai.APIConnectionError):
         WAYS_IN[way_in]()
-    stranger.check_heard_nothing(service)
+    check_heard_nothing(stranger, service)
 
 
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_a_stranger_that_takes_the_port_under_load_gets_nothing(service, monkeypatch, kind):
     monkeypatch.setattr(exchange, "LOST_WAIT_S", 0.2)
-    engine = service.start()
-    client = connect("405b", max_retries=0)
+    engine, client = one_engine(service)
     enough = threading.Event()
     answered = []
 
@@ -112,10 +99,10 @@ def test_a_stranger_that_takes_the_port_under_load_gets_nothing(service, monkeyp
         threads.map(load, range(6))
         wait_until(lambda: len(answered) > 20)
         engine.kill()
-        stranger = Stranger(kind, service, port=engine.port)
+        stranger = stranger_of(kind, service, port=engine.port)
         wait_until(lambda: stranger.connections > 20)
         enough.set()
-    stranger.check_heard_nothing(service)
+    check_heard_nothing(stranger, service)
 
 
 @pytest.mark.parametrize("kind", STRANGERS)
@@ -126,23 +113,23 @@ async def test_a_stranger_that_takes_the_port_under_async_load_gets_nothing(serv
     client = await connect_async("405b", max_retries=0)
     await asyncio.gather(*(ask(client) for _ in range(12)))
     engine.kill()
-    stranger = Stranger(kind, service, port=engine.port)
+    stranger = stranger_of(kind, service, port=engine.port)
     for _ in range(3):
         ends = await asyncio.gather(*(ask(client) for _ in range(6)), return_exceptions=True)
         assert all(isinstance(end, (HpcServeError, openai.APIConnectionError)) for end in ends)
-    stranger.check_heard_nothing(service)
+    check_heard_nothing(stranger, service)
 
 
 def test_the_next_replica_gets_the_request_that_a_stranger_did_not(service):
     gone, living = service.start(), service.start()
     client = connect_to_all(service, 2, max_retries=0)
     gone.kill()
-    stranger = Stranger("in the clear", service, port=gone.port)
+    stranger = stranger_of("in the clear", service, port=gone.port)
     for _ in range(200):  # chance decides between two idle replicas
         assert ask(client).choices[0].message.content.startswith(f"stub-{living.port}")
         if stranger.connections:
             break
-    stranger.check_heard_nothing(service)
+    check_heard_nothing(stranger, service)
 
 
 def test_a_replica_that_comes_back_on_another_port_is_believed_again(service):
@@ -150,10 +137,10 @@ def test_a_replica_that_comes_back_on_another_port_is_believed_again(service):
     client = connect("405b", max_retries=0, wait=120)
     assert ask(client).choices
     engine.kill()
-    stranger = Stranger("own certificate", service, port=engine.port)
+    stranger = stranger_of("own certificate", service, port=engine.port)
     service.start(job_id="100", restart=1)
     assert ask(client).choices[0].message.content.startswith(f"stub-{service.engines[1].port}")
-    stranger.check_heard_nothing(service)
+    check_heard_nothing(stranger, service)
 
 
 # Relays
@@ -230,19 +217,3 @@ def test_a_certificate_that_cannot_be_read_is_a_failed_connection(service):
     service.publish(engine, certificate="-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
     with pytest.raises(HpcServeError, match="certificate cannot be read"):
         connect("405b")
-
-
-@pytest.mark.parametrize("kind", STRANGERS)
-def test_every_connection_is_verified_not_the_address(service, monkeypatch, kind):
-    """However lately an engine was probed, a new connection to it is verified."""
-    monkeypatch.setattr(discovery, "REFRESH_S", 1e9)
-    monkeypatch.setattr(probes, "REVERIFY_S", 1e9)
-    engine = service.start()
-    client = connect("405b", max_retries=0)
-    assert ask(client).choices
-    engine.kill()
-    stranger = Stranger(kind, service, port=engine.port)
-    for _ in range(5):
-        with pytest.raises((HpcServeError, openai.APIConnectionError)):
-            ask(client)
-    stranger.check_heard_nothing(service)

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.cli.main import run
 from tests.cluster import wait_for
 from tests.support.patience import PATIENCE_S
 from tests.support.stub_engine import greedy_answer
@@ -73,6 +72,11 @@ class Answer:
     @property
     def code(self) -> Any:
         return self.json["error"]["code"]
+
+    def check_refusal(self, status: int, code: str, words: str = "") -> None:
+        """Check that it is an error of this status and code, whose message has these words."""
+        assert (self.status, self.code) == (status, code), self.body
+        assert words in self.json["error"]["message"]
 
 
 class Front:
@@ -213,6 +217,11 @@ class Program:
         self._reader.join(60)
         return code
 
+    def ended_by(self, sent: int) -> int:
+        """Its exit code after a signal."""
+        self.process.send_signal(sent)
+        return self.ended()
+
     def close(self) -> None:
         self.process.kill()
         self.ended()
@@ -235,12 +244,7 @@ def program(service, extra) -> Iterator[Callable[..., Program]]:
 
 
 @pytest.fixture
-def refused(service, extra, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
-    """Call `hpc-serve gateway` with words that it refuses before it serves; return its exit code and its words."""
+def refused(service, extra, monkeypatch, ran) -> Callable[..., str]:
+    """What `hpc-serve gateway` prints where it refuses to serve, and ends with this exit code."""
     monkeypatch.setenv("HPC_SERVE_HOME", str(service.store.home))
-
-    def call(*words: str) -> tuple[int, str]:
-        code, told = run(["gateway", *words]), capsys.readouterr()
-        return code, told.out + told.err
-
-    return call
+    return lambda *words, code=2: "".join(ran(["gateway", *words], code))

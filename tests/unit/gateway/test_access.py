@@ -17,18 +17,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpc_serve.cli.main import run
 from tests.cluster import wait_for
 from tests.unit.gateway.conftest import GREEDY
 
 
 @pytest.fixture
-def said(capsys):
-    def say(*words: str) -> str:
-        assert run(["access", *words]) == 0, capsys.readouterr().err
-        return capsys.readouterr().out
-
-    return say
+def said(ran):
+    return lambda *words: ran(["access", *words]).out
 
 
 def ssh_line(text: str) -> list[str]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
-from hpc_serve.client.connections.engine_pool import LIMITS, EnginePool
+from hpc_serve.client.connections.engine_pool import LIMITS
 from hpc_serve.client.discovery import discovery
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests import attempt, exchange
@@ -24,12 +23,12 @@ from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.trust.connection import pinned_context
 from tests.cluster import wait_for
 from tests.support.stubs import StubService, make_submitted
+from tests.unit.client.conftest import opened, work_log
 from tests.unit.client.test_wake import asleep, slurm, when_submitted
 from tests.unit.gateway.conftest import ANSWER, ASKED, GREEDY, Front
 from tests.unit.gateway.test_http_parts import form
 
-assert asleep
-assert slurm  # fixtures
+assert all((opened, work_log, asleep, slurm))  # fixtures
 
 JSON = {"Content-Type": "application/json"}
 KEY = "k" * 32
@@ -142,16 +141,14 @@ def test_while_no_service_could_be_read_none_is_called_missing(engine, gateway, 
         broken.setattr(*place, fail)
         front = gateway()
         answer = front.complete()
-        assert (answer.status, answer.code) == (503, "no_replica")
-        assert told in answer.json["error"]["message"]
+        answer.check_refusal(503, "no_replica", told)
         assert answer.headers["retry-after"]
     wait_for_status(front, "405b", 200)
 
 
 def test_an_unknown_model_is_refused_with_what_there_is(front):
     answer = front.complete("gpt-\x1b[2J")
-    assert (answer.status, answer.code) == (404, "model_not_found")
-    assert f"405b (ready): {MODEL}" in answer.json["error"]["message"]
+    answer.check_refusal(404, "model_not_found", f"405b (ready): {MODEL}")
     assert b"\x1b" not in answer.body
     with pytest.raises(openai.NotFoundError, match="405b"):
         sdk(front).completions.create(model="gpt", prompt="x")
@@ -162,16 +159,13 @@ def test_without_a_model_the_only_service_is_meant(service, front):
     assert front.ask("POST", "/v1/embeddings", b"no json").headers["x-hpc-serve-service"] == "405b"
     other_service(service)
     wait_for_status(front, "tiny", 200)
-    answer = front.complete(None)
-    assert (answer.status, answer.code) == (400, "model_required")
-    assert "405b, tiny" in answer.json["error"]["message"]
+    front.complete(None).check_refusal(400, "model_required", "405b, tiny")
 
 
 def test_a_model_of_two_services_is_ambiguous_until_one_ends(looks_often, service, engine, gateway):
     other = other_service(service, MODEL)
     front = gateway()
-    answer = front.complete(MODEL)
-    assert (answer.status, answer.code) == (400, "ambiguous_model")
+    front.complete(MODEL).check_refusal(400, "ambiguous_model")
     assert front.complete("tiny").status == 200
     other.publish(other.engines[0], job_id="300", state="stopped")
     wait_for_status(front, MODEL, 200)
@@ -267,19 +261,10 @@ def test_signs_of_the_engine_reach_a_client_that_asks_for_them(service, gateway,
     assert bool(answer.body.count(b"\n\n:\n\n")) is asks
 
 
-def test_streams_whose_clients_leave_at_their_last_event_take_one_connection(front, monkeypatch):
+def test_streams_whose_clients_leave_at_their_last_event_take_one_connection(front, opened, monkeypatch):
     """OpenAI's SDK leaves there. The gateway's own connection to the engine serves the next request all the same."""
     monkeypatch.setattr(attempt, "END_S", 60.0)
     monkeypatch.setitem(LIMITS, "keepalive_expiry", 600.0)
-    opened: list = []
-
-    connect = EnginePool.connect
-
-    async def opening(*args, **options):
-        opened.append(await connect(*args, **options))
-        return opened[-1]
-
-    monkeypatch.setattr(EnginePool, "connect", opening)
     for _ in range(4):
         chunks = list(sdk(front).completions.create(**ASKED, stream=True))
         assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == ANSWER
@@ -341,18 +326,10 @@ def test_a_stream_that_cannot_go_on_ends_with_an_error_event(service, gateway, m
     connection.close()
 
 
-def test_the_sdk_sees_a_broken_stream_as_an_error(service, gateway, monkeypatch):
-    monkeypatch.setattr(exchange, "LOST_WAIT_S", 0.2)
-    service.start(*MORTAL)
-    with pytest.raises(openai.APIError, match="cannot go on"):
-        list(sdk(gateway()).completions.create(**ASKED, stream=True))
-
-
 def test_without_a_replica_it_waits_and_then_says_how_the_service_is(service, gateway):
     service.start(*GREEDY, state="starting", stage="loading weights")
     answer = gateway(wait_s=0.3).complete()
-    assert (answer.status, answer.code) == (503, "no_replica")
-    assert "loading weights" in answer.json["error"]["message"]
+    answer.check_refusal(503, "no_replica", "loading weights")
     assert int(answer.headers["retry-after"]) > 0
 
 
@@ -370,9 +347,7 @@ def test_a_request_that_waits_is_answered_once_a_replica_is_ready(service, gatew
 def test_a_service_that_is_asleep_is_there_and_the_answer_says_how_to_wake_it(asleep, slurm, gateway):
     front = gateway()
     for model in ("405b", MODEL):
-        answer = front.complete(model)
-        assert (answer.status, answer.code) == (503, "no_replica")
-        assert "405b is asleep" in answer.json["error"]["message"]
+        front.complete(model).check_refusal(503, "no_replica", "405b is asleep")
     assert front.ask("GET", "/v1/models").json["data"] == []
     assert "405b (asleep)" in front.complete("other").json["error"]["message"]
     assert len(slurm.scripts) == 0
@@ -432,17 +407,12 @@ def test_bodies_that_are_held_are_bounded_and_given_back(hanging, gateway):
     wait_for(lambda: front.complete(user="x" * 8_000).status == 200, 60, what="the memory of the request that ended")
 
 
-def test_a_client_that_leaves_ends_its_request_at_the_engine(hanging, gateway, tmp_path):
-    log = tmp_path / "log"
-    log.mkdir()
-    hanging("--stub-work-log", str(log))
+def test_a_client_that_leaves_ends_its_request_at_the_engine(hanging, gateway, work_log):
+    hanging(*work_log.flags)
     front = gateway()
 
     def wait_for_event(kind: str, count: int) -> None:
-        def logged() -> list[str]:
-            return [json.loads(line)["event"] for path in Path(log).glob("*") for line in path.read_text().splitlines()]
-
-        wait_for(lambda: logged().count(kind) == count, 60, what=f"{kind} at the engine")
+        wait_for(lambda: work_log.count(kind) == count, 60, what=f"{kind} at the engine")
 
     for number, is_stream in enumerate((True, False), start=1):
         connection = front.open()
@@ -462,8 +432,7 @@ def test_the_key_is_asked_for_on_every_route_but_health(engine, gateway, path):
     front = gateway(key=KEY)
     assert front.ask("GET", "/health").json == {"status": "ok"}
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}, {"X_Api_Key": KEY[:-1]}):
-        answer = front.ask("GET", path, **headers)
-        assert (answer.status, answer.code) == (401, "invalid_api_key")
+        front.ask("GET", path, **headers).check_refusal(401, "invalid_api_key")
         assert front.ask("POST", "/v1/completions", ASKED, **headers).status == 401
     for headers in ({"Authorization": f"Bearer {KEY}"}, {"X_Api_Key": KEY}):
         assert front.ask("GET", path, **headers).status != 401
@@ -501,8 +470,7 @@ def test_a_page_whose_name_was_resolved_to_this_host_reads_nothing(engine, gatew
     """DNS rebinding: the browser takes the page and the gateway for one origin, and sends no Origin with a GET."""
     front = gateway(hosts=("chat.site.example",))
     for host in ("evil.example", f"evil.example:{front.port}", "localhost.evil.example", "0.0.0.0", "gateway", "["):
-        answer = front.ask("GET", path, Host=host)
-        assert (answer.status, answer.code) == (421, "host_not_allowed")
+        front.ask("GET", path, Host=host).check_refusal(421, "host_not_allowed")
     for host in ("localhost", f"LOCALHOST:{front.port}", f"127.0.0.2:{front.port}", "[::1]:8000", "chat.site.example"):
         assert front.ask("GET", path, Host=host).status != 421
     assert gateway(hosts=None).ask("GET", path, Host="node-1.site.example").status != 421  # over TLS

@@ -34,6 +34,7 @@ def renamed(kind: str, body: bytes, model: str) -> bytes | None:
     "path",
     [
         *("//v1/completions", "/v1//completions", "/v1/completions/", "/v1/../v1/completions", "/v1/./completions"),
+        *("/v1/%2e%2e/sleep", "/v1/completions/..", "/%2fsleep"),
         *("/v1/%63ompletions", "/v1%2fcompletions", "/v1/completions%00", "/v1/completions;a=b", "/V1/completions"),
         *("/sleep", "/v1/load_lora_adapter", "/collective_rpc", "/metrics", "", "*", "/v1/completions\x85"),
     ],

@@ -201,8 +201,7 @@ def test_a_model_that_cannot_be_submitted_is_told_and_not_tried_at_once(jobs, ga
     front = gateway(on_demand=listed(), wait_s=60.0)
     for _ in range(3):
         answer = front.complete("a")
-        assert (answer.status, answer.code) == (503, "on_demand")
-        assert "no such partition" in answer.json["error"]["message"]
+        answer.check_refusal(503, "on_demand", "no such partition")
         assert int(answer.headers["retry-after"]) > 10
     assert jobs.lines == ["submit a"]
 
@@ -211,9 +210,7 @@ def test_who_waits_too_long_is_told_what_it_waits_for(jobs, gateway, monkeypatch
     monkeypatch.setattr(on_demand, "LEAST_KEPT_S", 3600.0)
     front = gateway(on_demand=listed(most_services=1), wait_s=2.0)
     wait_for(lambda: front.complete("a").status == 200, 60, what="the first model")
-    answer = front.complete("b")
-    assert (answer.status, answer.code) == (503, "on_demand")
-    assert "no room beside a" in answer.json["error"]["message"]
+    front.complete("b").check_refusal(503, "on_demand", "no room beside a")
     assert front.complete("a").status == 200
 
 
@@ -248,8 +245,7 @@ def test_over_the_gpu_hours_of_a_day_retry_after_is_when_some_are_left(jobs, gat
     fields = {"started_at": began_s, "updated_at": began_s + 3600, "num_nodes": 1, "gpus_per_node": 4}
     service.store.write(make_record(service="a", state="stopped", **fields))
     answer = gateway(on_demand=listed(most_gpu_hours=4.0), wait_s=3.0).complete("b")
-    assert (answer.status, answer.code) == (503, "on_demand")
-    assert "used 4.0 GPU-hours in a day" in answer.json["error"]["message"]
+    answer.check_refusal(503, "on_demand", "used 4.0 GPU-hours in a day")
     assert 14 * 3600 - 120 < int(answer.headers["retry-after"]) <= 14 * 3600 + 1
 
 

@@ -1,7 +1,8 @@
-"""`hpc-serve gateway --workers`: one address of several processes, whatever becomes of one of them."""
+"""`hpc-serve gateway --workers`: one address of several processes, whatever becomes of one of them; their counts."""
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import signal
@@ -17,6 +18,9 @@ from tests.cluster import wait_for
 from tests.support.children import children_of
 from tests.unit.gateway.conftest import ANSWER
 from tests.unit.gateway.test_command import ask, socket_of
+
+pytest.importorskip("prometheus_client", reason="the gateway needs prometheus_client")
+from hpc_serve.gateway.metrics import Metrics
 
 # More than the channel of a worker holds.
 MANY = 600
@@ -49,8 +53,7 @@ def test_workers_answer_at_one_address_and_tell_one_count(service, engine, progr
     with ThreadPoolExecutor(8) as threads:
         assert set(threads.map(ask, [path] * 24)) == {ANSWER}
     wait_for(lambda: answered(path) == 24, 30, what="the counts of all workers")
-    one.process.send_signal(signal.SIGINT)
-    assert one.ended() == 0
+    assert one.ended_by(signal.SIGINT) == 0
     assert not path.exists()
     assert one.said.count("Ctrl-C ends it") == 1
     assert "Traceback" not in one.said
@@ -89,8 +92,7 @@ def test_a_worker_that_takes_nothing_is_passed_over_and_killed_at_the_end(servic
         assert ask(socket_of(service)) == ANSWER
         one.process.send_signal(signal.SIGTERM)
         wait_for(lambda: len(workers_of(one)) == 1, 30, what="the end of the other worker")
-        one.process.send_signal(signal.SIGTERM)  # the second time: no more grace
-        assert one.ended() == 0
+        assert one.ended_by(signal.SIGTERM) == 0  # the second time: no more grace
     assert "does not end, and is killed" in one.said
 
 
@@ -144,3 +146,30 @@ def test_it_may_open_as_many_files_as_the_system_allows(service, engine, program
         if line.startswith("Max open files")
     )
     assert int(line.split()[3]) == min(hard, 65_536)
+
+
+# -- counts
+
+
+def test_a_worker_goes_on_counting_where_the_one_before_it_ended(tmp_path):
+    for _ in range(2):
+        metrics = Metrics(tmp_path / "0.prom")
+        metrics.under_way = lambda: {"405b": (5, 0)}
+        metrics.count("405b", "/v1/completions", 200)
+        metrics.of("405b").wait_seconds.observe(0.3)
+        metrics.save()
+    told = Metrics(tmp_path / "1.prom").text().decode()
+    assert 'requests_total{route="/v1/completions",service="405b",status="200"} 2.0' in told
+    assert 'wait_seconds_count{service="405b"} 2.0' in told
+    assert 'in_flight{service="405b"} 5.0' in told
+
+
+def test_counts_that_cannot_be_written_are_told_all_the_same(tmp_path, caplog):
+    metrics = Metrics(tmp_path / "gone" / "0.prom")
+    metrics.count("405b", "/v1/completions", 200)
+    with caplog.at_level(logging.WARNING):
+        metrics.save()
+        metrics.save()
+    assert 'status="200"} 1.0' in metrics.text().decode()
+    assert len(caplog.messages) == 1
+    assert "0.prom cannot be written: No such file or directory." in caplog.messages[0]

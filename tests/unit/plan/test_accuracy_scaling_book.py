@@ -21,13 +21,6 @@ from hpc_serve.plan.speed.step import Roofline
 
 PAGE = json.loads((DATA / "scaling_book.json").read_text())
 BY_NAME = {entry.where: entry for entry in SEED}
-NAMED = {
-    "queries a second and chip, bf16": ("0.27", "0.28"),
-    "least chips, int4": ("2.81", "2.19"),
-    "chips for 240 sequences of 32k": ("86", "85"),
-    "C ÷ W_ici": ("2550", "2200"),
-}
-"""What is known to be wrong on the page, beside what its later edition has right: printed, right."""
 
 
 @pytest.mark.parametrize("entry", [*SEED, *TODAY], ids=lambda entry: entry.where)
@@ -44,11 +37,6 @@ def test_figure(entry: Entry) -> None:
 def test_names_are_unique() -> None:
     for entries in (SEED, TODAY):
         assert len({entry.where for entry in entries}) == len(entries)
-
-
-@pytest.mark.parametrize("where", NAMED)
-def test_known_slips_are_named(where: str) -> None:
-    assert (BY_NAME[where].printed, BY_NAME[where].right) == NAMED[where]
 
 
 def inline(name: str) -> dict[str, Any]:
@@ -96,22 +84,9 @@ def test_prefill_of_8192_tokens_with_and_without_attention() -> None:
     """0.92 s by 2·N·T, 0.89 s by what is computed; causal attention adds 7.8 % to that, and would 15.7 % over all
     pairs: not the quarter and more that the page guesses."""
     without, whole = book.prefill_s(with_attention=False), book.prefill_s(with_attention=True)
-    assert pytest.approx(0.917, abs=0.001) == book.PROMPT_S
-    assert without == pytest.approx(0.890, abs=0.001)
-    assert whole == pytest.approx(0.959, abs=0.001)
-    assert whole / without - 1 == pytest.approx(0.078, abs=0.001)
+    assert (book.PROMPT_S, without, whole) == pytest.approx((0.917, 0.890, 0.959), abs=0.001)
     attention = 80 * 4 * 64 * 128 * CONTEXT**2 / 2
     assert whole - without == pytest.approx(attention / (16 * book.FLOPS * 0.4), rel=0.001)
-
-
-def test_prefill_to_decode_servers() -> None:
-    """P ÷ 0.92 s = B·G ÷ (19.5 ms × 512): four servers of prompts where the memory is full (43), three at 32."""
-
-    def ratio(batch: float) -> float:
-        return batch * book.PROMPT_S / (book.ANSWER * book.FULL_STEP_S)
-
-    assert ratio(book.caches("bf16", 16)) == pytest.approx(3.92, abs=0.01)
-    assert ratio(32) == pytest.approx(2.93, abs=0.01)
 
 
 def test_knee_at_a_batch_of_120_on_4x4() -> None:

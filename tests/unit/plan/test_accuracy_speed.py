@@ -77,9 +77,7 @@ def test_each_measurement_lies_in_the_spread_that_plan_prints_for_its_classes(fo
 
 
 @pytest.mark.parametrize("arrivals", ["steady", "burst"])
-def test_the_range_of_the_time_to_the_first_token_holds_for_sources_that_it_is_not_made_of(
-    arrivals: str, folds: Folds
-) -> None:
+def test_the_range_of_the_time_to_the_first_token_holds_for_sources_that_it_is_not_made_of(arrivals, folds):
     """It is the middle half of what was measured. Of rows of other sources nearly half lie in it too."""
     figures = study.accuracy(study.scored_rows(folds))[arrivals]["gpu"]
     low, high = figures["measured_by_printed_ttft_quartiles"]
@@ -154,9 +152,7 @@ LONE = {"accelmark-v5e-tp1-F-v0.13.3-offline"}
         ("cloudrift-qwen3-30b-a3b-h200-c1", "Published runs of mixtures of 64 experts and more on GPUs had"),
     ],
 )
-def test_classes_that_are_off_by_a_third_are_named(
-    row: str, sentence: str, cases: list[Case], later: list[Case]
-) -> None:
+def test_classes_that_are_off_by_a_third_are_named(row, sentence, cases, later):
     found = next(one for one in (*cases, *later) if one.id.startswith(row))
     assert found.roofline
     assert any(sentence in text for text in printed.class_texts(found.roofline))

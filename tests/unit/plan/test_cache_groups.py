@@ -207,15 +207,7 @@ class Vllm:
     memory=st.integers(min_value=2**26, max_value=2**38),
     max_model_len=st.integers(min_value=1, max_value=200_000),
 )
-def test_groups_are_vllms_own(
-    mix: tuple[list[LayerCache], list[LayerCache]],
-    engine: EngineConfig,
-    ranks: int,
-    kind: AcceleratorKind,
-    cut: float,
-    memory: int,
-    max_model_len: int,
-) -> None:
+def test_groups_are_vllms_own(mix, engine, ranks, kind, cut, memory, max_model_len):
     model = model_of(*mix)
     has_scales = engine.kv_cache_dtype == "int8_per_token_head"
     assume(not (kind == "cpu" and (model.is_mla or has_scales)) and not (model.is_mla and has_scales))

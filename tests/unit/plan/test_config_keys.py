@@ -136,12 +136,6 @@ def test_quantization_by_an_older_name() -> None:
     assert built(config, quantization="fp8").quantization.is_assumed
 
 
-def test_the_plan_tells_what_was_left_out() -> None:
-    model = built(config_of("8b", moe_latent_size=1024), allow_unknown_keys=True)
-    reasons = made_plan(model, allow_unknown_config_keys=True).chosen.reasons
-    assert "Note: the config has moe_latent_size (1024), which this planner does not know" in reasons[-1]
-
-
 NO_DATA = "no data of vLLM {}: the plan and its options are those of 0.33.0, the nearest"
 TOO_OLD = "moonshotai/Kimi-K3 needs vLLM 0.27.1 by vLLM's recipe, and this plan is for {}"
 

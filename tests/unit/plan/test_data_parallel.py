@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from hpc_serve.errors import DoesNotFitError
-from hpc_serve.plan import ClusterSpec, EngineConfig, ServePlan, Workload, accelerator, plan
+from hpc_serve.plan import ClusterSpec, EngineConfig, ServePlan, accelerator
 from hpc_serve.plan.choice.layout import layouts_on
 from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.memory.estimate import MemoryEstimate
-from hpc_serve.plan.memory.loaded import loaded_model, pipeline_stages
+from hpc_serve.plan.memory.loaded import pipeline_stages
 from hpc_serve.plan.speed.estimate import ReplicaSpeeds, requests_held, speed_column
 from hpc_serve.plan.speed.step import EXPECTED, IDEAL
 from hpc_serve.plan.speed.throughput import Traffic
+from tests.support import plans
 from tests.support.plans import estimate, replica, roofline, spec, speed
-from tests.unit.plan.conftest import Plan, Told
 
 H200 = accelerator("h200")
 R1, QWEN = "r1", "Qwen/Qwen3-30B-A3B"
@@ -31,20 +31,8 @@ def memory(name: str, tp: int = 1, dp: int = 1, **options: Any) -> MemoryEstimat
     return estimate(name, H200, tp=tp, dp=dp, **{"enable_expert_parallel": dp > 1, **options})
 
 
-def planned(name: str, nodes: int, **options: Any) -> ServePlan:
-    cluster = ClusterSpec(accelerator=H200, num_nodes=nodes)
-    return plan(spec(name), cluster, EngineConfig(**options), Workload(max_model_len=8192))
-
-
-def test_each_data_parallel_rank_has_all_weights_but_its_share_of_the_experts() -> None:
-    expert = 3 * 2048 * 768 * 2  # gate, up and down of one of Qwen3-30B-A3B's 128 experts in each of 48 layers
-    experts = 48 * 128 * expert
-    rest = weights(QWEN, 1, 1, expert_parallel=False) - experts
-    for ranks in (2, 4, 8, 16):
-        assert weights(QWEN, 1, ranks) == rest + experts // ranks
-        assert weights(QWEN, 1, ranks, expert_parallel=False) == rest + experts // ranks
-    tensor = weights(QWEN, 2, 1, expert_parallel=True) - experts // 2
-    assert weights(QWEN, 2, 4) == tensor + experts // 8
+def planned(name: str, nodes: int, gpu: str = "h200", *, max_model_len: int = 8192, **options: Any) -> ServePlan:
+    return plans.planned(name, gpu, nodes=nodes, max_model_len=max_model_len, **options)
 
 
 def test_shared_experts_are_whole_on_each_rank_of_a_tensor_parallel_group_with_data_parallelism() -> None:
@@ -70,14 +58,6 @@ def test_the_experts_of_a_rank_see_the_tokens_of_all_data_parallel_ranks() -> No
         less = memory(R1, dp=ranks, max_num_batched_tokens=tokens // 2).activation_bytes
         gathered = ranks * (tokens // 2) * 8 * 2 * 7168 * 2
         assert gathered <= more - less < gathered * 1.2
-
-
-def test_redundant_experts_are_shared_by_all_ranks() -> None:
-    asked: dict[str, Any] = {"enable_eplb": True, "eplb_config": {"num_redundant_experts": 16}}
-    chosen = planned(QWEN, 2, data_parallel_size=16, enable_expert_parallel=True)
-    engine = EngineConfig(data_parallel_size=16, enable_expert_parallel=True, **asked)
-    balanced = plan(loaded_model(spec(QWEN), engine), ClusterSpec(accelerator=H200, num_nodes=2), engine)
-    assert balanced.memory.weight_bytes - chosen.memory.weight_bytes == 48 * 3 * 2048 * 768 * 2
 
 
 def test_decode_context_ranks_divide_the_tokens_of_a_request() -> None:
@@ -125,10 +105,10 @@ def test_a_layout_that_cuts_a_data_parallel_rank_is_no_candidate() -> None:
 
 
 def test_requests_at_once_are_divided_among_the_data_parallel_ranks() -> None:
-    cluster, engine = ClusterSpec(accelerator=H200, num_nodes=2), EngineConfig(data_parallel_size=16)
-    held = plan(spec(R1), cluster, engine, Workload(max_model_len=163_840, concurrency=48))
+    held, waits = (
+        planned(R1, 2, max_model_len=163_840, data_parallel_size=16, concurrency=count) for count in (48, 80)
+    )
     assert not any("the others wait" in reason for reason in held.reasons)
-    waits = plan(spec(R1), cluster, engine, Workload(max_model_len=163_840, concurrency=80))
     assert any("The cache holds 48 of 80 requests" in reason for reason in waits.reasons)
 
 
@@ -139,24 +119,13 @@ def test_a_plan_for_experts_shows_data_parallel_ranks_beside_its_choice() -> Non
 
 
 def test_fewer_tokens_of_a_step_are_proposed_where_the_gathered_tokens_do_not_fit() -> None:
-    cluster = ClusterSpec(accelerator=accelerator("h100-80gb"), num_nodes=2)
-    short = Workload(max_model_len=8192)
+    asked: dict[str, Any] = {"data_parallel_size": 16, "enable_expert_parallel": True}
     with pytest.raises(NoLayoutError) as refused:
-        plan(spec(R1), cluster, EngineConfig(data_parallel_size=16, enable_expert_parallel=True), short)
+        planned(R1, 2, "h100-80gb", **asked)
     options = [one.options for one in refused.value.suggestions if "--max-num-batched-tokens" in one.options]
     assert options
     tokens = int(options[0]["--max-num-batched-tokens"])
-    engine = EngineConfig(data_parallel_size=16, enable_expert_parallel=True, max_num_batched_tokens=tokens)
-    assert plan(spec(R1), cluster, engine, short).layout.data_parallel_size == 16
-
-
-def test_words_after_the_dashes_are_checked_like_options(plan_json: Plan) -> None:
-    words = ("--data-parallel-size", "8", "--enable-expert-parallel")
-    plain, dashed = (
-        plan_json("r1", "--gpu", "h200", "--max-model-len", "8192", *dashes, *words) for dashes in ((), ("--",))
-    )
-    assert plain == dashed
-    assert (plain["data_parallel_size"], plain["num_nodes"], plain["gpus_per_node"]) == (8, 1, 8)
+    assert planned(R1, 2, "h100-80gb", max_num_batched_tokens=tokens, **asked).layout.data_parallel_size == 16
 
 
 def speeds(dp: int, nodes: int = 1, tp: int = 1) -> ReplicaSpeeds:
@@ -200,8 +169,8 @@ def test_ranks_that_step_together_serve_a_share_of_the_requests_each() -> None:
     ],
 )
 def test_data_parallelism_is_for_many_requests_and_tensor_parallelism_for_few(
-    plan_json: Plan, target: str, has_data_parallelism: bool, why: str
-) -> None:
+    plan_json, target, has_data_parallelism, why
+):
     told = plan_json("r1", "--gpu", "h200", "--nodes", "2", "--target", target)
     assert (told["data_parallel_size"] > 1) == has_data_parallelism
     assert ("--enable-expert-parallel" in told["vllm_args"]) == has_data_parallelism
@@ -209,7 +178,7 @@ def test_data_parallelism_is_for_many_requests_and_tensor_parallelism_for_few(
     assert any(reason.startswith(why) and "DP=" in reason for reason in told["reasons"])
 
 
-def test_data_parallelism_of_a_dense_model_is_replicas(told: Told) -> None:
+def test_data_parallelism_of_a_dense_model_is_replicas(told) -> None:
     said = told("70b", "--gpu", "h200", "--nodes", "1", "--target", "throughput")
     assert "Data parallelism is replicas: meta-llama/Llama-3.3-70B-Instruct has no experts" in said
 
@@ -258,9 +227,7 @@ def test_ranks_of_context_parallelism_read_parts_of_the_cache() -> None:
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 1), (2, 2), (8, 1), (1, 8), (2, 8)])
 @pytest.mark.parametrize("expert_parallel", [True, False])
-def test_vllm_itself_divides_the_experts_so(
-    monkeypatch: pytest.MonkeyPatch, tp: int, dp: int, expert_parallel: bool
-) -> None:
+def test_vllm_itself_divides_the_experts_so(monkeypatch, tp, dp, expert_parallel):
     pytest.importorskip("vllm", reason="its own arithmetic is called")
     from vllm.config import ParallelConfig
     from vllm.model_executor.layers.fused_moe import config as fused_moe

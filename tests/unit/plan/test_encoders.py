@@ -12,7 +12,6 @@ from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan import EngineConfig, Workload, catalog, model_from_config
 from hpc_serve.plan.engine import max_num_batched_tokens
 from hpc_serve.plan.hardware import cluster_named
-from hpc_serve.plan.make import FoundParts, PlanRequest, make_plan
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
 from hpc_serve.plan.model.checkpoint import StoredTensor, loaded_bytes
 from hpc_serve.units import GIB
@@ -108,19 +107,27 @@ def test_longer_texts_take_more_than_their_share():
     assert short.output_tokens_per_s == short.requests_per_s
 
 
+AUDIO = "transcribes audio, .* leave out "
+
+
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("model", "asked", "words"),
     [
-        ({"output_tokens": 5}, "leave out --output-tokens"),
-        ({"target": "tpot=50ms"}, "leave out --target"),
-        ({"decode_only": True}, "leave out --decode-only"),
-        ({"input_tokens": 9000}, "at most 8,192 are read"),
-        ({"engine": EngineConfig(runner="generate")}, "leave out --runner generate"),
+        ("bge-m3", {"output_tokens": 5}, "leave out --output-tokens"),
+        ("bge-m3", {"target": "tpot=50ms"}, "leave out --target"),
+        ("bge-m3", {"decode_only": True}, "leave out --decode-only"),
+        ("bge-m3", {"input_tokens": 9000}, "at most 8,192 are read"),
+        ("bge-m3", {"engine": EngineConfig(runner="generate")}, "leave out --runner generate"),
+        ("whisper-large-v3", {"target": "tpot=50ms"}, f"{AUDIO}--target"),
+        ("whisper-large-v3", {"input_tokens": 100}, f"{AUDIO}--input-tokens"),
+        ("whisper-large-v3", {"requests": 5, "arrivals": "burst"}, f"{AUDIO}--requests, --arrivals"),
+        ("whisper-large-v3", {"ideal": True, "usd_per_gpu_hour": 2.0}, f"{AUDIO}--ideal, --usd-per-gpu-hour"),
+        ("whisper-large-v3", {"engine": EngineConfig(runner="pooling")}, f"{AUDIO}--runner pooling"),
     ],
 )
-def test_what_an_embedder_cannot_do_is_refused(asked, words):
+def test_what_a_model_that_does_not_write_text_cannot_do_is_refused(model, asked, words):
     with pytest.raises(InvalidRequestError, match=words):
-        made_plan("bge-m3", "l40s", **asked)
+        made_plan(model, "l40s", **asked)
 
 
 def test_more_texts_at_once_than_one_wait_for_their_step():
@@ -159,8 +166,7 @@ def test_vllm_counts_a_whole_step_of_the_encoder_s_output_when_it_starts():
     model = model_from_config(config, name="tiny", dtype="float32")
     assert model.parameters == 1_032_832
     engine = EngineConfig(kv_cache_memory_bytes=2**30, max_num_seqs=8)
-    found = FoundParts(model=model, cluster=cluster_named("cpu-spr", total_bytes=4 * GIB))
-    memory = make_plan(PlanRequest(model="tiny", gpu="cpu-spr", engine=engine), found).chosen.memory
+    memory = made_plan(model, "cpu-spr", total_bytes=4 * GIB, engine=engine).chosen.memory
     assert (memory.kv_cache_tokens, memory.max_concurrency) == (91_750, 204.8)
 
 
@@ -181,21 +187,6 @@ def test_the_files_layers_of_the_encoder_are_not_taken_for_those_of_a_decoder():
     assert loaded("model.encoder.layers.31.fc1.weight") == 20
     assert loaded("model.decoder.layers.3.fc1.weight") == 20
     assert loaded("proj_out.weight") == 0
-
-
-@pytest.mark.parametrize(
-    ("asked", "named"),
-    [
-        ({"target": "tpot=50ms"}, "--target"),
-        ({"input_tokens": 100}, "--input-tokens"),
-        ({"requests": 5, "arrivals": "burst"}, "--requests, --arrivals"),
-        ({"ideal": True, "usd_per_gpu_hour": 2.0}, "--ideal, --usd-per-gpu-hour"),
-        ({"engine": EngineConfig(runner="pooling")}, "--runner pooling"),
-    ],
-)
-def test_options_that_are_not_for_transcriptions_are_refused(asked, named):
-    with pytest.raises(InvalidRequestError, match=f"transcribes audio, .* leave out {named}"):
-        made_plan("whisper-large-v3", "l40s", **asked)
 
 
 def test_a_step_that_holds_no_audio_is_refused():

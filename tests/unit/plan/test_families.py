@@ -1,4 +1,7 @@
-"""Families whose layers differ: sparse attention and its indexer, windows with other heads, short convolutions."""
+"""Families whose layers differ: sparse attention and its indexer, windows with other heads, short convolutions.
+
+And hybrids: the states of fixed size that some of their layers keep, alone or beside keys and values.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import EngineConfig, ModelSpec, accelerator
 from hpc_serve.plan.catalog import architectures, load_data
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
-from hpc_serve.plan.memory.loaded import loaded_model
-from hpc_serve.plan.model.architectures import function_named
+from hpc_serve.plan.memory.loaded import loaded_model, pipeline_stages
 from hpc_serve.plan.speed.work import model_work
+from hpc_serve.units import GIB
 from tests.support.configs import built, config_of, made, schemes_of
-from tests.support.plans import estimate, layout
+from tests.support.plans import estimate, layout, spec
 
 
 def token_bytes(model: ModelSpec, **options: Any) -> list[int]:
@@ -222,9 +225,7 @@ def test_mistral_small_4_has_latent_attention() -> None:
         ),
     ],
 )
-def test_tensors_of_a_compressed_cache_share_blocks_as_in_vllm(
-    name: str, groups: list[tuple[int, int, int]], block: int, request_blocks: int
-) -> None:
+def test_tensors_of_a_compressed_cache_share_blocks_as_in_vllm(name, groups, block, request_blocks):
     """The numbers are those of vLLM 0.32's `_get_packed_kv_cache_groups` for the specs of these layers."""
     layout = cache_layout(made(name), EngineConfig(), 8)
     assert sorted((one.block_size, len(one.layers), sum(one.page_bytes)) for one in layout.groups) == groups
@@ -264,11 +265,7 @@ def test_biases_of_ling_are_in_the_dense_mlp_and_in_shared_experts_too() -> None
     assert with_bias.parameters - without.parameters == 20 * 2048 + mlps
 
 
-def test_every_function_that_a_table_names_is_there() -> None:
-    named = {about[key] for about in architectures().values() for key in ("layer", "fields") if key in about}
-    named |= {part for about in architectures().values() for part in about.get("beside", ())}
-    assert len(named) >= 45
-    assert all(callable(function_named(name)) for name in named)
+def test_every_tower_is_of_an_architecture() -> None:
     towers = load_data("towers.json")["towers"]
     assert set(towers) == {about["tower"] for about in architectures().values() if "tower" in about}
 
@@ -282,3 +279,99 @@ def test_a_plan_loads_the_files_of_its_family_alone() -> None:
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "ordinary" in loaded
     assert not {"special", "latent", "hybrid", "kimi", "compressed", "vision"} & set(loaded)
+
+
+# -- hybrids
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "shapes"),
+    [
+        ("granite-4-h-10-layers", 1, [(3 * 8448, 2), (128 * 64 * 128, 2)]),
+        ("granite-4-h-10-layers", 2, [(3 * 4352, 2), (64 * 64 * 128, 2)]),
+        ("granite-4-h-10-layers", 8, [(3 * 1280, 2), (16 * 64 * 128, 2)]),
+        ("jamba-16-layers", 1, [(3 * 8192, 2), (8192 * 16, 2)]),
+        ("jamba-16-layers", 8, [(3 * 1024, 2), (1024 * 16, 2)]),
+    ],
+)
+def test_states_of_mamba_are_vllms_and_one_group_is_on_every_rank(name, ranks, shapes):
+    """The shapes and types are those that vLLM 0.32's model classes return on GPUs. On some CPUs the state is wider."""
+    model = made(name)
+    (state,) = {layer.cache for layer in model.layers if layer.cache and layer.cache.kind == "state"}
+    assert state.state_bytes(ranks, model.dtype_bytes) == sum(elements * size for elements, size in shapes)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "elements"),
+    [
+        ("falcon-h1-7b", 1, 3 * 3584 + 24 * 128 * 256),
+        ("falcon-h1-7b", 4, 3 * 1280 + 6 * 128 * 256),
+        ("falcon-h1-34b-shape", 2, 3 * 2560 + 16 * 128 * 256),
+    ],
+)
+def test_a_layer_of_falcon_h1_keeps_keys_and_a_state(name: str, ranks: int, elements: int) -> None:
+    """The shapes of the states are those that vLLM 0.32's model class returns, in the model's type."""
+    model = made(name)
+    count = model.num_hidden_layers
+    (cache,) = {layer.cache for layer in model.layers if layer.cache}
+    assert cache.state_bytes(ranks, 2) == 2 * elements
+    layout = cache_layout(model, EngineConfig(), ranks)
+    keys, states = layout.groups
+    assert [(group.kind, len(group.layers)) for group in layout.groups] == [("full", count), ("state", count)]
+    assert keys.page_bytes == states.page_bytes
+    token = 2 * 2 * 128 * max(1, model.num_key_value_heads // ranks)
+    assert layout.bytes_per_token == (token,) * count
+    page = keys.block_size * token
+    assert 2 * elements <= page < 2 * elements + 16 * token
+    assert layout.bytes_per_block(0, count // 2) == count // 2 * page
+    assert layout.blocks_per_request(10_000, 8192) == -(-10_000 // keys.block_size) + layout.state_blocks
+
+
+def test_falcon_h1_is_read_as_a_whole_at_each_token() -> None:
+    model = made("falcon-h1-7b")
+    (stage,) = model_work(model, accelerator("h100"), EngineConfig(), layout()).stages
+    state = 2 * (3 * 3584 + 24 * 128 * 256)
+    assert stage.cache_bytes(1000) == 44 * (1000 * 1024 + 2 * state)
+    assert full_context_bytes(model, EngineConfig(), 1000) == 44 * (1000 * 1024 + state)
+
+
+def test_vllm_refuses_ranks_that_do_not_divide_falcon_h1s_groups_or_its_cache() -> None:
+    model = made("falcon-h1-34b-shape")
+    with pytest.raises(DoesNotFitError, match="2 units of 256, which 4 ranks do not divide"):
+        pipeline_stages(model, 4, 1)
+    with pytest.raises(DoesNotFitError, match="layers with windows, states or a compressed cache"):
+        estimate(made("falcon-h1-7b"), tp=4, decode_context_parallel_size=2)
+
+
+def test_groups_of_a_hybrid_as_vllm_printed_them() -> None:
+    """Qwen3-Next on two H200, vLLM 0.10.2: block size 544; 44.59 GiB are 973,760 tokens, 14.77 x 262,144."""
+    options: dict[str, Any] = {"vllm_version": "0.10.2", "kv_cache_memory_bytes": int(44.59 * GIB)}
+    found = estimate("Qwen/Qwen3-Next-80B-A3B-Instruct", "h200", tp=2, length=262144, **options)
+    assert found.block_size == 544
+    assert found.kv_cache_tokens == 973_760
+    assert round(found.max_concurrency, 2) == 14.77
+
+
+NEMOTRON = "nvidia/Nemotron-H-56B-Base-8K"
+
+
+def test_states_of_nemotron_are_in_32_bit_where_the_config_is_silent() -> None:
+    """NemotronHForCausalLMConfig in vLLM's models/config.py."""
+    (state,) = {layer.cache for layer in spec(NEMOTRON).layers if layer.cache and layer.cache.kind == "state"}
+    assert state.state_bytes(1, 2) == (256 * 64 + 2 * 8 * 256) * 3 * 2 + 256 * 64 * 256 * 4
+    assert state.state_bytes(8, 2) == state.state_bytes(1, 2) // 8
+
+
+@pytest.mark.parametrize(
+    ("blocks", "options"),
+    [
+        (2, {}),
+        (1, {"enable_prefix_caching": False}),
+        (1, {"vllm_version": "0.23.0"}),
+        (2, {"vllm_version": "0.23.0", "enable_prefix_caching": True}),
+        (1, {"runner": "pooling"}),
+    ],
+)
+def test_state_blocks_of_a_request(blocks: int, options: dict[str, Any]) -> None:
+    """Hybrids cache prefixes by default since 0.26: `is_prefix_caching_supported` in vLLM's config/model.py."""
+    assert cache_layout(spec(NEMOTRON), EngineConfig(**options), 8).state_blocks == blocks

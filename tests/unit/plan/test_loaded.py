@@ -18,8 +18,6 @@ from hpc_serve.units import GIB
 from tests.support.configs import config_of
 from tests.support.plans import estimate as estimate_on
 from tests.support.plans import spec
-from tests.unit.conftest import Ran
-from tests.unit.plan.conftest import Plan, Told
 
 
 def estimate(name: str, tp: int = 1, pp: int = 1, **options: Any) -> MemoryEstimate:
@@ -57,7 +55,7 @@ def test_adapters_of_experts_are_as_many_as_experts() -> None:
     assert adapted.cuda_graph_bytes == 2 * plain.cuda_graph_bytes
 
 
-def test_offloaded_weights_are_room_for_the_cache_and_take_time(plan_json: Plan) -> None:
+def test_offloaded_weights_are_room_for_the_cache_and_take_time(plan_json) -> None:
     plain, offloaded = estimate("8b"), estimate("8b", cpu_offload_gb=4)
     assert plain.weight_bytes - offloaded.weight_bytes == 4 * GIB
     assert offloaded.kv_cache_bytes - plain.kv_cache_bytes == 4 * GIB
@@ -186,7 +184,7 @@ def test_a_head_of_eagle_shares_the_embedding() -> None:
         draft_from_config({**EAGLE_HEAD, "architectures": ["GemmaForCausalLM"]}, name="head", method="eagle3")
 
 
-def test_a_draft_model_is_found_by_its_name(plan_json: Plan, tmp_path: Path) -> None:
+def test_a_draft_model_is_found_by_its_name(plan_json, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**EAGLE_HEAD, "draft_vocab_size": 32_000}))
     plain = plan_json("8b")["memory"]["weight_bytes"]
     for method, draft, least in (("draft_model", "meta-llama/Llama-3.2-1B", 2.4e9), ("eagle3", str(tmp_path), 0.8e9)):
@@ -196,7 +194,7 @@ def test_a_draft_model_is_found_by_its_name(plan_json: Plan, tmp_path: Path) -> 
         assert any(f"of the draft model {draft} are counted" in reason for reason in found["reasons"])
 
 
-def test_a_draft_models_folder_that_is_not_there_is_an_error(refused: Told) -> None:
+def test_a_draft_models_folder_that_is_not_there_is_an_error(refused) -> None:
     config = json.dumps({"method": "eagle3", "model": "./nosuch", "num_speculative_tokens": 3})
     assert "There is no folder or file './nosuch'" in refused("8b", "--", "--speculative-config", config)
 
@@ -229,7 +227,7 @@ def test_what_is_counted_in_part_or_not_at_all_is_said(options: dict[str, Any], 
     assert re.search(says, note)
 
 
-def test_what_stands_after_the_dashes_is_in_the_plan_and_in_the_command(plan_json: Plan) -> None:
+def test_what_stands_after_the_dashes_is_in_the_plan_and_in_the_command(plan_json) -> None:
     words = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "32", "--no-enable-prefix-caching"]
     words += ["--limit-mm-per-prompt", '{"image": 0}', "--lora-target-modules", "q_proj", "k_proj"]
     found = plan_json("gemma-3-27b", "--max-model-len", "8192", "--", *words)
@@ -240,19 +238,22 @@ def test_what_stands_after_the_dashes_is_in_the_plan_and_in_the_command(plan_jso
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("model", "words"),
     [
-        ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "64"),
-        ("--cpu-offload-gb", "4"),
-        ("--limit-mm-per-prompt", '{"image": 0}'),
-        ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
+        ("8b", ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "64")),
+        ("8b", ("--cpu-offload-gb", "4")),
+        ("8b", ("--limit-mm-per-prompt", '{"image": 0}')),
+        ("8b", ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')),
+        ("gpt-oss-120b", ("--data-parallel-size", "4", "--enable-expert-parallel")),
     ],
 )
-def test_a_plans_own_options_are_the_words_after_the_dashes(words: tuple[str, ...], plan_json: Plan) -> None:
-    assert plan_json("8b", *words) == plan_json("8b", "--", *words)
+def test_a_plans_own_options_are_the_words_after_the_dashes(model, words, plan_json) -> None:
+    plain = plan_json(model, *words)
+    assert plain == plan_json(model, "--", *words)
+    assert plain != plan_json(model)
 
 
-def test_overrides_of_the_config_are_applied(plan_json: Plan, refused: Told, ran: Ran) -> None:
+def test_overrides_of_the_config_are_applied(plan_json, refused, ran) -> None:
     """Qwen2.5's card gives these words for contexts beyond 32,768 tokens."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     overrides = json.dumps({"rope_parameters": scaling, "max_position_embeddings": 131072})
@@ -265,10 +266,10 @@ def test_overrides_of_the_config_are_applied(plan_json: Plan, refused: Told, ran
     assert f"--hf-overrides '{overrides}'" in script
 
 
-def test_words_after_the_dashes_come_last(plan_json: Plan) -> None:
+def test_words_after_the_dashes_come_last(plan_json) -> None:
     both = plan_json("8b", "--enable-lora", "--max-loras", "4", "--", "--max-loras", "8")
     assert both == plan_json("8b", "--enable-lora", "--max-loras", "8")
 
 
-def test_data_parallelism_of_a_dense_model_is_replicas(refused: Told) -> None:
+def test_data_parallelism_of_a_dense_model_is_replicas(refused) -> None:
     assert "ask for --replicas" in refused("8b", "--", "--data-parallel-size", "2")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.plan import ClusterSpec, EngineConfig, ServePlan, Workload, accelerator, plan, resolve
+from hpc_serve.plan import ClusterSpec, ServePlan, Workload, accelerator, plan, resolve
 from hpc_serve.plan.catalog import models
 from hpc_serve.plan.choice.candidates import compare_sharing, replica_options
 from hpc_serve.plan.choice.planner import NoLayoutError
@@ -18,25 +18,9 @@ from hpc_serve.plan.report.explain import explain
 from tests.support.plan_numbers import NUMBERS
 from tests.support.plan_numbers import planned as numbers_of
 from tests.support.plans import layout as layout_with
-from tests.support.plans import plan_inputs, spec
+from tests.support.plans import plan_inputs, planned, spec
 
 SHORT: dict[str, Any] = {"max_model_len": 8192}
-WORKLOAD = ("max_model_len", "concurrency", "replicas", "request_tokens")
-
-
-def planned(
-    name: str,
-    gpu: str = "h100-80gb",
-    *,
-    nodes: int | None = None,
-    size: int | None = None,
-    quantization: str | None = None,
-    **options: Any,
-) -> ServePlan:
-    cluster = ClusterSpec(accelerator=accelerator(gpu), num_nodes=nodes, gpus_per_node=size)
-    workload = Workload(**{key: options.pop(key) for key in WORKLOAD if key in options})
-    engine = EngineConfig(quantization=quantization, **options)
-    return plan(spec(name, quantization=quantization), cluster, engine, workload)
 
 
 def layout_of(found: ServePlan) -> tuple[int, int, int, int]:
@@ -54,18 +38,6 @@ def refused(name: str, gpu: str = "h100-80gb", **asked: Any) -> NoLayoutError:
 def has(texts: Iterable[object], *words: str) -> bool:
     """Whether one of the texts has all these words."""
     return any(all(word in str(text) for word in words) for text in texts)
-
-
-@pytest.mark.parametrize(("alias", "layout"), [("405b", (8, 2, 2, 8)), ("70b", (4, 1, 1, 4)), ("8b", (1, 1, 1, 1))])
-def test_layouts_of_the_committed_scripts(alias: str, layout: tuple[int, int, int, int]) -> None:
-    found = planned(alias)
-    assert (found.model, layout_of(found)) == (resolve(alias).name, layout)
-    assert (found.replicas, found.max_model_len) == (1, 131072)
-    assert found.vllm_args == (
-        *("--tensor-parallel-size", str(layout[0])),
-        *("--pipeline-parallel-size", str(layout[1])),
-        *("--max-model-len", "131072"),
-    )
 
 
 @pytest.mark.parametrize(
@@ -141,9 +113,7 @@ def test_a_hybrid_is_told_no_more_sequences_than_it_has_blocks() -> None:
         ),
     ],
 )
-def test_as_few_gpus_as_hold_what_is_asked_for(
-    name: str, asked: dict[str, Any], layout: tuple[int, int, int, int]
-) -> None:
+def test_as_few_gpus_as_hold_what_is_asked_for(name, asked, layout):
     assert layout_of(planned(name, **asked)) == layout
 
 
@@ -233,9 +203,7 @@ def test_a_model_that_holds_no_request_is_refused_however_many_are_asked_for() -
         ({"tensor_parallel_size": 128}, "cannot be served so:", (8, 1, 1)),
     ],
 )
-def test_sizes_that_cannot_be_are_answered_with_the_nearest_that_can(
-    asked: dict[str, Any], headline: str, sizes: tuple[int, int, int]
-) -> None:
+def test_sizes_that_cannot_be_are_answered_with_the_nearest_that_can(asked, headline, sizes):
     error = refused("70b", **asked)
     assert headline in str(error)
     tensor, pipeline, nodes = sizes

@@ -14,21 +14,19 @@ from benchmarks.accuracy.speculation_gains import gains
 from hpc_serve.plan import EngineConfig, accelerator
 from hpc_serve.plan.catalog import accelerator_entries
 from hpc_serve.plan.engine import Workload
-from hpc_serve.plan.hardware import cluster_named, least_of
-from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
+from hpc_serve.plan.hardware import least_of
+from hpc_serve.plan.make import PlanResult
 from hpc_serve.plan.report.explain import explain_lines
 from hpc_serve.plan.speed.measured import KnownDraft, known_draft, known_drafts
 from hpc_serve.plan.speed.step import EXPECTED, IDEAL
-from tests.support.plans import roofline, spec
-from tests.unit.conftest import Ran
-from tests.unit.plan.conftest import Plan, Told
+from hpc_serve.units import GIB
+from tests.support.plans import made_plan, roofline
 
 MILLION = "$ for a million output tokens"
 
 
 def planned(gpu: str, **options: Any) -> PlanResult:
-    cluster = cluster_named(gpu, total_bytes=(256 << 30) if gpu.startswith("cpu") else None)
-    return make_plan(PlanRequest(model="8b", gpu=gpu, **options), FoundParts(model=spec("8b"), cluster=cluster))
+    return made_plan("8b", gpu, total_bytes=256 * GIB if gpu.startswith("cpu") else None, **options)
 
 
 def lines(result: PlanResult) -> list[str]:
@@ -90,33 +88,26 @@ def test_long_waits_are_in_seconds_and_keep_their_columns() -> None:
     assert re.fullmatch(r"  time to the first token +[\d,]+\.\d\d s +[\d,]+\.\d\d s", line)
 
 
-def test_the_command_says_how_fast(ran: Ran, told: Told, plan_json: Plan) -> None:
+def test_the_command_says_how_fast(ran) -> None:
     shown = ran(["plan", "8b", "--usd-per-gpu-hour", "2", "--explain"]).out
     assert re.search(r"IN FLIGHT +TTFT +TPOT +TOKENS/S +IDEAL +PER GPU +PER \$ +BOUND BY", shown)
-    explained = told("8b", "--explain")
-    assert "ideal expected" in explained
-    assert f"{100 * EXPECTED.bandwidth:.0f} % of the memory bandwidth (fitted" in explained
-    document = plan_json("8b", "--concurrency", "8")
-    by_concurrency = {row["concurrency"]: row for row in document["performance"]["by_concurrency"]}
-    assert by_concurrency[8]["ideal"]["tpot_s"] < by_concurrency[8]["expected"]["tpot_s"]
+    assert f"{100 * EXPECTED.bandwidth:.0f} % of the memory bandwidth (fitted" in " ".join(shown.split())
 
 
-def test_accelerators_are_compared_by_speed(ran: Ran) -> None:
+def test_accelerators_are_compared_by_speed(ran) -> None:
     shown = ran(["plan", "8b", "--compare", "h100,a100,h100-64gb", "--max-model-len", "8192"]).out
     rates = {row.split()[0]: row.split()[-1] for row in shown.splitlines() if re.match(r"[ah]100-", row)}
     assert int(rates["h100-80gb"].replace(",", "")) > int(rates["a100-80gb"].replace(",", ""))
     assert rates["h100-64gb"] == "?"
 
 
-def test_the_command_takes_slices_and_sockets(plan_json: Plan, told: Told) -> None:
-    document = plan_json("70b", "--gpu", "v5e:4x4", "--max-model-len", "8192")
-    assert document["num_nodes"] * document["gpus_per_node"] == 16
+def test_the_command_takes_sockets(told) -> None:
     shown = told(*["llama-2-7b", "--gpu", "cpu-spr-2s", "--gpu-memory", "256GiB", "--target", "tpot=60ms", "--explain"])
     assert "fitted on GPUs and TPUs, on no CPU" in shown
     assert "one TP=2 PP=1" in shown or "2 replicas of TP=1" in shown
 
 
-def test_it_says_where_no_speed_is_known(told: Told, plan_json: Plan) -> None:
+def test_it_says_where_no_speed_is_known(told, plan_json) -> None:
     assert "no source confirms" in told("8b", "--gpu", "h100-64gb")
     assert plan_json("8b", "--gpu", "h100-64gb")["performance"] is None
 
@@ -128,7 +119,7 @@ MTP = '{"method": "deepseek_mtp", "num_speculative_tokens": 1}'
 
 
 @pytest.fixture
-def told_of(told: Told) -> Told:
+def told_of(told):
     """What `plan` says of a model whose drafts are of n-grams; `words` are further options."""
     return lambda *words: told(*words, "--", "--speculative-config", NGRAM)
 
@@ -186,7 +177,7 @@ def test_the_acceptance_length_of_other_numbers_of_drafts_is_that_of_one_probabi
     assert known_draft("openai/gpt-oss-20b", replace(engine, speculative_config=None)) is None
 
 
-def test_plan_says_what_drafts_gain(told: Told, told_of: Told) -> None:
+def test_plan_says_what_drafts_gain(told, told_of) -> None:
     text = told("deepseek-ai/DeepSeek-V3", "--", "--speculative-config", MTP)
     assert "Speculation, 1.85 tokens a step (published for several topics: arXiv:2412.19437" in text
     assert "in flight. It pays up to" in text
@@ -200,7 +191,7 @@ def test_plan_says_what_drafts_gain(told: Told, told_of: Told) -> None:
     assert "It does not pay" in text or "It pays up to about 1 in flight" in text
 
 
-def test_where_drafts_pay_does_not_contradict_what_they_gain(told_of: Told) -> None:
+def test_where_drafts_pay_does_not_contradict_what_they_gain(told_of):
     # One request reads few experts, and its drafts read others. Many requests read them all.
     text = told_of("mixtral-8x7b", "--acceptance-length", "1.5")
     assert "1.5 tokens a step: × 0.65" in text
@@ -209,13 +200,13 @@ def test_where_drafts_pay_does_not_contradict_what_they_gain(told_of: Told) -> N
 
 
 @pytest.mark.parametrize("words", [("--speculative-config", NGRAM), ("--kv-offloading-size", "100")])
-def test_an_option_for_answers_gains_an_embedder_nothing(told: Told, words: tuple[str, str]) -> None:
+def test_an_option_for_answers_gains_an_embedder_nothing(told, words: tuple[str, str]) -> None:
     text = told("Qwen/Qwen3-Embedding-0.6B", "--", *words)
     assert "Speculation" not in text
     assert "first token" not in text
 
 
-def test_a_cache_in_the_nodes_memory_says_what_it_gains_at_most(told: Told) -> None:
+def test_a_cache_in_the_nodes_memory_says_what_it_gains_at_most(told) -> None:
     text = told("70b", "--", "--kv-offloading-size", "100")
     assert "1,000 tokens of a prefix come from the node's memory in 2.6 ms" in text
     assert "up to 38 times as early" in text
@@ -224,7 +215,7 @@ def test_a_cache_in_the_nodes_memory_says_what_it_gains_at_most(told: Told) -> N
     assert "PCIe" not in told("8b", *cpu, "--", "--kv-offloading-size", "100")
 
 
-def test_the_explanation_says_the_gains_too_and_counts_accepted_drafts_in_decoding_alone(told_of: Told) -> None:
+def test_the_explanation_says_the_gains_too_and_counts_accepted_drafts_in_decoding_alone(told_of) -> None:
     none = told_of("8b", "--explain")
     drafts = told_of("8b", "--explain", "--acceptance-length", "2.4", "--kv-offloading-size", "100")
     assert "Speculation, 2.4 tokens a step: × 2.05" in drafts
@@ -237,12 +228,12 @@ def test_the_explanation_says_the_gains_too_and_counts_accepted_drafts_in_decodi
     assert faster == pytest.approx(2.4 * plain, rel=1e-3)
 
 
-def test_an_answer_of_one_token_is_no_sooner_there(told_of: Told) -> None:
+def test_an_answer_of_one_token_is_no_sooner_there(told_of) -> None:
     text = told_of("8b", "--acceptance-length", "5", "--output-tokens", "1", "--decode-only")
     assert float(text.partition("5 tokens a step: × ")[2].split()[0]) <= 1
 
 
-def test_the_ideal_gain_is_of_ideal_speeds(told_of: Told) -> None:
+def test_the_ideal_gain_is_of_ideal_speeds(told_of) -> None:
     asked = ("8b", "--acceptance-length", "2.4", "--decode-only")
     ideal, expected = (told_of(*asked, *more).partition("Speculation")[2] for more in (("--ideal",), ()))
     assert ideal != expected
@@ -251,7 +242,7 @@ def test_the_ideal_gain_is_of_ideal_speeds(told_of: Told) -> None:
 @pytest.mark.parametrize(
     "arrivals", ["", "--decode-only", "--arrivals burst", "--arrivals burst --longest-output-tokens 1024"]
 )
-def test_drafts_count_in_both_kinds_of_arrivals(plan_json: Plan, arrivals: str) -> None:
+def test_drafts_count_in_both_kinds_of_arrivals(plan_json, arrivals: str) -> None:
     def rate(*words: str) -> float:
         found = plan_json("8b", *arrivals.split(), *words, "--", "--speculative-config", NGRAM)
         return float(found["performance"]["by_concurrency"][0]["expected"]["output_tokens_per_s"])
@@ -259,7 +250,7 @@ def test_drafts_count_in_both_kinds_of_arrivals(plan_json: Plan, arrivals: str) 
     assert 1.8 < rate("--acceptance-length", "2") / rate() <= 2.01
 
 
-def test_wrong_numbers_of_accepted_tokens_are_errors(refused: Told) -> None:
+def test_wrong_numbers_of_accepted_tokens_are_errors(refused) -> None:
     one = "without --speculative-config a step gives one token"
     assert one in refused("8b", "--acceptance-length", "2")
     asked = ("8b", "--acceptance-length", "6", "--", "--speculative-config", NGRAM)

@@ -13,8 +13,6 @@ from hpc_serve.plan.speed.estimate import PIPELINE_STAGES
 from hpc_serve.plan.speed.target import Deployment, SpeedTarget, choose_deployment, parse_speed_target
 from hpc_serve.plan.speed.throughput import Traffic
 from tests.support.plans import plan_inputs, replica
-from tests.unit.conftest import Ran
-from tests.unit.plan.conftest import Plan, Told
 
 
 def chosen(inputs: PlanInputs, **target: float) -> tuple[Deployment, list[str]]:
@@ -56,9 +54,7 @@ def test_the_batch_is_as_large_as_the_target_allows() -> None:
         ("70b", {"tpot_s": 0.001}, "faster memory"),
     ],
 )
-def test_what_cannot_be_reached_says_how_near_it_is_and_what_would_help(
-    name: str, target: dict[str, float], says: str
-) -> None:
+def test_what_cannot_be_reached_says_how_near_it_is_and_what_would_help(name, target, says):
     with pytest.raises(DoesNotFitError, match=says):
         chosen(plan_inputs(name), **target)
 
@@ -103,26 +99,20 @@ def test_more_stages_than_nodes_are_left_out_with_how_far_published_runs_of_stag
     assert any("left out" in reason and f"had {low:g} to {high:g} times" in reason for reason in reasons)
 
 
-def test_the_command_chooses_for_a_target(plan_json: Plan) -> None:
-    document = plan_json("8b", "--max-model-len", "8192", "--target", "throughput")
-    assert (document["replicas"], document["tensor_parallel_size"]) == (8, 1)
-    assert document["reasons"][0].startswith("For throughput: 8 replicas of TP=1")
-
-
-def test_a_target_out_of_reach_is_no_plan(plan_json: Plan, ran: Ran) -> None:
+def test_a_target_out_of_reach_is_no_plan(plan_json, ran) -> None:
     words = ("405b", "--target", "tpot=1ms")
     assert "the nearest is" in ran(["plan", *words], 3).err
     assert plan_json(*words, code=3)["fits"] is False
 
 
-def test_a_target_is_kept_by_the_command_that_is_printed(plan_json: Plan) -> None:
+def test_a_target_is_kept_by_the_command_that_is_printed(plan_json) -> None:
     found = plan_json("70b", "--target", "tpot=50ms")
     last, args = found["performance"]["by_concurrency"][-1], found["vllm_args"]
     assert last["concurrency"] == int(args[args.index("--max-num-seqs") + 1])
     assert 0.045 < last["expected"]["tpot_s"] <= 0.050
 
 
-def test_the_plan_says_where_the_knee_is(told: Told) -> None:
+def test_the_plan_says_where_the_knee_is(told) -> None:
     found = re.search(
         r"knee is at about (\d+) in flight: twice as many give (\d+) % more tokens/s", told("8b", "--explain")
     )
@@ -131,6 +121,6 @@ def test_the_plan_says_where_the_knee_is(told: Told) -> None:
     assert int(found[2]) < 50
 
 
-def test_where_the_cache_holds_few_there_is_no_knee(told: Told) -> None:
+def test_where_the_cache_holds_few_there_is_no_knee(told) -> None:
     said = told("8b", "--max-num-seqs", "2", "--explain")
     assert "No knee: tokens/s still grow well at the 2 requests" in said

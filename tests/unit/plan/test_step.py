@@ -236,9 +236,7 @@ def test_the_slowest_stage_sets_the_pace_where_all_stages_are_busy() -> None:
 
 
 @pytest.mark.parametrize(("stages", "requests"), [(2, 64), (2, 256), (4, 16), (4, 64), (4, 256)])
-def test_answers_of_varying_lengths_come_as_fast_as_in_a_simulation_of_the_scheduler(
-    stages: int, requests: int
-) -> None:
+def test_answers_of_varying_lengths_come_as_fast_as_in_a_simulation_of_the_scheduler(stages, requests):
     staged = of_stages(stages)
     traffic = Traffic(input_tokens=1024, output_tokens=OUTPUTS, concurrency=requests)
     found = speed_column(staged, traffic, requests, DEVICE).output_tokens_per_s

@@ -12,7 +12,6 @@ from hpc_serve.plan.speed.estimate import speed_column
 from hpc_serve.plan.speed.step import EXPECTED, IDEAL
 from hpc_serve.plan.speed.throughput import Traffic, critical_batch
 from tests.support.plans import replica, roofline, speed
-from tests.unit.plan.conftest import Plan, Told
 
 SMALL = ("8b", "--gpu", "l4", "--nodes", "1", "-tp", "2", "-pp", "1", "--max-model-len", "8192")
 OF_8B = replica("8b", "l4", tp=2)
@@ -20,16 +19,16 @@ served = partial(speed, OF_8B)
 
 
 @pytest.fixture
-def printed(told: Told) -> Told:
+def printed(told):
     return lambda *words: told(*SMALL, *words, "--explain")
 
 
 @pytest.fixture
-def performance(plan_json: Plan) -> Plan:
+def performance(plan_json):
     return lambda *words: plan_json(*SMALL, *words)["performance"]
 
 
-def test_both_formulas_are_named_where_their_figures_are_printed(printed: Told) -> None:
+def test_both_formulas_are_named_where_their_figures_are_printed(printed) -> None:
     steady, burst = printed(), printed("--arrivals", "burst")
     assert "steady arrivals: so many are always in flight" in steady
     assert "published sources of steady arrivals, each left out of the fit, are off by" in steady
@@ -39,7 +38,7 @@ def test_both_formulas_are_named_where_their_figures_are_printed(printed: Told) 
     assert "answers of at most 2,000 tokens" in longest
 
 
-def test_what_published_runs_of_its_classes_had_is_said_in_words_and_in_json(printed: Told, performance: Plan) -> None:
+def test_what_published_runs_of_its_classes_had_is_said_in_words_and_in_json(printed, performance) -> None:
     text = printed()
     ((name, figures),) = performance()["measured_classes"].items()
     assert name == "dense models in 16 bit on l4"
@@ -50,7 +49,7 @@ def test_what_published_runs_of_its_classes_had_is_said_in_words_and_in_json(pri
         assert "Published runs" not in printed(option)
 
 
-def test_how_long_the_first_requests_of_a_run_wait(printed: Told, performance: Plan) -> None:
+def test_how_long_the_first_requests_of_a_run_wait(printed, performance) -> None:
     words = ("--concurrency", "16", "--input-tokens", "4000")
     burst = performance(*words, "--arrivals", "burst")["by_concurrency"]
     at_once = next(one for one in burst if one["concurrency"] == 16)["expected"]["ttft_s"]
@@ -59,15 +58,16 @@ def test_how_long_the_first_requests_of_a_run_wait(printed: Told, performance: P
         assert "At the start of a run" not in printed(*words, *other)
 
 
-def test_more_requests_than_the_cache_holds_wait_and_that_is_said(printed: Told, performance: Plan) -> None:
-    words = ("--concurrency", "1000", "--input-tokens", "2000", "--output-tokens", "100")
+@pytest.mark.parametrize(("more", "said"), [((), ". TTFT includes the wait"), (("--decode-only",), "")])
+def test_more_requests_than_the_cache_holds_wait_and_that_is_said(more, said, printed, performance) -> None:
+    words = ("--concurrency", "1000", "--input-tokens", "2000", "--output-tokens", "100", *more)
     text = printed(*words)
     assert "The cache holds" in text
-    assert "run at once, and the others wait. TTFT includes the wait" in text
+    assert f"run at once, and the others wait{said}" in text
     last = performance(*words)["by_concurrency"][-1]
     assert (last["concurrency"], last["running"] < 200) == (1000, True)
     assert last["expected"]["queue_s"] == pytest.approx((1000 - last["running"]) / last["expected"]["requests_per_s"])
-    assert last["expected"]["ttft_s"] > last["expected"]["queue_s"]
+    assert more or last["expected"]["ttft_s"] > last["expected"]["queue_s"]
 
 
 def test_a_burst_is_slower_than_a_steady_stream_and_its_first_tokens_come_sooner() -> None:
@@ -117,7 +117,7 @@ def test_what_is_in_the_cache_is_not_read_but_attended_to(arrivals: Any) -> None
     assert cached == pytest.approx(alone, rel=0.1)
 
 
-def test_a_share_of_the_cache_is_said_and_has_no_range(printed: Told, performance: Plan) -> None:
+def test_a_share_of_the_cache_is_said_and_has_no_range(printed, performance) -> None:
     said = printed("--prefix-hits", "0.6", "--input-tokens", "4096")
     assert "4,096 tokens in, 60 % of them cached, and 256 out" in said
     figures = performance("--prefix-hits", "0.6")
@@ -141,7 +141,7 @@ def test_a_share_of_the_cache_is_said_and_has_no_range(printed: Told, performanc
         ("--max-model-len 512 --input-tokens 600", "use a longer --max-model-len, or fewer tokens"),
     ],
 )
-def test_what_contradicts_itself(refused: Told, words: str, why: str) -> None:
+def test_what_contradicts_itself(refused, words: str, why: str) -> None:
     assert why in refused(*SMALL, *words.split())
 
 
@@ -150,7 +150,7 @@ def test_arrivals_are_one_of_two() -> None:
         Traffic(arrivals="poisson")  # type: ignore[arg-type]
 
 
-def test_a_burst_is_a_number_of_requests_and_not_the_size_of_the_cache(plan_json: Plan) -> None:
+def test_a_burst_is_a_number_of_requests_and_not_the_size_of_the_cache(plan_json) -> None:
     burst, plain = plan_json("8b", "--requests", "1000"), plan_json("8b")
     for name in ("num_nodes", "gpus_per_node", "kv_cache_tokens"):
         assert burst[name] == plain[name]
@@ -165,7 +165,7 @@ def test_a_burst_is_a_number_of_requests_and_not_the_size_of_the_cache(plan_json
 
 
 @pytest.fixture
-def table(told: Told) -> Told:
+def table(told):
     """The explanation up to its arithmetic."""
 
     def before_arithmetic(*words: str) -> str:
@@ -175,11 +175,11 @@ def table(told: Told) -> Told:
 
 
 @pytest.fixture
-def speeds_of_8b(plan_json: Plan) -> Plan:
+def speeds_of_8b(plan_json):
     return lambda *words: plan_json("8b", *words)["performance"]
 
 
-def test_the_formula_is_named_where_its_figures_are_table(table: Told) -> None:
+def test_the_formula_is_named_where_its_figures_are_table(table) -> None:
     both, ideal = table("--decode-only", "--ideal"), table("--ideal")
     decode, plain = table("--decode-only"), table()
     for text in (both, decode):
@@ -195,7 +195,7 @@ def test_the_formula_is_named_where_its_figures_are_table(table: Told) -> None:
     assert "The critical batch" not in plain
 
 
-def test_the_table_has_the_ideal_figures(table: Told, speeds_of_8b: Plan) -> None:
+def test_the_table_has_the_ideal_figures(table, speeds_of_8b) -> None:
     found, printed = speeds_of_8b("--ideal", "--usd-per-gpu-hour", "2"), table("--ideal")
     assert (found["figures"], speeds_of_8b()["figures"]) == ("ideal", "expected")
     for line in found["by_concurrency"]:
@@ -246,19 +246,11 @@ def test_experts_move_the_critical_batch_up() -> None:
     assert 8 * dense < sparse <= 16 * dense
 
 
-def test_requests_that_wait_for_decoding(table: Told, speeds_of_8b: Plan) -> None:
-    words = ("--decode-only", "--concurrency", "2000", "--input-tokens", "2000", "--output-tokens", "100")
-    assert "run at once, and the others wait" in table(*words)
-    last = speeds_of_8b(*words)["by_concurrency"][-1]
-    assert last["concurrency"] == 2000
-    assert last["expected"]["queue_s"] == pytest.approx((2000 - last["running"]) / last["expected"]["requests_per_s"])
-
-
-def test_a_target_for_replicas_that_decode(told: Told) -> None:
+def test_a_target_for_replicas_that_decode(told) -> None:
     assert "tokens/s in all" in told("8b", "--decode-only", "--target", "tpot=20ms", "--nodes", "1")
 
 
-def test_an_explanation_says_which_figures_it_is_of(told: Told) -> None:
+def test_an_explanation_says_which_figures_it_is_of(told) -> None:
     both = told("8b", "--explain", "--decode-only", "--ideal")
     assert "(decoding alone, " in both
     assert "Of all the ideal time: " in both
@@ -266,6 +258,6 @@ def test_an_explanation_says_which_figures_it_is_of(told: Told) -> None:
     assert "Of all the time, prompts included: " in told("8b", "--explain")
 
 
-def test_accelerators_compared_by_what_was_asked(told: Told) -> None:
+def test_accelerators_compared_by_what_was_asked(told) -> None:
     text = told("8b", "--compare", "h100-80gb,mi300x", "--ideal", "--decode-only")
     assert "Ideal speed, requests of 1,024 tokens in and 256 out, decoding alone" in text

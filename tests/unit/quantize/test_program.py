@@ -190,9 +190,7 @@ def test_a_link_in_the_place_of_what_is_made_is_not_followed(quantize: Quantize,
     assert not (tmp_path / "config.json").exists()
 
 
-def test_a_whole_model_is_kept_where_somebody_takes_its_name_meanwhile(
-    quantize: Quantize, out: Path, partial: Path
-) -> None:
+def test_a_whole_model_is_kept_where_somebody_takes_its_name_meanwhile(quantize, out, partial):
     said = quantize(code=78, SOMEBODY_MAKES=str(out)).stderr
     assert "out.partial holds the quantised model, and cannot be renamed to" in said
     assert (partial / "tokenizer.json").read_text() == "written"

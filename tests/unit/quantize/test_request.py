@@ -1,16 +1,19 @@
-"""The script of a quantisation: what Slurm is asked for, and what the program is told."""
+"""The script of a quantisation: what Slurm is asked for, what the program is told, and what is seen of the job."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.quantize.request import QuantizeRequest, directives, program_words, render_quantize_script
+from hpc_serve.quantize.submission import Submitted, lines_until_end
 from hpc_serve.submit.request.options import SlurmOptions
+from hpc_serve.submit.slurm.slurm import JobState
 from hpc_serve.units import GIB
 
 
@@ -80,3 +83,12 @@ def test_a_name_cannot_leave_its_comment_or_its_word() -> None:
 def test_what_cannot_be_done_is_refused_with_the_reason(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequestError, match=said):
         request(**changes)
+
+
+def test_lines_that_came_before_the_first_look_are_seen(tmp_path: Path) -> None:
+    log, output = tmp_path / "7.log", tmp_path / "tiny-int8"
+    log.write_text("loaded\nrounded\n")
+    output.mkdir()
+    (output / "config.json").write_text("{}")
+    done = Submitted(job_id="7", output=output, log=log, end=lambda: JobState(job_id="7", state="COMPLETED"))
+    assert list(lines_until_end(done)) == ["loaded", "rounded"]
