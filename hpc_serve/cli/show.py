@@ -144,7 +144,6 @@ _FIGURES = {
     "cuda_graph_bytes": "CUDA graphs",
     "activation_bytes": "activations",
     "kv_cache_bytes": "KV cache",
-    "total_bytes": "memory of a GPU",
 }
 
 

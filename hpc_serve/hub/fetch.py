@@ -184,7 +184,7 @@ class HubRepository:
         except errors.HFValidationError as error:
             raise InvalidRequestError(f"{self.name!r} is no name of a model on the hub: {error}") from error
         except errors.HTTPError as error:  # of connections: all that httpx raises
-            words = _first_line(error) or type(error).__name__
+            words = re.sub(r"^\[Errno -?\d+\] ", "", _first_line(error)) or type(error).__name__
             raise HubConnectionError(f"the connection to {self._settings.endpoint} failed: {words}") from error
         except (RuntimeError, OSError) as error:  # of hf_xet, and of a file that came shorter than it should
             if isinstance(error, OSError) and error.errno is not None:
@@ -359,8 +359,14 @@ def cached_alone(name: str, settings: HubSettings, revision: str, why: str) -> P
     missing = missing_weights(folder)
     if missing is None and folder is not None:
         return folder
-    kind = InvalidRequestError if settings.is_offline else HubConnectionError
-    raise kind(f"{why}, and {settings.cache} holds {missing.words if missing else 'none'} of {name}.")
+    words = missing.words if missing else "none of its weights"
+    lacks = f"{why}, and of {name} {settings.cache} holds {words}."
+    if settings.is_offline:
+        raise InvalidRequestError(f"{lacks} Unset these variables to fetch it.")
+    raise HubConnectionError(
+        f"{lacks} Try again, or on a host that reaches the hub, often a login node. HTTPS_PROXY names a proxy, "
+        "HF_ENDPOINT a mirror of the hub."
+    )
 
 
 def _indexed(index: Path) -> frozenset[str]:

@@ -297,9 +297,12 @@ def explained(what: str, path: Path) -> Iterator[None]:
     except OSError as error:
         advice = ""
         if error.errno in _NO_PERMISSION:
-            advice = " Set HPC_SERVE_HOME to a folder of your own that all nodes see and can write to."
+            advice = " Choose a folder of your own that you can write to; for files of services, by HPC_SERVE_HOME."
         elif error.errno in _FULL:
-            advice = " The filesystem is full or your quota is used up: free space, or set HPC_SERVE_HOME elsewhere."
+            advice = (
+                " The filesystem is full or your quota is used up: free space there, or write elsewhere; "
+                "HPC_SERVE_HOME names the folder of services."
+            )
         raise StoreError(f"cannot {what} {path}: {error.strerror}.{advice}") from error
 
 

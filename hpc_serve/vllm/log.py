@@ -159,7 +159,7 @@ def read_figures(line: str) -> dict[str, float]:
 
     Names: checkpoint_bytes, model_loading_bytes, kv_cache_bytes, kv_cache_tokens, max_concurrency, max_model_len,
     num_blocks, activation_bytes, non_torch_bytes, consumed_bytes, cuda_graph_bytes, cuda_graph_estimate_bytes,
-    total_bytes, loading_weights_s, init_engine_s. vLLM prints GiB with two digits, so sizes are good to 10 MiB.
+    loading_weights_s, init_engine_s. vLLM prints GiB with two digits, so sizes are good to 10 MiB.
 
     >>> read_figures("GPU KV cache size: 410,128 tokens, Maximum concurrency for 131,072 tokens per request: 3.13x")
     {'kv_cache_tokens': 410128, 'max_model_len': 131072, 'max_concurrency': 3.13}

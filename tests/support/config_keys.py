@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.arguments import given_words
+
 ROOT = Path(__file__).parents[2]
 KEYS = ROOT / "hpc_serve" / "plan" / "catalog" / "config_keys.json"
 EFFECTS = ROOT / "tests" / "unit" / "plan" / "config_key_effects.json"
@@ -200,4 +202,5 @@ def _write(file: Path, value: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    given_words(__doc__, 0)
     main()

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
+
+from tests.support.arguments import given_words
 
 LOADED = "_bytes_loaded"
 
@@ -59,4 +60,5 @@ def main(folder: str, tp: int, pp: int, cache_bytes: int, max_model_len: int) ->
 if __name__ == "__mp_main__":  # a spawned process of the engine, which imports the main module first
     count_before_packing()
 if __name__ == "__main__":
-    main(sys.argv[1], *(int(word) for word in sys.argv[2:6]))
+    folder, *sizes = given_words(__doc__, 5)
+    main(folder, *map(int, sizes))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
+
+from tests.support.arguments import given_words
 
 CONFIG = {
     "quant_method": "compressed-tensors",
@@ -54,4 +55,4 @@ def quantise(source: Path, target: Path) -> Path:
 
 
 if __name__ == "__main__":
-    quantise(Path(sys.argv[1]), Path(sys.argv[2]))
+    quantise(*map(Path, given_words(__doc__, 2)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from hpc_serve.demo_model import SHAPES, make_demo_model
+from tests.support.arguments import given_words
 
 if __name__ == "__main__":
+    (target,) = given_words(__doc__, 1)
     for like in SHAPES:
-        print(make_demo_model(Path(sys.argv[1]) / like, like=like))
+        print(make_demo_model(Path(target) / like, like=like))

@@ -11,6 +11,8 @@ import json
 from collections.abc import Callable, Collection
 from typing import Any
 
+from tests.support.arguments import given_words
+
 SUFFIXED = ("hy_v4",)
 """Parsers that read a suffix of their tokens from the vocabulary, so that the names of the tokens differ."""
 
@@ -93,4 +95,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    given_words(__doc__, 0)
     main()

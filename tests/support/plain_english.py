@@ -16,13 +16,14 @@ import configparser
 import io
 import re
 import subprocess
-import sys
 import tempfile
 import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+
+from tests.support.arguments import given_words
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGE = CHECKOUT / "docs" / "evidence" / "plain-english.md"
@@ -185,4 +186,4 @@ def write(commit: str) -> None:
 
 
 if __name__ == "__main__":
-    write(sys.argv[1])
+    write(*given_words(__doc__, 1))

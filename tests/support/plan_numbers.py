@@ -19,6 +19,7 @@ from hpc_serve.plan.as_json import result_json
 from hpc_serve.plan.catalog import models
 from hpc_serve.plan.make import PlanRequest
 from hpc_serve.submit.plans.planning import plan_for
+from tests.support.arguments import given_words
 
 NUMBERS = Path(__file__).parents[1] / "unit" / "plan" / "plan_numbers.json"
 WAYS: dict[str, dict[str, Any]] = {
@@ -68,4 +69,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    given_words(__doc__, 0)
     main()

@@ -13,6 +13,8 @@ import json
 import re
 from pathlib import Path
 
+from tests.support.arguments import given_words
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
     *("README.md", "SECURITY.md", "ARCHITECTURE.md", "CONTRIBUTING.md"),
@@ -84,6 +86,7 @@ def _table(text: str) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
+    given_words(__doc__, 0)
     for document in DOCUMENTS:
         path = ROOT / document
         path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")

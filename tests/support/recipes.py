@@ -8,12 +8,12 @@ nothing: a person decides which side is right, and writes the source into the da
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.accuracy.recipes import Recipe, recipes
 from hpc_serve.plan.catalog import find, parsers_of
+from tests.support.arguments import given_words
 
 PARTS = ("missing", "parsers", "least vLLM")
 
@@ -40,11 +40,6 @@ def report(found: list[Recipe]) -> str:
     return "\n".join([*lines, "", f"{len(found)} recipes for text, with images or without; {counts}."])
 
 
-def main(arguments: list[str]) -> None:
-    if len(arguments) != 1:
-        raise SystemExit(__doc__)
-    print(report(list(recipes(Path(arguments[0])))))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    (checkout,) = given_words(__doc__, 1)
+    print(report(list(recipes(Path(checkout)))))

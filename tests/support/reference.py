@@ -21,6 +21,7 @@ from hpc_serve.rendezvous.store import DrainRequest, PreflightReport, Verdict
 from hpc_serve.rendezvous.wanted import Decision, Wanted
 from hpc_serve.submit.site.site import SiteProfile
 from tests.support.api_page import python_api
+from tests.support.arguments import given_words
 from tests.support.markdown import block, cell, page, table, told
 from tests.support.stubs import make_record
 
@@ -236,4 +237,5 @@ def write() -> None:
 
 
 if __name__ == "__main__":
+    given_words(__doc__, 0)
     write()

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.support.arguments import given_words
+
 _FILE = Path(__file__).parents[2] / "hpc_serve/vllm/data/options.json"
 
 _KINDS: dict[str, str] = {
@@ -39,14 +41,15 @@ _ADDED_CHOICES = {"--mm-processor-device": ["cuda", "tpu", "xpu"]}
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        folder = Path(sys.argv[1]).resolve()
+    words = given_words(__doc__, 0, 1)
+    if words:
+        folder = Path(words[0]).resolve()
         if not (folder / "vllm").is_dir():
             sys.exit(f"{folder} has no folder vllm: name the folder of an unpacked vLLM, or none")
         sys.path.insert(0, str(folder))
     options = read_options()
     data = json.loads(_FILE.read_text())
-    if len(sys.argv) > 1:
+    if words:
         data = with_later(data, version_of_imported(), options)
     else:
         data |= {"version": installed_version(), "options": options}

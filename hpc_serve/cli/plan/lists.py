@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpc_serve.cli.commands import print_json
+from hpc_serve.cli.submit.request import machine_options, machines_of
 from hpc_serve.errors import HpcServeError
 from hpc_serve.plan import catalog
-from hpc_serve.plan.hardware import DEFAULT_GPU, accelerator_of
+from hpc_serve.plan.hardware import DEFAULT_GPU, accelerator_of, cluster_named
 from hpc_serve.units import GIB
 
 if TYPE_CHECKING:
-    from hpc_serve.submit.site.site import SiteProfile
+    from hpc_serve.plan.make import PlanRequest
 
 
 _ENGINES = {"NVIDIA": "CUDA", "AMD": "ROCm", "Intel": "XPU", "Google": "TPU"}
@@ -102,15 +104,17 @@ _KEYS = ("name", "aliases", "published_parameters", "min_vllm", "note")
 
 @click.command("models")
 @click.argument("word", required=False)
-@click.option("--fits", is_flag=True, help="Only models that fit one node of the site's GPUs, with their layout.")
+@click.option("--fits", is_flag=True, help="Only models that fit one node, with their layout.")
+@machine_options
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
-def models_command(word: str | None, fits: bool, as_json: bool) -> None:
+def models_command(word: str | None, fits: bool, as_json: bool, **options: Any) -> None:
     """List the site's own models and the models of the catalogue; with WORD, only names that hold it.
 
-    hpc-serve models --fits
+    hpc-serve models --fits --gpu l4
 
-    `--model` takes any Hugging Face id or folder as well.
+    `--model` takes any Hugging Face id or folder as well. An option that says what a node has means --fits.
     """
+    from hpc_serve.plan.make import PlanRequest
     from hpc_serve.submit.site.site_files import load_site_models, read_site
 
     def is_meant(entry: Mapping[str, Any]) -> bool:
@@ -121,19 +125,23 @@ def models_command(word: str | None, fits: bool, as_json: bool) -> None:
     own = [{**none, "name": one.model, "aliases": [one.name], "note": one.note} for one in of_site]
     known = [{key: getattr(entry, key) for key in _KEYS} for entry in catalog.models().values()]
     own, known = list(filter(is_meant, own)), list(filter(is_meant, known))
+    fits = fits or any(value is not None for value in options.values())
     if fits:
-        own, known = ([one for one in some if _note_layout(site, one)] for some in (own, known))
+        machines = machines_of({"num_nodes": None, **options}, site)
+        gpu, memory, per_node = (machines[name] for name in ("gpu", "gpu_memory_bytes", "gpus_per_node"))
+        is_whole = cluster_named(gpu, total_bytes=memory, gpus_per_node=per_node).is_whole
+        where = gpu if is_whole else f"one node of {gpu}"
+        asked = PlanRequest(**machines | {"model": "", "num_nodes": None if is_whole else 1})
+        own, known = ([one for one in some if _note_layout(asked, one)] for some in (own, known))
     if as_json:
         print_json([*own, *known])
     elif own or known:
         _print_models(own, known)
         if fits:
-            assumed = "" if site.gpu else "; no site file names a GPU, so it is assumed"
-            click.echo(
-                f"LAYOUT is of one node of {site.gpu or DEFAULT_GPU}, with the model's longest context{assumed}."
-            )
+            assumed = "" if options["gpu"] or site.gpu else "; no GPU is named, so it is assumed: write --gpu NAME"
+            click.echo(f"LAYOUT is of {where}, with the model's longest context{assumed}.")
     elif fits:
-        raise click.ClickException(f"No model fits one node of {site.gpu or DEFAULT_GPU}.")
+        raise click.ClickException(f"No model fits {where}.")
     else:
         raise click.ClickException(f"No model of the catalogue has {word!r} in its name; `hpc-serve models` lists all.")
 
@@ -155,20 +163,12 @@ def _print_models(own: Sequence[_Entry], known: Sequence[_Entry]) -> None:
     print_table(rows, right=("PARAMETERS",), folded=("MODEL",), if_wide="PARAMETERS")
 
 
-def _note_layout(site: SiteProfile, entry: _Entry) -> bool:
-    """Put the layout of a model on one node of the site's GPUs beside it; False if the model does not fit."""
-    from hpc_serve.plan.make import PlanRequest
+def _note_layout(machines: PlanRequest, entry: _Entry) -> bool:
+    """Put the layout of a model on these machines beside it; False if the model does not fit."""
     from hpc_serve.submit.plans.planning import plan_for
 
     try:
-        asked = PlanRequest(
-            model=entry["name"],
-            gpu=site.gpu or DEFAULT_GPU,
-            gpu_memory_bytes=site.gpu_memory_bytes,
-            num_nodes=1,
-            gpus_per_node=site.gpus_per_node,
-        )
-        plan = plan_for(asked).plan
+        plan = plan_for(replace(machines, model=entry["name"])).plan
     except HpcServeError:
         return False
     if plan is not None:

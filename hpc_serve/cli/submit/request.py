@@ -139,6 +139,12 @@ def plan_options(function: Function) -> Function:
     return _with_options(function, _PLAN_OPTIONS)
 
 
+def machine_options(function: Function) -> Function:
+    """Give a command the options that say what one node has."""
+    names = ("gpu", "gpus_per_node", "gpu_memory_bytes")
+    return _with_options(function, [_declared(one) for one in OPTIONS if one.name in names])
+
+
 def request_options(function: Function) -> Function:
     """Give a command the options of a request: what to plan for, and how its job starts."""
     return plan_options(_with_options(function, _JOB_OPTIONS))
@@ -189,7 +195,7 @@ def engine_words(options: Mapping[str, Any], site: SiteProfile) -> tuple[tuple[s
     return with_plain_sizes(words), own
 
 
-def _machines_of(options: Mapping[str, Any], site: SiteProfile) -> dict[str, Any]:
+def machines_of(options: Mapping[str, Any], site: SiteProfile) -> dict[str, Any]:
     """Return the machines asked for, by PlanRequest's names. If --gpu is given, the site file's words on GPUs do not
     count.
     """
@@ -251,7 +257,7 @@ def make_request(options: Mapping[str, Any]) -> ServeRequest:
     named, (engine_args, own) = _model_of(options), engine_words(options, site)
     replicas, max_replicas = counts or (None, None)
     env = expanded({**site.env, **(own.env if own else {})}, environ) | parse_env(options["env"])
-    asked = {one.name: options[one.name] for one in OPTIONS} | _machines_of(options, site)
+    asked = {one.name: options[one.name] for one in OPTIONS} | machines_of(options, site)
     asked |= {
         "service": options["service"]
         if options["service"] is not None

@@ -94,7 +94,7 @@ def submission_text(submission: Submission, *, gpu_note: str | None = None) -> s
         ("tools", _tools_note(job.model, job.engine_args)),
         ("note", submission.weights_note),
         ("note", submission.machines_note),
-        ("note", gpu_note if is_slurm else ""),
+        ("note", gpu_note or ""),
         *_others_rows(submission),
         *(
             ("note", f"its engine is not that of job {job_id}, so answers may differ: {'; '.join(words)}")

@@ -56,6 +56,27 @@ def test_models_that_fit_the_site_s_gpus(site, ran, told, plan):
     assert "No model fits one node of l4" in ran(["models", "--fits", "405b"], 1).err
 
 
+def test_models_that_fit_the_gpus_a_plan_is_asked_for(site, ran, told):
+    site("gpu: l4\ngpus_per_node: 1\n")
+    names = ["--gpu", "h100", "--gpus-per-node", "8"]
+    assert [one["layout"] for one in told("models", "llama-3.3-70b", *names)] == ["TP=4 PP=1"]
+    assert "LAYOUT is of one node of h100" in ran(["models", "8b", "--fits", *names]).out
+    assert "No model fits one node of h100." in ran(["models", "8b", "--gpu", "h100", "--gpu-memory", "2GiB"], 1).err
+
+
+def test_models_that_fit_a_whole_slice_of_several_hosts(ran):
+    out = ran(["models", "qwen3-8b", "--gpu", "v5e:4x4"]).out
+    assert "TP=16 PP=1" in out
+    assert "LAYOUT is of v5e:4x4," in out
+
+
+def test_fits_says_what_is_missing_of_the_node_rather_than_that_no_model_fits(site, ran):
+    site("gpu: cpu-spr-2s\n")
+    assert "give the memory of a socket with --gpu-memory" in ran(["models", "--fits"], 2).err
+    assert "Did you mean h100" in ran(["models", "--gpu", "h1oo"], 2).err
+    assert "TP=2" in ran(["models", "qwen3-8b", "--fits", "--gpu-memory", "256GiB"]).out
+
+
 OURS = """
 - name: Group-8b
   model: 8b

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import time
 
 from hpc_serve.cli.show import figure_name
 from hpc_serve.pages.frame import Curve, over_time, stage_bar
 from hpc_serve.rendezvous.record import NodeRecord, StartRecord
+from tests.support.refusals import refuse
 from tests.support.stubs import StubService, make_record, make_submitted
 from tests.unit.pages.test_frame import Parts
 from tests.unit.submit.test_logs import LOG
@@ -67,6 +70,16 @@ def test_nothing_of_others_becomes_part_of_the_page(store, ran):
     assert "alert(1)" in text
     assert [hidden for hidden in ("\x1b", secret, store.read_api_key("8b")) if hidden in text] == []
     assert "default-src 'none'" in dict(page.attributes)["content"]
+
+
+def test_a_full_disk_of_the_page_is_not_said_to_be_that_of_the_services(store, ran, tmp_path, monkeypatch):
+    store.ensure_api_key("8b")
+    store.write(make_record(service="8b", job_id="7", cluster="local", state="stopped"))
+    refuse(monkeypatch, os, "replace", errno.ENOSPC)
+    said = ran(["report", "8b", "--output", str(tmp_path / "page.html")], 5).err
+    assert "page.html: No space left on device" in said
+    assert "free space there, or write elsewhere" in said
+    assert "set HPC_SERVE_HOME" not in said
 
 
 def test_what_is_not_known_is_said(store, ran):

@@ -44,6 +44,13 @@ def test_a_gpu_that_nobody_named_is_said_to_be_assumed(command, site, ran):
     assert words not in " ".join("".join(ran([command, "8b"])).split())
 
 
+def test_a_job_of_this_machine_says_so_too(tmp_path, ran):
+    (tmp_path / "env" / "bin" / "activate").write_text("exit 0\n")  # the job ends before it starts an engine
+    said = " ".join(ran(["submit", "8b", "--cluster", "local"]).out.split())
+    assert "(this machine, TP=1 PP=1)" in said
+    assert "no GPU is named, so h100-80gb is assumed" in said
+
+
 def test_submit_says_what_it_did_what_to_type_next_and_that_a_further_replica_is_one(ran, told):
     out, err = ran(["submit", "8b"])
     assert out.startswith("8b: submitted as job 101 (1 node x 1 GPU, TP=1 PP=1)\n")

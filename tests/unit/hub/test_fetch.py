@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_serve.errors import StoreError, UnknownModelError
+from hpc_serve.errors import InvalidRequestError, StoreError, UnknownModelError
 from hpc_serve.hub.fetch import HubConnectionError, cached_alone, look_for_model
 from hpc_serve.hub.local_weights import cached_folder, missing_weights
 from tests.support.fake_hub import COMMIT, model_files
@@ -240,11 +240,21 @@ def test_a_hub_that_is_away_leaves_what_the_cache_has(hub, settings):
     hub.status = 503
     with pytest.raises(HubConnectionError):
         look_for_model(MODEL, settings)
-    with pytest.raises(HubConnectionError, match=r"away, and .* holds none of its weights of org/model"):
+    with pytest.raises(
+        HubConnectionError, match=r"away, and of org/model .* holds none of its weights\. .*a login node"
+    ):
         cached_alone(MODEL, settings, "main", "away")
     hub.status = 200
     folder = fetch(settings)
     assert cached_alone(MODEL, settings, "main", "away") == folder
+
+
+def test_a_host_without_a_network_is_told_in_words(settings):
+    unused = "http://127.0.0.1:9"
+    with pytest.raises(HubConnectionError, match=f"the connection to {unused} failed: Connection refused$"):
+        look_for_model(MODEL, replace(settings, endpoint=unused))
+    with pytest.raises(InvalidRequestError, match="Unset these variables to fetch it"):
+        cached_alone(MODEL, replace(settings, is_offline=True), "main", "offline")
 
 
 def test_the_cache_is_one_that_huggingface_hub_reads(hub, settings):
