@@ -172,6 +172,22 @@ class TestWhoDecides:
         keeper(store, clock, "101").step()
         assert wanted(store).decider == ""
 
+    @pytest.mark.parametrize("state", ["awake", "stopped"])
+    def test_what_a_damaged_file_said_last_is_wanted_still(self, job, store, slurm, stubs, ran, state):
+        start(stubs, "102_0")
+        queue(slurm, "101", "102_0")
+        change(store, least=2, most=3, count=2, state=state)
+        job.step()
+        (store.service_dir(SERVICE) / "wanted.json").write_text("")
+        assert "wanted.json is not JSON" in ran(["status", SERVICE]).err
+        go_on(job, 20)
+        found = wanted(store)
+        if state == "awake":
+            assert (found.least, found.most, found.count, found.idle_stop_s) == (2, 3, 2, 120.0)
+        else:
+            assert found is None
+        assert (asked_to_drain(store, "101"), asked_to_drain(store, "102_0")) == (None, None)
+
     def test_what_its_script_asks_for_where_nothing_is_written(self, job, store, stubs):
         (store.service_dir(SERVICE) / "wanted.json").unlink()
         job.step()
