@@ -200,4 +200,6 @@ def describe_error(error: Exception) -> tuple[str, int] | None:
         return None
     if isinstance(error, OSError) and (isinstance(error, BrokenPipeError) or error.errno in _UNWRITABLE):
         return None
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # getcwd() alone names no file
+        return "the folder that you are in was removed or moved: cd to another, and try again.", 2
     return f"unexpected {type(error).__name__}: {error}", BUG

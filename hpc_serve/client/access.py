@@ -22,7 +22,7 @@ from hpc_serve.client.discovery.discovery import ServiceWatch, discover_services
 from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica
 from hpc_serve.client.replicas.event_loops import InLoop, InThread, run_blocking
 from hpc_serve.client.replicas.pool import ReplicaAddress, replica_of_file
-from hpc_serve.client.replicas.status import ServiceStatus, listing
+from hpc_serve.client.replicas.status import ServiceStatus, listing, not_found
 from hpc_serve.errors import AmbiguousServiceError, InvalidRequestError, NotAllReplicasError, ServiceNotFoundError
 from hpc_serve.rendezvous.shares import named_service
 from hpc_serve.rendezvous.store import ServiceStore, default_home
@@ -201,6 +201,8 @@ def tell_all(
     watch = ServiceWatch(store, name)
     watch.refresh(is_complete=True)
     replicas = watch.pool.others(frozenset())
+    if not replicas and not watch.status.exists:
+        raise ServiceNotFoundError(not_found(watch.status, discover_services(store)))
     if not replicas:
         raise ServiceNotFoundError(f"{name} has no ready replica to tell: `hpc-serve status {name}` says why.")
     answers = _tell(replicas, path, body, timeout)

@@ -47,6 +47,7 @@ _MAX_FILE_BYTES = 1 << 20
 _STALE_HANDLE_TRIES = 3
 _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_BLOCK_BYTES = 512  # of st_blocks, on every filesystem
 
 
 def make_private_folder(path: Path, *, tighten: bool = True) -> Path:
@@ -110,6 +111,20 @@ def write_private(path: Path, text: str, *, is_shared: bool = False) -> None:
         _write_whole(descriptor, text)
         os.replace(temporary, path)
         _sync_folder(path.parent)
+
+
+def overwrite_private(path: Path, text: str) -> bool:
+    """Write `text` over a file of ours, in the blocks that it has already: for a last word on a full disk.
+
+    A reader may see half of it for a moment. Returns whether it is written.
+    """
+    with suppress(OSError), os.fdopen(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb", 0) as file:
+        content, found = text.encode(), os.fstat(file.fileno())
+        if len(content) <= found.st_blocks * _BLOCK_BYTES:
+            file.write(content.ljust(found.st_size))  # blanks where the old text was longer
+            os.fsync(file.fileno())
+            return True
+    return False
 
 
 def create_private(path: Path, text: str, *, is_shared: bool = False) -> bool:

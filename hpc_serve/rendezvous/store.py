@@ -25,6 +25,7 @@ from hpc_serve.rendezvous.fields import (
     from_json_text,
     is_record_file_name,
     is_service_name,
+    to_json_text,
     validate_service_name,
 )
 from hpc_serve.rendezvous.files import (
@@ -34,6 +35,7 @@ from hpc_serve.rendezvous.files import (
     list_newest_first,
     make_key,
     make_private_folder,
+    overwrite_private,
     read_json,
     read_key,
     read_private,
@@ -255,6 +257,7 @@ class ServiceStore:
     def write(self, record: EndpointRecord, *, makes_folders: bool = True) -> Path:
         """Replace a replica's record, without secrets in its words; its head is the only writer. Raises StoreError.
 
+        On a full disk the record of an end is written over the last one.
         If `makes_folders` is false, a home that was moved away is not made anew, and the error says that it is gone.
         """
         folder = self.service_dir(record.service)
@@ -262,8 +265,13 @@ class ServiceStore:
             self.ensure_service(record.service)
         else:
             self.require_service(record.service)
-        write_json(folder / record.name, record.without_secrets(), is_shared=True)
-        return folder / record.name
+        path, record = folder / record.name, record.without_secrets()
+        try:
+            write_json(path, record, is_shared=True)
+        except StoreError:
+            if not record.is_final or not overwrite_private(path, to_json_text(record)):
+                raise
+        return path
 
     def require_service(self, service: str) -> None:
         """Raise StoreError if the folder of a service is not there."""

@@ -52,9 +52,11 @@ def wait_until(condition: Callable[[], object], *, within_s: float = PATIENCE_S)
 def connect_to_all(service: StubService, count: int, **options: Any) -> Any:
     """A client that knows so many ready replicas, and looks for no other now.
 
-    `connect` returns with the first replica that answers; the others are found in the background.
+    `connect` returns with the first replica that answers. On a busy machine it may not have asked the others by then,
+    and they are found at the next refresh, which is due with the first request.
     """
     client = connect(service.service, **options)
+    client._watch.refresh()
     wait_until(
         lambda: (
             len(client._watch.pool) == count

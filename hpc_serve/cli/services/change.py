@@ -203,8 +203,9 @@ def scale_command(service: str, replicas: tuple[int, int | None] | dict[str, int
     count, most = (replicas, None) if isinstance(replicas, dict) else replicas
     if most is not None and isinstance(count, int):
         replicas_here(store, find_report(store, service))
-        set_bounds(store, service, count, most)
-        click.echo(f"{service}: its jobs decide on {count} to {most} replicas from now on.", err=as_json)
+        wanted = set_bounds(store, service, count, most)
+        rest = "" if wanted.state == "awake" else f" It is {wanted.state}; `hpc-serve wake {service}` starts it."
+        click.echo(f"{service}: its jobs decide on {count} to {most} replicas from now on.{rest}", err=as_json)
         if as_json:
             print_json({"service": service, "least": count, "most": most})
         return

@@ -47,7 +47,10 @@ _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"
 
 @dataclass(kw_only=True)
 class Keeper:
-    """What one replica's program does for its service. `asked` is what its script asks for, where no file does."""
+    """What one replica's program does for its service.
+
+    `asked` is what holds where no file says it: what the file said last, and at first what the script asks for.
+    """
 
     store: ServiceStore
     service: str
@@ -78,14 +81,15 @@ class Keeper:
         """
         own = self._own_record()
         wanted = read_wanted(self.store, self.service)
+        self.asked = wanted or self.asked  # what a damaged file said last is wanted still
         drains = own is not None and (own.state == "draining" or own.is_final or self._is_asked_to_drain())
         # A job at its time limit goes on until its successor is there, which may be late.
-        is_left = drains and not ((wanted or self.asked).keep_up and (wanted or self.asked).state == "awake")
+        is_left = drains and not (self.asked.keep_up and self.asked.state == "awake")
         if is_left or (own is not None and own.is_final):
             self.finish()
             return None
         look_s = min(_LOOK_S, max(0.5, self.windows.add_after_s / 4))
-        if own is None or not (own.state == "ready" or drains) or (wanted is not None and wanted.state == "stopped"):
+        if own is None or not (own.state == "ready" or drains) or self.asked.state == "stopped":
             return look_s
         if wanted is None or wanted.decider != self.own_name or not self.is_deciding:
             wanted = self._take_over(wanted)
@@ -109,7 +113,8 @@ class Keeper:
 
     def _take_over(self, seen: Wanted | None) -> Wanted | None:
         """Become the one who decides, if nobody is: what is wanted then, else None."""
-        key = (seen.decider, seen.counter) if seen is not None else ("", 0)
+        known = seen or self.asked
+        key = known.decider, known.counter
         if key != self._seen:
             self._seen, self._seen_s = key, self.clock()
         if self.is_deciding and key[0] != self.own_name:

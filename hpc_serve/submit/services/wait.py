@@ -66,8 +66,8 @@ def wait(
             )
         if status.is_over and service in report.wanted and report.wanted[service].state == "asleep":
             raise ServiceAsleepError(asleep_sentence(service, report.wanted[service]))
-        if status.is_over:
-            ended_at_s = ended_at_s or time.monotonic()
+        ended_at_s = (ended_at_s or time.monotonic()) if status.is_over else None  # or its job was requeued meanwhile
+        if ended_at_s is not None:
             is_settled = status.end_reported_by_job and _slurm_is_done_with(status)
             if is_settled or time.monotonic() - ended_at_s > _RECORD_MAY_FOLLOW_S:
                 now = read_status(store, service).everywhere  # Slurm may tell the cause once the job is cleared away

@@ -150,8 +150,8 @@ def scale(
     """Bring the service to so many replicas that wait, start or serve. Those of one job come and end together.
 
     A mapping has the replicas of kinds of machine by name; the other kinds stay as they are. `on_stop` is told of each
-    replica that ends. Raises ServiceNotFoundError, SchedulerError, StoreError, and InvalidRequestError for a number
-    below one, or one that whole jobs do not give.
+    replica that ends. Raises ServiceNotFoundError, SchedulerError, StoreError, InvalidRequestError for a number below
+    one, or one that whole jobs do not give, and HpcServeError where another command stops the service meanwhile.
     """
     if isinstance(replicas, int) and replicas < 1:
         raise InvalidRequestError(f"{service} cannot have {replicas} replicas; `hpc-serve stop {service}` ends it.")
@@ -174,6 +174,10 @@ def scale(
 
     changed, here = _change_seen(store, service, change)
     done = settle(store, service, drain_s=drain_s)
+    if (now := read_wanted(store, service)) is None or now.state != "awake":
+        raise HpcServeError(
+            f"{service} was stopped by another command meanwhile: `hpc-serve wake {service}` starts it."
+        )
     seen = {one.name: one for one in (*read_status(store, service).replicas, *found)}  # as they were before
     ended = [one for one in seen.values() if one.job_id in done.ended and not one.is_over]
     for status in ended:

@@ -23,12 +23,14 @@ from hpc_serve.client.replicas.status import (
     assess_submitted,
     not_found,
 )
-from hpc_serve.errors import RendezvousError, ServiceNotFoundError
+from hpc_serve.errors import HpcServeError, RendezvousError, ServiceNotFoundError
 from hpc_serve.redact import redact, redact_lines
-from hpc_serve.rendezvous.claims import read_wanted_or_none
+from hpc_serve.rendezvous.claims import wanted_file
 from hpc_serve.rendezvous.fields import array_of, is_service_name, validate_service_name
+from hpc_serve.rendezvous.files import read_json
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob, followers_of
 from hpc_serve.rendezvous.store import JobEntry, ServiceRecords, ServiceStore
+from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.submit.logs import files_of, known_secrets, tail
 from hpc_serve.submit.request.bounds import chain_sentence
 from hpc_serve.submit.slurm import scheduler
@@ -58,7 +60,7 @@ def read_status(store: ServiceStore, service: str | None = None, *, slurm: Sched
     problems = [problem for records in found for problem in records.problems]
     if slurm.problem and any(status.job.cluster == "slurm" and not status.is_over for status in replicas):
         problems.append(slurm.problem)
-    wanted = {records.service: read_wanted_or_none(store, records.service) for records in found}
+    wanted = {records.service: _wanted(store, records.service, problems) for records in found}
     secrets = functools.cache(lambda service: known_secrets(service, store, os.environ))
     with_logs = functools.partial(_with_logs, store, secrets)
     return StatusReport(
@@ -67,6 +69,17 @@ def read_status(store: ServiceStore, service: str | None = None, *, slurm: Sched
         problems=tuple(problems),
         wanted={name: one for name, one in wanted.items() if one is not None},
     )
+
+
+def _wanted(store: ServiceStore, service: str, problems: list[str]) -> Wanted | None:
+    """Return what is wanted of a service; `problems` gets why a file of it cannot be read."""
+    try:
+        return read_json(Wanted, wanted_file(store, service))
+    except FileNotFoundError:
+        return None
+    except HpcServeError as error:
+        problems.append(str(error))
+        return None
 
 
 def read_any_status(store: ServiceStore, service: str | None, *, slurm: SchedulerView | None = None) -> StatusReport:

@@ -142,6 +142,16 @@ def test_output_that_cannot_be_written_is_a_plain_error(argv):
     assert (done.returncode, done.stderr) == (1, "error: the output cannot be written: No space left on device.\n")
 
 
+def test_a_working_folder_that_was_removed_is_said(tmp_path):
+    (tmp_path / "gone").mkdir()
+    place = shlex.quote(str(tmp_path / "gone"))
+    python = f"{shlex.quote(sys.executable)} -m hpc_serve.cli"
+    words = f"cd {place} && rmdir {place} && {python} submit 8b --cluster local"
+    done = subprocess.run(["bash", "-c", words], capture_output=True, text=True, check=False)
+    said = "error: the folder that you are in was removed or moved: cd to another, and try again.\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
 def test_nobody_need_listen():
     closed, gone = in_bash("status >&-"), in_bash("models | true; echo ${PIPESTATUS[0]}")
     assert (closed.returncode, closed.stderr, gone.stderr) == (0, "", "")

@@ -75,5 +75,9 @@ def test_words_that_are_no_request_are_refused_before_anything_is_sent(service, 
 
 
 def test_nobody_is_there_to_be_told(service):
+    engine = service.start()
+    service.publish(engine, state="stopped", stage="stopped")
     with pytest.raises(ServiceNotFoundError, match="no ready replica to tell: `hpc-serve status 405b`"):
         tell_all("405b", "/pause")
+    with pytest.raises(ServiceNotFoundError, match=r"No service '405' in .* Did you mean '405b'"):
+        tell_all("405", "/pause")

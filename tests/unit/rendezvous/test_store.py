@@ -131,6 +131,24 @@ def test_a_record_is_replaced_whole(store):
     assert store.read("405b").records == (replace(record, counter=9),)
 
 
+def test_the_record_of_an_end_is_written_over_the_last_one_on_a_full_disk(store, monkeypatch):
+    record = make_record(stage="x" * 200)
+    path = store.write(record)
+    end = replace(record, state="stopped", stage="stopped", reason="hpc-serve stop on login")
+    refuse(monkeypatch, os, "replace", errno.ENOSPC)
+    with pytest.raises(StoreError, match="No space left"):
+        store.write(replace(record, counter=9))
+    assert store.read("405b").records == (record,)
+    store.write(end)
+    assert store.read("405b").records == (end,)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(StoreError, match="No space left"):
+        store.write(replace(end, state="failed", last_log_lines=("y" * 10_000,)))
+    assert store.read("405b").records == (end,), "what needs more room than there is spoils nothing"
+    with pytest.raises(StoreError, match="No space left"):
+        store.write(replace(end, job_id="124"))
+
+
 def test_reading_and_sweeping_make_nothing(store):
     assert store.read("405b").records == ()
     assert store.services() == ()

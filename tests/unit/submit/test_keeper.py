@@ -19,6 +19,7 @@ import pytest
 
 from hpc_serve.cli.main import run as run_command
 from hpc_serve.errors import (
+    HpcServeError,
     InvalidRequestError,
     ServiceAsleepError,
     ServiceNotFoundError,
@@ -29,6 +30,7 @@ from hpc_serve.rendezvous.claims import change_wanted, read_wanted
 from hpc_serve.rendezvous.store import DrainRequest, ask_to_drain, drain_file, read_drain_request
 from hpc_serve.rendezvous.wanted import Decision, Wanted
 from hpc_serve.submit.request.options import SlurmOptions
+from hpc_serve.submit.services.carry_out import settle
 from hpc_serve.submit.services.jobs import Windows
 from hpc_serve.submit.services.service_keeper import Keeper, run, submission_environ
 from hpc_serve.submit.services.wait import wait
@@ -160,6 +162,22 @@ class TestWhoDecides:
         stubs.publish(stubs.engines[0], job_id="101", model=MODEL, state="starting")
         keeper(store, clock, "101").step()
         assert wanted(store).decider == ""
+
+    @pytest.mark.parametrize("state", ["awake", "stopped"])
+    def test_what_a_damaged_file_said_last_is_wanted_still(self, job, store, slurm, stubs, ran, state):
+        start(stubs, "102_0")
+        queue(slurm, "101", "102_0")
+        change(store, least=2, most=3, count=2, state=state)
+        job.step()
+        (store.service_dir(SERVICE) / "wanted.json").write_text("")
+        assert "wanted.json is not JSON" in ran(["status", SERVICE]).err
+        go_on(job, 20)
+        found = wanted(store)
+        if state == "awake":
+            assert (found.least, found.most, found.count, found.idle_stop_s) == (2, 3, 2, 120.0)
+        else:
+            assert found is None
+        assert (asked_to_drain(store, "101"), asked_to_drain(store, "102_0")) == (None, None)
 
     def test_what_its_script_asks_for_where_nothing_is_written(self, job, store, stubs):
         (store.service_dir(SERVICE) / "wanted.json").unlink()
@@ -380,6 +398,23 @@ class TestPeople:
         assert ran(["scale", SERVICE, "2:6"]).out == "8b: its jobs decide on 2 to 6 replicas from now on.\n"
         assert (wanted(store).least, wanted(store).most) == (2, 6)
         assert "3:2: the least, 3, is more than the most, 2. Write 2:3." in ran(["scale", SERVICE, "3:2"], 2).err
+
+    def test_bounds_of_a_service_that_is_stopped_start_nothing_and_say_so(self, store, stubs, ran):
+        change_wanted(store, SERVICE, lambda found: replace(found, state="stopped", count=0))
+        out = "8b: its jobs decide on 2 to 6 replicas from now on. It is stopped; `hpc-serve wake 8b` starts it.\n"
+        assert ran(["scale", SERVICE, "2:6"]).out == out
+
+    def test_a_service_that_is_stopped_while_it_is_scaled_is_not_said_to_have_replicas(
+        self, store, slurm, stubs, monkeypatch
+    ):
+        def stopped_meanwhile(*words, **options):
+            change_wanted(store, SERVICE, lambda found: replace(found, state="stopped", count=0))
+            return settle(*words, **options)
+
+        monkeypatch.setattr("hpc_serve.submit.services.want.settle", stopped_meanwhile)
+        with pytest.raises(HpcServeError, match=r"8b was stopped by another command meanwhile: `hpc-serve wake 8b`"):
+            scale(store, SERVICE, 3)
+        assert not slurm.sbatch_words[1:]
 
     def test_scale_to_a_number_fixes_it(self, store, slurm, stubs):
         assert len(scale(store, SERVICE, 3).added) == 2

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,6 +56,32 @@ class TestWait:
 
         with pytest.raises(ServiceFailedError, match="the real reason"):
             wait.wait(store, "8b", on_change=write_it)
+
+    def test_a_second_end_is_given_as_much_time_for_its_record_as_the_first(self, store, slurm, monkeypatch):
+        monkeypatch.setattr(wait, "_RECORD_MAY_FOLLOW_S", 60.0)
+        now, told = 1.0, list[str]()
+
+        def sleep(_: float) -> None:
+            time.sleep(0.02)
+            if told == ["failed", "pending", "failed"]:  # its record is seen after Slurm's word
+                record(store, state="failed", failed_part="engine", reason="the real reason")
+
+        monkeypatch.setattr(wait, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+        submitted_job(store)
+        slurm.job("7", "FAILED", exit_code="3:0")
+
+        def go_on(status: ReplicaStatus) -> None:
+            nonlocal now
+            told.append(status.state)
+            if told == ["failed"]:
+                slurm.forget("7")
+                slurm.queue(("7", "PENDING", "BeginTime"))
+            elif told == ["failed", "pending"]:
+                now += 3600.0
+                slurm.job("7", "FAILED", exit_code="3:0")
+
+        with pytest.raises(ServiceFailedError, match="the real reason"):
+            wait.wait(store, "8b", timeout_s=7200, on_change=go_on)
 
     @pytest.mark.parametrize(
         ("reason", "partition", "words"),
