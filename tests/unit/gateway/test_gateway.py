@@ -464,6 +464,7 @@ def test_the_key_is_asked_for_on_every_route_but_health(engine, gateway, path):
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}, {"X_Api_Key": KEY[:-1]}):
         answer = front.ask("GET", path, **headers)
         assert (answer.status, answer.code) == (401, "invalid_api_key")
+        assert ("does not know the key that was sent" in answer.json["error"]["message"]) == bool(headers)
         assert front.ask("POST", "/v1/completions", ASKED, **headers).status == 401
     for headers in ({"Authorization": f"Bearer {KEY}"}, {"X_Api_Key": KEY}):
         assert front.ask("GET", path, **headers).status != 401
