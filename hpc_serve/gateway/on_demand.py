@@ -192,7 +192,8 @@ class OnDemandModels:
                 self._want(listed, now_s, person)
             if has_failed or now_s - began_s >= self._wait_s:
                 retry_s = max(listed.failed_until_s - now_s, listed.may_start_at_s - now_s, _LOOK_S)
-                text = f"{service} is started on demand, and is not there yet: {listed.why.rstrip('.') or 'it was asked for now'}."
+                why = listed.why.rstrip(".") or "it was asked for now"
+                text = f"{service} is started on demand, and is not there yet: {why}."
                 raise Refusal(status=503, code="on_demand", message=text, retry_s=math.ceil(retry_s))
             await asyncio.sleep(_POLL_S)
 
