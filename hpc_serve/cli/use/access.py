@@ -18,7 +18,7 @@ import click
 
 from hpc_serve.cli.commands import SECONDS, print_json
 from hpc_serve.cli.complete import live_service_names
-from hpc_serve.errors import HpcServeError, ServiceNotFoundError
+from hpc_serve.errors import HpcServeError, InvalidRequestError, ServiceNotFoundError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.fields import is_service_name
 from hpc_serve.rendezvous.shares import is_service_folder
@@ -239,6 +239,8 @@ def _ask(client: ServiceClient, messages: list[dict[str, str]], options: dict[st
                 answer.append(text)
                 click.echo(printable(text), nl=False)
                 sys.stdout.flush()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError("The question is not text in UTF-8; `iconv` converts other text.") from error
     except openai.APIStatusError as error:
         if error.status_code == 404 and "does not exist" not in error.message:  # the route, not the model
             from hpc_serve.cli.services.stages import calls_without_chat

@@ -26,6 +26,10 @@ def test_chat_asks_once(live, ran, monkeypatch):
     assert ran(["chat", "8b", "hello"], 5).err.startswith("error: "), "no traceback"
 
 
+def test_a_question_that_is_no_text_is_refused_with_the_cure(live, ran):
+    assert "not text in UTF-8" in ran(["chat", "8b", os.fsdecode(b"gr\xfcn")], 2).err
+
+
 def test_a_service_without_a_chat_says_how_it_is_asked(store, ran):
     service = StubService(store.home, "emb")
     service.start("--stub-error", "404", service="emb", job_id="8")
