@@ -93,7 +93,7 @@ def _ssh_lines(local_port: int, login: str | None) -> list[str]:
     if not is_running and elsewhere:
         path, host, is_running = elsewhere[0], elsewhere[0].stem, True
     options = f"-o ExitOnForwardFailure=yes -o ServerAliveInterval=15 -L {local_port}:"
-    line = f"{options}{shlex.quote(str(path))} {login or host}"
+    line = f"{options}{shlex.quote(str(path))} {shlex.quote(login or host)}"
     if is_running:
         return [f"On your laptop (a gateway runs on {host}):", f"  ssh -N {line}"]
     command = [f"HPC_SERVE_HOME={home}"] if os.environ.get("HPC_SERVE_HOME") else []
@@ -135,10 +135,17 @@ def env_command(service: str | None, wait: float | None, as_json: bool) -> None:
 
     If no SERVICE is named, it is the only one that is ready. The address is the current address of one replica.
     Programs in Python should use hpc_serve.client.connect(), which follows the service when it moves.
+
+    Without such a service the line `false` is printed, so that a script with `set -e` ends at the `eval`.
     """
     from hpc_serve.client import endpoint
 
-    found = endpoint(service, wait=wait)
+    try:
+        found = endpoint(service, wait=wait)
+    except HpcServeError:
+        if not as_json and not sys.stdout.isatty():
+            click.echo("false")  # else the script goes on, and asks whom earlier variables name
+        raise
     if as_json:
         names = ("service", "model", "base_url", "api_key", "variables")
         print_json({name: getattr(found, name) for name in names})
