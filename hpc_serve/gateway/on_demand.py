@@ -101,7 +101,8 @@ def decide(
     }
     if not may_end:
         names = ", ".join(running)
-        return Step(what="wait", service=service, why=f"there is no room beside {names}, which came lately or are busy")
+        kept = "a model stays while it is busy, and at least as long as its start took"
+        return Step(what="wait", service=service, why=f"there is no room beside {names}: {kept}")
     name = min(may_end, key=lambda name: (may_end[name].under_way > 0, may_end[name].asked_at_s))
     asked = now_s - may_end[name].asked_at_s
     since = f"was last asked {asked:.0f} s ago" if math.isfinite(asked) else "was not asked since the gateway began"
