@@ -396,6 +396,7 @@ def test_over_the_limit_it_says_when_to_try_again(hanging, gateway):
         answer = front.complete()
         hang.unlink()
     assert (answer.status, answer.code, answer.headers["retry-after"]) == (429, "queue_full", "1")
+    assert "3 requests through this gateway: at most 2 may be under way, and 1 may wait" in answer.body.decode()
     assert [one.result().status for one in asked] == [200, 200, 200]
     assert front.complete().status == 200
     wait_for_metric(front, "requests_total", 1, status="429", service="405b", route="/v1/completions")
