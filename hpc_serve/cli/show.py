@@ -219,7 +219,10 @@ def print_counts(report: StatusReport) -> None:
         if count > 1:
             ready = sum(status.service == service and status.state == "ready" for status in live)
             click.echo(f"{service}: {ready}/{count} replicas ready")
+    shown = {status.service for status in report.replicas}
     for service, wanted in report.wanted.items():
+        if service not in shown and wanted.state != "asleep" and not wanted.submitting:
+            continue  # its jobs were forgotten, or ended long ago
         for line in wanted_lines(service, wanted, live, time.time()):
             click.echo(line)
 

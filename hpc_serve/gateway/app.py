@@ -135,6 +135,8 @@ class Gateway:
             raise Refusal(status=403, code="origin_not_allowed", message=text)
         if self._key is not None and not self._has_key(request):
             text = "This gateway asks for its key: send `Authorization: Bearer KEY`. Its owner has the file of the key."
+            if request.value_of(b"authorization") or request.value_of(b"x-api-key"):
+                text = "The gateway does not know the key that was sent, or it was revoked. Its owner has the keys."
             bearer = (b"www-authenticate", b"Bearer")
             raise Refusal(status=401, code="invalid_api_key", message=text, headers=[bearer])
 

@@ -83,9 +83,9 @@ class Turns:
 
     def _full(self) -> Refusal:
         text = (
-            f"{self._service} has {self.in_flight} requests under way through this gateway (at most"
-            f" {self._max_in_flight}) and {self.queued} that wait (at most {self._most_queued}). Try again, or start"
-            " the gateway with another --max-in-flight or --queue."
+            f"{self._service} has {self.in_flight + self.queued} requests through this gateway: at most"
+            f" {self._max_in_flight} may be under way, and {self._most_queued} may wait. Try again, or start the"
+            " gateway with another --max-in-flight or --queue."
         )
         return Refusal(status=429, code="queue_full", message=text)
 

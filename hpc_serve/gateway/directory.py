@@ -151,6 +151,7 @@ class Directory:
             f"{service} ({found.words})" + (f": {', '.join(found.names)}" if found.names else "")
             for service, found in self._found.items()
         ]
+        there += [f"{service} (started on demand)" for service in self._listed_names if service not in self._found]
         listed = f"There is: {'; '.join(there)}." if there else "There is no service. Start one: hpc-serve submit"
         wanted = f"No service has the model {model[:_SHOWN_NAME]!r}." if model is not None else "No service is there."
         return Refusal(status=404, code="model_not_found", param="model", message=f"{wanted} {listed}")

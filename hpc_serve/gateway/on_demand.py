@@ -101,7 +101,8 @@ def decide(
     }
     if not may_end:
         names = ", ".join(running)
-        return Step(what="wait", service=service, why=f"there is no room beside {names}, which came lately or are busy")
+        kept = "a model stays while it is busy, and at least as long as its start took"
+        return Step(what="wait", service=service, why=f"there is no room beside {names}: {kept}")
     name = min(may_end, key=lambda name: (may_end[name].under_way > 0, may_end[name].asked_at_s))
     asked = now_s - may_end[name].asked_at_s
     since = f"was last asked {asked:.0f} s ago" if math.isfinite(asked) else "was not asked since the gateway began"
@@ -192,7 +193,8 @@ class OnDemandModels:
                 self._want(listed, now_s, person)
             if has_failed or now_s - began_s >= self._wait_s:
                 retry_s = max(listed.failed_until_s - now_s, listed.may_start_at_s - now_s, _LOOK_S)
-                text = f"{service} is started on demand, and is not there yet: {listed.why or 'it was asked for now'}."
+                why = listed.why.rstrip(".") or "it was asked for now"
+                text = f"{service} is started on demand, and is not there yet: {why}."
                 raise Refusal(status=503, code="on_demand", message=text, retry_s=math.ceil(retry_s))
             await asyncio.sleep(_POLL_S)
 

@@ -18,7 +18,7 @@ import click
 
 from hpc_serve.cli.commands import SECONDS, print_json
 from hpc_serve.cli.complete import live_service_names
-from hpc_serve.errors import HpcServeError, ServiceNotFoundError
+from hpc_serve.errors import HpcServeError, InvalidRequestError, ServiceNotFoundError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.fields import is_service_name
 from hpc_serve.rendezvous.shares import is_service_folder
@@ -93,7 +93,7 @@ def _ssh_lines(local_port: int, login: str | None) -> list[str]:
     if not is_running and elsewhere:
         path, host, is_running = elsewhere[0], elsewhere[0].stem, True
     options = f"-o ExitOnForwardFailure=yes -o ServerAliveInterval=15 -L {local_port}:"
-    line = f"{options}{shlex.quote(str(path))} {login or host}"
+    line = f"{options}{shlex.quote(str(path))} {shlex.quote(login or host)}"
     if is_running:
         return [f"On your laptop (a gateway runs on {host}):", f"  ssh -N {line}"]
     command = [f"HPC_SERVE_HOME={home}"] if os.environ.get("HPC_SERVE_HOME") else []
@@ -135,10 +135,17 @@ def env_command(service: str | None, wait: float | None, as_json: bool) -> None:
 
     If no SERVICE is named, it is the only one that is ready. The address is the current address of one replica.
     Programs in Python should use hpc_serve.client.connect(), which follows the service when it moves.
+
+    Without such a service the line `false` is printed, so that a script with `set -e` ends at the `eval`.
     """
     from hpc_serve.client import endpoint
 
-    found = endpoint(service, wait=wait)
+    try:
+        found = endpoint(service, wait=wait)
+    except HpcServeError:
+        if not as_json and not sys.stdout.isatty():
+            click.echo("false")  # else the script goes on, and asks whom earlier variables name
+        raise
     if as_json:
         names = ("service", "model", "base_url", "api_key", "variables")
         print_json({name: getattr(found, name) for name in names})
@@ -239,6 +246,8 @@ def _ask(client: ServiceClient, messages: list[dict[str, str]], options: dict[st
                 answer.append(text)
                 click.echo(printable(text), nl=False)
                 sys.stdout.flush()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError("The question is not text in UTF-8; `iconv` converts other text.") from error
     except openai.APIStatusError as error:
         if error.status_code == 404 and "does not exist" not in error.message:  # the route, not the model
             from hpc_serve.cli.services.stages import calls_without_chat

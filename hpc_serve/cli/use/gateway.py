@@ -129,7 +129,10 @@ def read_on_demand(path: Path) -> OnDemand:
     found = dict(fields_of(node, _File, path)) if node is not None else {}
     if not found.get("models"):
         raise SiteFileError(f"{path} lists no models. An example: {_EXAMPLE}.")
-    most_gpus = found.get("gpus") or math.inf
+    bounds = ((name, found.get(name)) for name in ("services", "gpus", "gpu_hours_a_day"))
+    limits = {name: math.inf if most is None else most for name, most in bounds}
+    if zeros := [name for name, most in limits.items() if not most]:
+        raise SiteFileError(f"{path}: {zeros[0]} allows no model to start: write a number above 0, or leave it out.")
     models = {}
     for name, text in found["models"].items():
         try:
@@ -138,13 +141,13 @@ def read_on_demand(path: Path) -> OnDemand:
         except (HpcServeError, click.ClickException, click.exceptions.Exit, ValueError) as error:
             said = error.format_message() if isinstance(error, click.ClickException) else error
             raise SiteFileError(f"{path}: {name}: `hpc-serve submit {text}` would fail: {said}") from error
-        if models[name].gpus > most_gpus:
-            raise SiteFileError(f"{path}: {name} takes {models[name].gpus} GPUs, and `gpus` allows {most_gpus}.")
+        if models[name].gpus > limits["gpus"]:
+            raise SiteFileError(f"{path}: {name} takes {models[name].gpus} GPUs, and `gpus` allows {limits['gpus']}.")
     return OnDemand(
         models=models,
-        most_services=found.get("services") or math.inf,
-        most_gpus=most_gpus,
-        most_gpu_hours=found.get("gpu_hours_a_day") or math.inf,
+        most_services=limits["services"],
+        most_gpus=limits["gpus"],
+        most_gpu_hours=limits["gpu_hours_a_day"],
     )
 
 

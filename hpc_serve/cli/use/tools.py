@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 
+import anyio
 import anyio.to_thread
 import click
 from mcp.server.mcpserver import Context, MCPServer
@@ -21,6 +23,7 @@ from mcp.shared.exceptions import MCPError
 from pydantic import BaseModel, Field
 
 from hpc_serve.cli.main import COMMANDS, cli
+from hpc_serve.printable import printable
 
 READS = ("models", "gpus", "plan", "status", "logs", "doctor")
 CHANGES = ("submit", "scale", "wake", "stop")
@@ -47,14 +50,14 @@ def make_server() -> MCPServer:
 def _tool(name: str) -> Callable[[list[str], Context], Awaitable[str]]:
     async def run_command(words: list[str], ctx: Context) -> str:
         if changes_something(name, words):
-            line = shlex.join(["hpc-serve", name, *words])
+            line = printable(shlex.join(["hpc-serve", name, *words])).replace("\n", "\\n")
             try:
                 asked = await ctx.elicit(f"The assistant wants to run: {line}", Consent)
-            except MCPError as error:
+            except (MCPError, ValueError) as error:
                 raise ToolError(f"The person cannot be asked here ({error}). They can type it: {line}") from error
             if asked.action != "accept" or not asked.data.run:
                 raise ToolError(f"The person declined: {line}")
-        return await anyio.to_thread.run_sync(_run, name, words)
+        return await _run(name, words)
 
     return run_command
 
@@ -76,21 +79,37 @@ def changes_something(name: str, words: Sequence[str]) -> bool:
     if any(_ENDLESS.fullmatch(word) for word in words):
         raise ToolError("This would go on for ever: leave out --follow or --watch.")
     if name in CHANGES:
-        return not {"--help", "-h"}.intersection(words)
+        return list(words) != ["--help"]
     return any(word.startswith(_WRITES) for word in words)
 
 
-def _run(name: str, words: Sequence[str]) -> str:
-    """Run a command and return what it printed. Raises ToolError with that where it failed."""
+async def _run(name: str, words: Sequence[str]) -> str:
+    """Run a command and return what it printed. Raises ToolError with that where it failed.
+
+    A command gets Ctrl-C if the assistant cancels its request or leaves.
+    """
+    process = _start(name, words)
+    try:
+        with anyio.fail_after(_LONGEST_S):
+            printed = await anyio.to_thread.run_sync(process.communicate, abandon_on_cancel=True)
+    except TimeoutError:
+        raise ToolError(f"It did not end in {_LONGEST_S:.0f} s and was ended. Look with `status`.") from None
+    finally:
+        process.send_signal(signal.SIGINT)  # nothing is sent to a process that has ended
+    text = b"".join(printed).decode(errors="replace")
+    if len(text) > _MOST_CHARACTERS:
+        text = f"(the beginning is left out)\n{text[-_MOST_CHARACTERS:]}"
+    if process.returncode:
+        raise ToolError(f"exit code {process.returncode}\n{text}")
+    return text
+
+
+def _start(name: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
     argv = [sys.executable, "-m", "hpc_serve.cli", name, *words]
     environ = {**os.environ, "NO_COLOR": "1", "COLUMNS": "120"}
     try:
-        done = subprocess.run(argv, env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=_LONGEST_S)
-    except subprocess.TimeoutExpired:
-        raise ToolError(f"It did not end in {_LONGEST_S:.0f} s and was ended. Look with `status`.") from None
-    text = (done.stdout + done.stderr).decode(errors="replace")
-    if len(text) > _MOST_CHARACTERS:
-        text = f"(the beginning is left out)\n{text[-_MOST_CHARACTERS:]}"
-    if done.returncode:
-        raise ToolError(f"exit code {done.returncode}\n{text}")
-    return text
+        return subprocess.Popen(
+            argv, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+    except (OSError, ValueError) as error:
+        raise ToolError(f"These words cannot be run: {error}.") from error

@@ -261,7 +261,7 @@ class ServeRequest:
         if self.log_dir is not None:
             if not self.log_dir.startswith("/"):
                 raise InvalidRequestError(f"log-dir is {self.log_dir!r}: it must be an absolute path.")
-            check_directive("log-dir", self.log_dir)
+            check_directive("log-dir (--log-dir; by default below HPC_SERVE_HOME)", self.log_dir)
             expanded_log_dir(self.log_dir, {}, service=self.service, job_id="0")  # refuses other patterns
 
 

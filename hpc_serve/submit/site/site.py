@@ -140,7 +140,10 @@ def _value(node: yaml.Node, kind: Any, where: str) -> Any:
         if node.tag == _NOTHING:
             return {}
         if isinstance(node, yaml.MappingNode) and all(isinstance(one, yaml.ScalarNode) for one in chain(*node.value)):
-            return {str(name.value): str(value.value) for name, value in node.value}
+            found = {str(name.value): str(value.value) for name, value in node.value}
+            if len(found) < len(node.value):
+                raise SiteFileError(f"{where} has a name twice; keep one of the two.")
+            return found
         raise SiteFileError(f"{where} must hold variables, as {{NAME: value}}.")
     if not isinstance(node, yaml.ScalarNode):
         raise SiteFileError(f"{where} must be one value, not a list or a mapping.")

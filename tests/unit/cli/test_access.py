@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 
 from hpc_serve.cli.use import access
@@ -15,7 +16,12 @@ def test_env_prints_lines_that_a_shell_takes(live, store, ran):
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
     assert done.stdout == f"https://127.0.0.1:{live.engines[0].port}/v1 {store.read_api_key('8b')}"
     assert set(json.loads(ran(["env", "--json"]).out)) == {"service", "model", "base_url", "api_key", "variables"}
-    assert ran(["env", "70b"], 5).out == "", "nothing to evaluate"
+
+
+def test_a_script_does_not_go_on_with_the_variables_of_another_service(live, ran):
+    lines = ran(["env", "70b"], 5).out
+    done = subprocess.run(["bash", "-ec", f"eval {shlex.quote(lines)}; echo on"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
 
 def test_chat_asks_once(live, ran, monkeypatch):
@@ -24,6 +30,10 @@ def test_chat_asks_once(live, ran, monkeypatch):
     assert "There is no question" in ran(["chat", "8b"], 2).err
     live.engines[0].kill()
     assert ran(["chat", "8b", "hello"], 5).err.startswith("error: "), "no traceback"
+
+
+def test_a_question_that_is_no_text_is_refused_with_the_cure(live, ran):
+    assert "not text in UTF-8" in ran(["chat", "8b", os.fsdecode(b"gr\xfcn")], 2).err
 
 
 def test_a_service_without_a_chat_says_how_it_is_asked(store, ran):

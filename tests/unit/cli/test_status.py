@@ -23,8 +23,10 @@ from hpc_serve.cli.show import status_table
 from hpc_serve.client import connect, engine_work
 from hpc_serve.client.engine_work import ReplicaWork, WorkWatch
 from hpc_serve.client.replicas.status import ProbeResult, assess_replica
+from hpc_serve.rendezvous.claims import change_wanted
 from hpc_serve.rendezvous.record import Progress, StartRecord
 from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.rendezvous.wanted import Decision, Wanted
 from hpc_serve.submit.status.status_reader import read_status
 from hpc_serve.vllm.metrics import EngineWork
 from tests.support.patience import PATIENCE_S, wait_until
@@ -44,6 +46,15 @@ def test_status_of_nothing(ran, told):
     assert ran(["status"]).out == "No services. Start one: hpc-serve submit --model 8b --wait\n"
     assert told("status") == {"services": [], "problems": [], "wanted": {}}
     ran(["status", "8b"], 5)
+
+
+def test_what_a_gateway_decided_is_no_more_shown_once_its_jobs_are_forgotten(store, ran):
+    store.write(make_record(service="8b", state="failed", updated_at=time.time()))
+    decided = Decision(action="submit", cause="demand", why="a request asked the gateway for it", count=1)
+    change_wanted(store, "8b", lambda _: Wanted(least=1, most=1, count=1).with_decisions(time.time(), decided))
+    assert "a request asked the gateway for it" in ran(["status"]).out
+    ran(["forget", "--ended"])
+    assert ran(["status"]).out.splitlines() == ["No services. Start one: hpc-serve submit --model 8b --wait"]
 
 
 @pytest.mark.parametrize("columns", [20, 40, 60, 80])

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 
 pytest.importorskip("mcp", reason="the tools need mcp")
@@ -17,6 +18,8 @@ from mcp.client.stdio import stdio_client
 from mcp.types import ElicitResult
 
 from hpc_serve.rendezvous.store import ServiceStore
+from tests.cluster import wait_for
+from tests.cluster.processes import is_alive
 from tests.support.stubs import make_record
 
 
@@ -81,3 +84,45 @@ def test_options_that_write_are_asked_for_and_endless_ones_refused(home, tmp_pat
     _, ((drawn, _), (watched, _)), questions = call(home, plot, ["status", "-w"], answer="decline")
     assert ("declined" in drawn, (tmp_path / "plan.html").exists(), len(questions)) == (True, False, 1)
     assert "go on for ever" in watched
+
+
+@pytest.mark.parametrize("words", [["stop", "8b", "--", "-h"], ["submit", "8b", "--log-dir", "-h"]])
+def test_a_word_that_looks_like_a_wish_for_help_does_not_spare_the_question(home, words):
+    _, ((text, is_error),), questions = call(home, words, answer="decline")
+    assert ("declined" in text, is_error, len(questions)) == (True, True, 1)
+
+
+def test_help_asks_nobody(home):
+    _, ((text, is_error),), questions = call(home, ["stop", "--help"], answer="decline")
+    assert ("Usage" in text, is_error, questions) == (True, False, [])
+
+
+def test_the_question_shows_control_characters_and_line_ends(home):
+    questions = call(home, ["stop", "8b\n\n\x1b[2Jstatus\u202e"], answer="decline")[2]
+    assert questions == [r"The assistant wants to run: hpc-serve stop '8b\n\n\x1b[2Jstatus\u202e'"]
+
+
+@pytest.mark.parametrize(("word", "why"), [("a\0b", "null byte"), ("x" * 300_000, "Argument list too long")])
+def test_words_that_cannot_be_run_are_refused_with_the_reason(home, word, why):
+    _, ((text, is_error),), _ = call(home, ["status", word])
+    assert (why in text, is_error) == (True, True)
+
+
+def test_a_request_that_is_cancelled_ends_its_command(home, tmp_path):
+    """Slurm's command does not answer here for as long as hpc-serve waits for it, a minute."""
+    squeue, asked_by = tmp_path / "squeue", tmp_path / "asked-by"
+    squeue.write_text(f"#!/bin/bash\necho $PPID > {asked_by}.new; mv {asked_by}.new {asked_by}; exec sleep 600\n")
+    squeue.chmod(0o755)
+    environ = {**os.environ, "HPC_SERVE_HOME": str(home), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    server = StdioServerParameters(command=sys.executable, args=["-m", "hpc_serve.cli", "mcp"], env=environ)
+
+    async def use():
+        async with stdio_client(server) as pipe, ClientSession(*pipe) as session, anyio.create_task_group() as group:
+            await session.initialize()
+            group.start_soon(session.call_tool, "status", {"words": []})
+            await anyio.to_thread.run_sync(wait_for, asked_by.exists, 40)
+            group.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(wait_for, lambda: not is_alive(int(asked_by.read_text())), 40)
+
+    anyio.run(use)

@@ -371,6 +371,7 @@ def test_over_the_limit_it_says_when_to_try_again(hanging, gateway):
         answer = front.complete()
         hang.unlink()
     assert (answer.status, answer.code, answer.headers["retry-after"]) == (429, "queue_full", "1")
+    assert "3 requests through this gateway: at most 2 may be under way, and 1 may wait" in answer.body.decode()
     assert [one.result().status for one in asked] == [200, 200, 200]
     assert front.complete().status == 200
     wait_for_metric(front, "requests_total", 1, status="429", service="405b", route="/v1/completions")
@@ -432,7 +433,9 @@ def test_the_key_is_asked_for_on_every_route_but_health(engine, gateway, path):
     front = gateway(key=KEY)
     assert front.ask("GET", "/health").json == {"status": "ok"}
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}, {"X_Api_Key": KEY[:-1]}):
-        front.ask("GET", path, **headers).check_refusal(401, "invalid_api_key")
+        answer = front.ask("GET", path, **headers)
+        answer.check_refusal(401, "invalid_api_key")
+        assert ("does not know the key that was sent" in answer.json["error"]["message"]) == bool(headers)
         assert front.ask("POST", "/v1/completions", ASKED, **headers).status == 401
     for headers in ({"Authorization": f"Bearer {KEY}"}, {"X_Api_Key": KEY}):
         assert front.ask("GET", path, **headers).status != 401

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import threading
 import time
@@ -326,6 +327,9 @@ def listed_in(tmp_path) -> Callable[[str], OnDemand]:
         ("models: {a: 8b --name b}", "leave out --name"),
         ("models: {a: 8b --wait}", "leave out --wait"),
         ("services: x", "must be a whole number"),
+        ("services: 0\nmodels: {a: 8b}", "services allows no model to start"),
+        ("gpu_hours_a_day: 0\nmodels: {a: 8b}", "gpu_hours_a_day allows no model to start"),
+        ("models:\n  a: 8b\n  a: 70b", "models has a name twice"),
         ("", "lists no models"),
     ],
 )
@@ -333,6 +337,10 @@ def test_a_list_that_could_not_be_started_is_refused_at_once(listed_in, text, sa
     with pytest.raises(SiteFileError, match=r"models\.yaml") as caught:
         listed_in(text)
     assert said in str(caught.value)
+
+
+def test_a_bound_without_a_number_is_none(listed_in):
+    assert listed_in("gpus:\nmodels: {a: 8b --gpu h100}").most_gpus == math.inf
 
 
 def test_a_list_says_what_each_model_takes(listed_in):
@@ -345,6 +353,12 @@ def test_a_listed_model_may_be_on_several_kinds_of_machine(listed_in, tmp_path, 
     (tmp_path / "site.yaml").write_text("machines: {a100: {gpu: a100-80gb}, l40s: {gpu: l40s}}\n")
     monkeypatch.setenv("HPC_SERVE_SITE", str(tmp_path / "site.yaml"))
     assert listed_in("models:\n  small: 8b --replicas a100:1,l40s:2\n").models["small"].gpus == 3
+
+
+def test_an_unknown_model_is_refused_with_those_that_would_be_started(jobs, gateway):
+    answer = gateway(on_demand=listed(), wait_s=60.0).complete("d")
+    assert (answer.status, answer.code) == (404, "model_not_found")
+    assert "a (started on demand); b (started on demand)" in answer.json["error"]["message"]
 
 
 @pytest.fixture

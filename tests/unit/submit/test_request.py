@@ -28,6 +28,7 @@ LOCAL = {"cluster": "local"}
         ({"engine_restarts": -1}, "engine-restarts is -1: it must be at least 0"),
         ({"backend": "mpi"}, "auto, ray or mp"),
         ({"log_dir": "logs"}, "absolute path"),
+        ({"log_dir": "/a home/logs"}, "--log-dir; by default below HPC_SERVE_HOME"),
         ({"log_dir": "/a b"}, "log-dir"),
         ({"log_dir": "/logs/%x_%N"}, "of Slurm's patterns"),
         *(({"machine": name}, "machine is ") for name in ("", "a b", "../x", "a100\n#SBATCH --qos=x")),
