@@ -79,6 +79,16 @@ def readable_size(size: int) -> str:
 
 # -- times and numbers
 
+
+def number_of(count: int, noun: str, plural: str = "") -> str:
+    """Return a number of things in words; `plural` is for a noun that takes no s.
+
+    >>> number_of(1, "node"), number_of(0, "GPU"), number_of(2, "process", "processes")
+    ('1 node', '0 GPUs', '2 processes')
+    """
+    return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
+
+
 _Default = TypeVar("_Default")
 SOON_S = 8.0
 """Less than this is "a few seconds"."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_serve.bench.run import RequestResult, Run
+from hpc_serve.units import number_of
 
 SUMMARY = "summary.json"
 _PERCENTILES = (50, 90, 99)
@@ -181,7 +182,7 @@ def _failures(run: Run) -> Iterator[str]:
 def _answers(run: Run, wrong: Mapping[int, str]) -> Iterator[str]:
     """Say which answers came from a further replica, and which are wrong."""
     if again := sum(outcome.sent > 1 for outcome in run.outcomes):
-        were = "1 request was" if again == 1 else f"{again} requests were"
+        were = number_of(again, "request was", "requests were")
         yield f"{were} sent to another replica after the first, as by any client, and the time that it took counts."
     if wrong:
         yield f"{len(wrong)} answers are wrong by --check, the first: {wrong[min(wrong)]}"

@@ -28,7 +28,7 @@ from hpc_serve.submit.logs import files_of, places_of
 from hpc_serve.submit.plans.planned_speed import measured_runs_of, planned_request, planned_tokens_per_s
 from hpc_serve.submit.status.job_status import StatusReport, detail_words, stages_words, without_successors
 from hpc_serve.submit.status.wanted_words import wanted_lines
-from hpc_serve.units import GIB, duration
+from hpc_serve.units import GIB, duration, number_of
 
 # -- one replica and its engine's work
 
@@ -37,7 +37,7 @@ def status_rows(status: ReplicaStatus, now: float) -> dict[str, str]:
     """The lines of a replica by their names; "" for what there is nothing to say of. `now`: seconds since the epoch."""
     record, job, started = status.record, status.job, status.started_at
     has_gpus = job.gpus_per_node > 0 and job.cluster != "local"
-    gpus = f", {job.gpus_per_node} GPU{'s' if job.gpus_per_node > 1 else ''} each" if has_gpus else ""
+    gpus = f", {number_of(job.gpus_per_node, 'GPU')} each" if has_gpus else ""
     machine = f" ({status.machine})" if status.machine != DEFAULT_MACHINE else ""
     words = "" if status.exit_code is None else exit_code_words(status.exit_code)
     return {
@@ -103,7 +103,7 @@ def _planned(status: ReplicaStatus, in_flight: int) -> str:
     record = status.record
     of_what = f", of {record.model}, not of what stands in for it" if record and record.stand_in else ""
     runs = measured_runs_of(status.predicted)
-    measured = f"; corrected by {runs} earlier run{'s' if runs > 1 else ''} measured here" if runs else ""
+    measured = f"; corrected by {number_of(runs, 'earlier run')} measured here" if runs else ""
     return (
         f"{expected:,.0f} generated with {in_flight:,} in flight, of {request[0]:,} tokens in and {request[1]:,} "
         f"out{of_what}{measured}"

@@ -44,6 +44,7 @@ from hpc_serve.rendezvous.files import (
     write_private,
 )
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
+from hpc_serve.units import number_of
 
 # -- entries
 
@@ -459,8 +460,7 @@ class PreflightReport:
         """Return one line: how many checks had which result."""
         counts = [(level, len(self.of_level(level))) for level in reversed(LEVELS)]
         words = ", ".join(f"{count} {level}" for level, count in counts if count)
-        nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
-        return f"preflight of {nodes} in {self.took_s:.1f} s: {words}"
+        return f"preflight of {number_of(self.num_nodes, 'node')} in {self.took_s:.1f} s: {words}"
 
 
 def preflight_file(store: ServiceStore, service: str, record_name: str) -> Path:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.units import layout_text
+from hpc_serve.units import layout_text, number_of
 from hpc_serve.vllm.arguments import (
     ARGS_FILE,
     Argument,
@@ -295,7 +295,7 @@ def check_layout(command: ServeCommand, *, num_nodes: int, device: Device, per_n
     data = command.data_parallel_size
     sizes = layout_text(command.tensor_parallel_size, command.pipeline_parallel_size, data, between=" x ")
     layout = f"{sizes} = {command.world_size} {device}s"
-    have = f"{num_nodes} node{'s' if num_nodes > 1 else ''} x {per_node} {device}s"
+    have = f"{number_of(num_nodes, 'node')} x {per_node} {device}s"
     if num_nodes > 1 and not per_node:
         raise DoesNotFitError(
             f"The job has {num_nodes} nodes and no GPUs, and vLLM's CPU backend serves within one node: ask for one."

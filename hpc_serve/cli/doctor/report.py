@@ -29,7 +29,7 @@ from hpc_serve.submit.logs import Reports, read_reports
 from hpc_serve.submit.plans.planned_speed import measured_runs_of, planned_request, planned_speeds, planned_tokens_per_s
 from hpc_serve.submit.status.job_status import stage_seconds
 from hpc_serve.submit.status.status_reader import find
-from hpc_serve.units import duration
+from hpc_serve.units import duration, number_of
 from hpc_serve.vllm.log import EngineReport
 
 # -- the page
@@ -91,7 +91,7 @@ def _plan(found: _ReplicaReport) -> Markup:
     status = found.status
     job = status.job
     nodes = "a node" if job.num_nodes == 1 else f"{job.num_nodes} nodes"
-    gpus = f" with {job.gpus_per_node} GPU{'s' if job.gpus_per_node > 1 else ''}" if job.gpus_per_node else ""
+    gpus = f" with {number_of(job.gpus_per_node, 'GPU')}" if job.gpus_per_node else ""
     rows = {"layout": f"{status.layout} on {nodes}{gpus}".strip(), "options": " ".join(found.engine_args)}
     speeds, request = planned_speeds(status.predicted), planned_request(status.predicted)
     if not status.predicted:
@@ -100,7 +100,7 @@ def _plan(found: _ReplicaReport) -> Markup:
         return _facts(rows)
     cells = [(f"{count:,}", f"{speed:,.0f}") for count, speed in speeds]
     runs = measured_runs_of(status.predicted)
-    corrected = f", corrected by {runs} earlier run{'s' if runs > 1 else ''} measured here" if runs else ""
+    corrected = f", corrected by {number_of(runs, 'earlier run')} measured here" if runs else ""
     what = f"Expected of requests of {request[0]:,} tokens in and {request[1]:,} out{corrected}:"
     return _facts(rows) + _note(what) + table(("in flight", "generated tokens/s"), cells)
 

@@ -40,7 +40,7 @@ from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.report.explain import explain
 from hpc_serve.plan.report.speed import arrivals_text, measured_text, requests_text, time_of
 from hpc_serve.plan.speed.estimate import SpeedEstimate
-from hpc_serve.units import GIB
+from hpc_serve.units import GIB, number_of
 
 # -- several accelerators
 
@@ -232,8 +232,7 @@ def _loading(chosen: ServePlan, words: Sequence[str]) -> str:
 
 def _headline(chosen: ServePlan) -> Text:
     layout = chosen.layout
-    nodes = f"{layout.num_nodes} node{'s' if layout.num_nodes > 1 else ''}"
-    where = f"{nodes} x {layout.gpus_per_node} {chosen.accelerator.name}"
+    where = f"{number_of(layout.num_nodes, 'node')} x {layout.gpus_per_node} {chosen.accelerator.name}"
     sizes = layout.sizes(" x ")
     replicas = f"{chosen.replicas} replicas, each on " if chosen.replicas > 1 else ""
     return Text(chosen.model, style="bold").append(f": {replicas}{where}, {sizes}", style="not bold")

@@ -16,6 +16,7 @@ from hpc_serve.errors import StoreError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore, own_store
 from hpc_serve.submit.request.bounds import shown_counts
+from hpc_serve.units import number_of
 
 if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
@@ -63,7 +64,7 @@ def _words(told: Told, name: str, *, is_added: bool) -> str:
 
 
 def _replicas(names: Sequence[str]) -> str:
-    count = "1 replica" if len(names) == 1 else f"{len(names)} replicas"
+    count = number_of(len(names), "replica")
     return f"{count} ({', '.join(names)})" if names else count
 
 
@@ -223,7 +224,7 @@ def scale_command(service: str, replicas: tuple[int, int | None] | dict[str, int
     total = count if isinstance(count, int) else sum(done.counts.values())
     change = "as before" if done.before == total else f"it had {done.before}"
     each = f" ({shown_counts(done.counts)})" if done.counts else ""
-    click.echo(f"{service} has {total} replica{'s' if total > 1 else ''}{each}, {change}.")
+    click.echo(f"{service} has {number_of(total, 'replica')}{each}, {change}.")
 
 
 @click.command("wake")

@@ -16,6 +16,7 @@ from hpc_serve.cli.commands import FILE, SECONDS, CommandWithVllmOptions, print_
 from hpc_serve.cli.submit.request import REQUEST_GROUPS, assumed_gpu_note, make_request, make_requests, request_options
 from hpc_serve.plan.catalog import parsers_of
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE
+from hpc_serve.units import number_of
 from hpc_serve.vllm.arguments import read_arguments, value_of
 
 if TYPE_CHECKING:
@@ -69,9 +70,8 @@ def submission_text(submission: Submission, *, gpu_note: str | None = None) -> s
 
     job, layout, wanted = submission.job, submission.plan.layout, submission.wanted
     is_slurm, count, further = job.cluster == "slurm", submission.num_replicas, len(submission.jobs) - _LOGS_SHOWN
-    nodes = f"{layout.num_nodes} node{'s' if layout.num_nodes > 1 else ''}"
-    gpus = f"{layout.gpus_per_node} {submission.plan.accelerator.unit}{'s' if layout.gpus_per_node > 1 else ''}"
-    machines = f"{nodes} x {gpus}" if is_slurm else "this machine"
+    gpus = number_of(layout.gpus_per_node, submission.plan.accelerator.unit)
+    machines = f"{number_of(layout.num_nodes, 'node')} x {gpus}" if is_slurm else "this machine"
     if job.machine != DEFAULT_MACHINE:
         machines += f" of {job.machine}"
     per_job = f", {job.replicas_per_job} on one node" if job.replicas_per_job > 1 else ""

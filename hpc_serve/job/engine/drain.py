@@ -17,6 +17,7 @@ from hpc_serve.job.machine.process import Child
 from hpc_serve.job.run.parts import Outcome, RunEnd
 from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.rendezvous.store import DrainRequest, read_drain_request
+from hpc_serve.units import number_of
 
 _log = logging.getLogger(__name__)
 _REQUEST_INTERVAL_S = 1.0
@@ -95,7 +96,7 @@ class Drain:
                 await self._let_engine_finish()
                 return
             if found != self._left:
-                self.keeper.set_phrase(f"finishing {_requests(found)}")
+                self.keeper.set_phrase(f"finishing {number_of(found, 'request')}")
             self._left, self._most = found, max(found, self._most or 0)
             idle_looks = idle_looks + 1 if found == 0 else 0
 
@@ -111,9 +112,5 @@ class Drain:
         if self._most == 0:
             return "no request was under way"
         if not self._left:
-            return f"{_requests(self._most)} under way finished"
-        return f"of {_requests(self._most)} under way {self._left} did not finish in time"
-
-
-def _requests(number: int) -> str:
-    return "1 request" if number == 1 else f"{number} requests"
+            return f"{number_of(self._most, 'request')} under way finished"
+        return f"of {number_of(self._most, 'request')} under way {self._left} did not finish in time"

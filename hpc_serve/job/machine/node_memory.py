@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpc_serve.units import readable_size
+from hpc_serve.units import number_of, readable_size
 
 _log = logging.getLogger(__name__)
 SHARED_MEMORY = "/dev/shm"
@@ -149,9 +149,10 @@ class OomWatch:
         if not is_silent or now.on_node is None:
             return ""
         if count := _more(now.on_node, before.on_node):
+            killed = number_of(count, "process", "processes")
             return (
-                f"the kernel has killed {_processes(count)} on {self._name} for memory meanwhile: the node had none "
-                "left, or another job reached its limit"
+                f"the kernel has killed {killed} on {self._name} for memory meanwhile: the node had none left, or "
+                "another job reached its limit"
             )
         who = "another program or a person sent SIGKILL"
         if not by_sigkill:
@@ -194,12 +195,8 @@ def _more(now: int | None, before: int | None) -> int:
     return max(0, now - before) if now is not None and before is not None else 0
 
 
-def _processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
-
-
 def _of_job(count: int, node: str, seen: OomCounts) -> str:
-    words = f"the kernel has killed {_processes(count)} of this job on {node} for memory"
+    words = f"the kernel has killed {number_of(count, 'process', 'processes')} of this job on {node} for memory"
     if seen.limit_bytes is None:
         return f"{words}: the node had none left"
     most = f", and {readable_size(seen.most_bytes)} were used" if seen.most_bytes is not None else ""

@@ -29,7 +29,7 @@ from hpc_serve.job.preflight.facts import (
     worst,
 )
 from hpc_serve.rendezvous.store import Level
-from hpc_serve.units import GIB, MIB
+from hpc_serve.units import GIB, MIB, number_of
 from hpc_serve.vllm.arguments import is_known, nearest_version
 from hpc_serve.vllm.command import options_of_others
 
@@ -56,7 +56,7 @@ def gpus_there(gpus: GpusFacts, facts: NodeFacts, needs: Needs) -> CheckResult:
         count = len(gpus.cuda.devices)
         if count < needs.gpus:
             return found("too few for CUDA", found=count, needed=needs.gpus, visible=visible)
-        return ok(f"{count} GPU{'s' if count > 1 else ''} ({gpus.cuda.devices[0].name})")
+        return ok(f"{number_of(count, 'GPU')} ({gpus.cuda.devices[0].name})")
     if gpus.visible == "" and gpus.tool:
         return found("none visible", needed=needs.gpus)
     named = _count_named(gpus.visible)
@@ -191,7 +191,7 @@ def _weights(weights: WeightsFacts, needs: Needs) -> CheckResult:
         return _to_fetch(weights)
     if weights.missing:
         return found("weights missing", folder=weights.folder, missing=weights.missing)
-    files = f"{weights.num_files} file{'s' if weights.num_files != 1 else ''}"
+    files = number_of(weights.num_files, "file")
     return ok(f"{files}, {weights.total_bytes / GIB:.1f} GiB in {weights.folder}")
 
 

@@ -19,7 +19,7 @@ from hpc_serve.job.machine.network import LOOPBACK, choose_port, interface_of, n
 from hpc_serve.job.machine.process import mark_environ
 from hpc_serve.job.run.parts import KILL_WAIT_S
 from hpc_serve.rendezvous.files import check_folder, read_private
-from hpc_serve.units import read_seconds
+from hpc_serve.units import number_of, read_seconds
 from hpc_serve.vllm.command import Device, ServeCommand, rank_args, ray_data_parallel_environ
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Node:
             replicas = self.allocation.share.count
             whose = "of this job" if replicas == 1 else f"for each of the {replicas} replicas of this job"
             raise DoesNotFitError(
-                f"{self.allocation.node_name} has {given} GPU{'s' if given != 1 else ''} {whose}, the launcher was "
+                f"{self.allocation.node_name} has {number_of(given, 'GPU')} {whose}, the launcher was "
                 f"told {self.options.gpus_per_node}: make --gpus-per-node in the #SBATCH lines and here agree."
             )
 

@@ -20,6 +20,7 @@ from hpc_serve.plan.memory.loaded import is_left_out, is_text_only, kinds_read
 from hpc_serve.plan.model.checkpoint import ON_CPUS
 from hpc_serve.plan.model.scheme import FP8_TENSOR, Scheme, int_groups
 from hpc_serve.plan.model.spec import Linear, ModelSpec, Weight
+from hpc_serve.units import number_of
 from hpc_serve.vllm.arguments import is_known, nearest_version
 
 _WITHOUT_DRAFT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
@@ -65,7 +66,7 @@ def plan_notes(model: ModelSpec, engine: EngineConfig, *, on_cpus: bool) -> Iter
             "data parallelism have whole experts."
         )
     if engine.enable_lora:
-        slots = f"{engine.lora_slots} slot{'s' if engine.lora_slots > 1 else ''} of rank {engine.lora_rank}"
+        slots = f"{number_of(engine.lora_slots, 'slot')} of rank {engine.lora_rank}"
         yield f"LoRA: {slots} counted in the weights, and CUDA graphs twice. In the speed all requests use one."
         if on_cpus:
             yield ON_CPUS

@@ -19,7 +19,7 @@ from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.engine import LAYOUT_SIZES, EngineConfig
 from hpc_serve.plan.hardware import ClusterSpec, is_offered, slice_with
 from hpc_serve.plan.model.spec import ModelSpec
-from hpc_serve.units import layout_text
+from hpc_serve.units import layout_text, number_of
 from hpc_serve.vllm.arguments import load_data, read_arguments, value_of
 
 _MAX_NODES = 64
@@ -65,8 +65,7 @@ class Layout:
         return self.tensor_parallel_size > self.gpus_per_node
 
     def __str__(self) -> str:
-        nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
-        return f"{self.sizes()} ({nodes} x {self.gpus_per_node})"
+        return f"{self.sizes()} ({number_of(self.num_nodes, 'node')} x {self.gpus_per_node})"
 
 
 def layouts(cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
@@ -124,7 +123,7 @@ def _no_layout_text(cluster: ClusterSpec, engine: EngineConfig) -> str:
     asked, option = " x ".join(f"{name}={size}" for name, _, size in given), given[-1][1]
     nodes = cluster.num_nodes or _most_nodes(cluster)
     most = nodes * cluster.node_size_of(nodes)
-    places = f"{nodes} node{'s' if nodes > 1 else ''} x {cluster.node_size_of(nodes)}"
+    places = f"{number_of(nodes, 'node')} x {cluster.node_size_of(nodes)}"
     places = places if cluster.num_nodes else f"{places}, the most that are looked at"
     unit = f"{cluster.accelerator.unit}s"
     if math.prod(size or 1 for _, _, size in given) > most:
@@ -238,8 +237,8 @@ def _too_many_gpus(layout: Layout, cluster: ClusterSpec) -> str:
     else:
         instead += [f"--nodes {-(-ranks // size)}"] if ranks <= size or ranks % size == 0 else []
         instead.append(f"--gpus-per-node {layout.gpus_per_node} to use as many of each node")
-    sizes = f"{layout.sizes(' x ')} is {ranks} rank{'s' if ranks > 1 else ''}"
-    places = f"{nodes} node{'s' if nodes > 1 else ''} x {size} {device.unit}s are {nodes * size}"
+    sizes = f"{layout.sizes(' x ')} is {number_of(ranks, 'rank')}"
+    places = f"{number_of(nodes, 'node')} x {size} {device.unit}s are {nodes * size}"
     return f"{sizes}, but {places}: {nodes * size - ranks} would stay idle; use {', or '.join(instead)}."
 
 

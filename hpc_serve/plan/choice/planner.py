@@ -17,7 +17,7 @@ from hpc_serve.plan.engine import EngineConfig, Workload, max_num_batched_tokens
 from hpc_serve.plan.hardware import AcceleratorSpec, ClusterSpec
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.model.spec import ModelSpec
-from hpc_serve.units import GIB
+from hpc_serve.units import GIB, number_of
 
 _MOST_SHOWN = 4
 
@@ -235,7 +235,7 @@ def _nothing_fits(asked: PlanInputs, tried: list[Candidate]) -> NoLayoutError:
     shown = [inputs.evaluate(candidate.layout) for candidate in candidates.closest_to_fitting(tried, _MOST_SHOWN)]
     helps = suggestions(asked, [candidate.layout for candidate in shown])
     cluster = inputs.cluster
-    nodes = f"{cluster.num_nodes or 'any number of'} node{'' if cluster.num_nodes == 1 else 's'}"
+    nodes = number_of(cluster.num_nodes, "node") if cluster.num_nodes else "any number of nodes"
     requests = f"1 request of {inputs.max_model_len:,} tokens"
     gpus = f"{cluster.node_size} {cluster.accelerator.name}"
     headline = f"{inputs.model.name} does not fit {nodes} of {gpus} with {requests}."

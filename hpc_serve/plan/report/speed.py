@@ -15,6 +15,7 @@ from hpc_serve.plan.speed.estimate import OTHERS, ReplicaSpeeds, SpeedEstimate, 
 from hpc_serve.plan.speed.measured import KnownDraft
 from hpc_serve.plan.speed.step import ASSUMED_LINK_BYTES_PER_S, EXPECTED, IDEAL, Roofline
 from hpc_serve.plan.speed.throughput import Traffic, critical_batch
+from hpc_serve.units import number_of
 
 _WORTH_WHILE = 0.5
 """Twice as many requests are worth their wait if they give at least so much more tokens/s, as a share."""
@@ -175,7 +176,7 @@ def measured_text(estimates: Sequence[SpeedEstimate]) -> str | None:
     runs, ratios = max(one.runs for one in found), sorted({f"{one.ratio:.2g}" for one in found}, key=float)
     times = ratios[0] if len(ratios) == 1 else f"{ratios[0]} to {ratios[-1]}"
     some = "" if len(found) == len(estimates) else f", for {len(found)} of these {len(estimates)} figures"
-    return f"measured here on {runs} run{'s' if runs > 1 else ''}: × {times}{some}"
+    return f"measured here on {number_of(runs, 'run')}: × {times}{some}"
 
 
 def range_of(estimate: SpeedEstimate) -> tuple[float, float] | None:

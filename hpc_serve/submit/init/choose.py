@@ -20,7 +20,7 @@ from hpc_serve.plan.catalog import accelerator_entries
 from hpc_serve.submit.init.facts import ClusterFacts, NodeFacts, PartitionFacts
 from hpc_serve.submit.init.places import Setting, decided, places, question
 from hpc_serve.submit.request.options import SlurmOptions
-from hpc_serve.units import duration
+from hpc_serve.units import duration, number_of
 
 # -- Slurm's names of GPUs
 
@@ -147,7 +147,7 @@ def describe(partition: PartitionFacts) -> str:
     """Return a partition's nodes in a few words: `3 nodes of 8 h100, 64 CPUs, 512 GiB, at most 7 d`."""
     kind = _usual_node(partition)
     number = len(partition.gpu_nodes or partition.nodes) or partition.num_nodes
-    words = [f"{number} node{'s' if number != 1 else ''}"]
+    words = [number_of(number, "node")]
     if kind and kind.gpus:
         words[0] += " of " + " and ".join(f"{gpus.count} {gpus.name or 'GPUs'}" for gpus in kind.gpus)
     words += [f"{kind.cpus} CPUs"] if kind and kind.cpus else []

@@ -28,6 +28,7 @@ from hpc_serve.submit.request.options import SlurmOptions, option_words
 from hpc_serve.submit.request.request import OPTIONS, ServeRequest
 from hpc_serve.submit.script.memory import asked_parts, has_whole_nodes, memory_sum
 from hpc_serve.submit.slurm.slurm import array_options, batch_log_option
+from hpc_serve.units import number_of
 from hpc_serve.vllm.arguments import read_arguments
 from hpc_serve.vllm.command import check_layout, choose_backend, read_command
 
@@ -310,9 +311,8 @@ def _asked_replicas(request: ServeRequest) -> str | int | None:
 
 def _title(request: ServeRequest, plan: ServePlan) -> str:
     layout = plan.layout
-    nodes = f"{layout.num_nodes} node" + ("s" if layout.num_nodes > 1 else "")
-    units = plan.accelerator.unit + ("s" if layout.gpus_per_node > 1 else "")
-    where = f"{nodes} x {layout.gpus_per_node} {units} ({request.gpu})"
+    units = number_of(layout.gpus_per_node, plan.accelerator.unit)
+    where = f"{number_of(layout.num_nodes, 'node')} x {units} ({request.gpu})"
     sizes = layout.sizes(" x ")
     replicas = replicas_of(request, plan)
     each = f"{replicas} replicas, each on " if replicas > 1 else ""

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from hpc_serve.rendezvous.wanted import Cause, Decision, Wanted, WantedState
 from hpc_serve.submit.services.jobs import Job, ServiceJobState, WhatIs, Windows, counted, is_due
-from hpc_serve.units import duration
+from hpc_serve.units import duration, number_of
 
 _AGAIN_S = 4.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 600.0
@@ -172,7 +172,7 @@ def _changed_count(
         room = _in_whole_jobs(wanted, wanted.most) - max(have, holding)
         more = min(room, math.ceil(load.surplus / max(1, load.most_running)))
         if more > 0:
-            why = f"{_number_of(load.waiting, 'request')} waited for {duration(load.surplus_s)}"
+            why = f"{number_of(load.waiting, 'request')} waited for {duration(load.surplus_s)}"
             return Decision(action="count", cause="load", why=why, count=min(wanted.count + more, wanted.most))
     if wanted.idle_stop_s is not None and load.is_known and load.idle_s >= wanted.idle_stop_s:
         return Decision(action="count", cause="idle", why=f"no request for {duration(load.idle_s)}")
@@ -182,7 +182,7 @@ def _changed_count(
     if fewer >= wanted.count or not is_seen or load.peak > _SPARE * load.most_running * left:
         return None
     others = "the other could" if left == 1 else "the others could"
-    most = _number_of(load.peak, "request") + (" at once at most" if load.peak else "")
+    most = f"{number_of(load.peak, 'request')} at once at most" if load.peak else "no request"
     why = f"{others} have carried the load for {duration(load.known_s)}: {most}"
     return Decision(action="count", cause="load", why=why, count=fewer)
 
@@ -215,7 +215,8 @@ def _submit(
         jobs = tuple(job.job_id for job in leaving)
         return [Decision(action="submit", cause="handover", why=why, jobs=jobs, count=missing)]
     if not why:
-        why = f"there {'were' if have > 1 else 'was'} {_number_of(have, 'replica')}, of {count} that are wanted"
+        replicas = number_of(have, "replica") if have else "no replica"
+        why = f"there {'were' if have > 1 else 'was'} {replicas}, of {count} that are wanted"
     return [Decision(action="submit", cause=cause, why=why, count=missing)]
 
 
@@ -253,7 +254,3 @@ def _end_surplus(counting: Sequence[Job], over: int, cause: Cause, why: str) -> 
             over -= job.replicas
             surplus.append(job)
     return _let_go(surplus, cause, why)
-
-
-def _number_of(number: int, noun: str) -> str:
-    return f"{number or 'no'} {noun}{'s' if number > 1 else ''}"
