@@ -16,7 +16,8 @@ from hpc_serve.rendezvous.record import START_STAGES
 from hpc_serve.rendezvous.start_times import PastStart
 from hpc_serve.units import GIB, MIB
 from hpc_serve.vllm.log import PHRASES, read_phrase
-from tests.unit.job.loads import Clock, Load, play_load, share_right, tell
+from tests.unit.job.starts import Clock, from_half_way, play, recorded, share_right, tell
+from tests.unit.job.starts.loads import Load, play_load
 
 # As threads show them: vLLM 0.6 (#11349), 0.8 (gateway-api-inference-extension#550), 0.19 (#39559), 0.20 (#38820).
 GENERATIONS = {
@@ -94,9 +95,13 @@ def test_each_phrase_belongs_to_a_stage_that_there_is():
 
 
 def test_the_stages_of_a_start_have_their_times():
-    without, with_compilation = (play_load(Load(compile_s=compile_s))[0].took_s for compile_s in (0.0, 60.0))
-    assert without == {"engine": 40.0, "weights": 202.0, "capture": 10.0}  # what follows the weights is for the cache
-    assert with_compilation == {"engine": 40.0, "weights": 202.0, "compile": 60.0, "capture": 10.0}
+    past, *_ = play_load(Load(compile_s=60.0))
+    assert past.took_s == {"engine": 40.0, "weights": 202.0, "compile": 60.0, "capture": 10.0}
+
+
+def test_without_compilation_the_time_after_the_weights_is_for_the_cache():
+    past, _ = play(recorded("quiet"))
+    assert list(past.took_s) == ["engine", "weights", "capture", "server"]
 
 
 RANK_IS_DONE = "(Worker_TP3 pid=3) INFO 11-20 10:00:00 [default_loader.py:501] Loading weights took 9.00 seconds"
@@ -181,6 +186,16 @@ def test_a_copy_that_becomes_slow_is_foretold_by_its_rate_of_late():
         clock.now = 5.0 + second
         stages.note_copied(int((min(second, 50) + max(0, second - 50) / 4) * GIB), 80 * GIB)
     assert stages.record(0.0).time_left_s == pytest.approx(17.5 * 4 + 30, abs=10)
+
+
+# -- How right the time left is: recorded starts are played again
+
+
+@pytest.mark.parametrize(("before", "now"), [("quiet", "again"), ("again", "quiet")])
+def test_a_start_like_the_last_one_is_foretold_from_half_way_on(before, now):
+    past, _ = play(recorded(before))
+    _, said = play(recorded(now), past)
+    assert [one for one in from_half_way(said) if not one.is_right] == []
 
 
 def test_a_stage_that_takes_longer_than_last_time_is_not_said_to_end_at_once():

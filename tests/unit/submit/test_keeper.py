@@ -40,7 +40,7 @@ from hpc_serve.submit.status.status_reader import read_status
 from tests.cluster import wait_for
 from tests.support.at_once import at_once
 from tests.support.stubs import StubService, make_record
-from tests.unit.job.loads import Clock
+from tests.unit.job.starts import Clock
 from tests.unit.submit.service_8b import MODEL, before_sbatch, script, submit
 
 SERVICE = "8b"

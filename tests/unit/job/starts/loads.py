@@ -9,40 +9,11 @@ from typing import Literal
 from hpc_serve.job.progress import ReadSoFar, StartStages
 from hpc_serve.rendezvous.start_times import PastStart
 from hpc_serve.units import MIB
-from hpc_serve.vllm.log import read_phrase
 from tests.support.stubs import make_record
+from tests.unit.job.starts import Clock, Said, tell
 
 LOOK_S = 0.5
 Way = Literal["mapped", "by_read", "from_disk"]
-
-
-class Clock:
-    """A clock that is set."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@dataclass(frozen=True)
-class Said:
-    """What was said of a start that took `truth_s` more."""
-
-    truth_s: float
-    left_s: float | None
-
-    @property
-    def is_right(self) -> bool:
-        """Within half of the truth, or ten seconds."""
-        return self.left_s is not None and abs(self.left_s - self.truth_s) <= max(self.truth_s / 2, 10.0)
-
-
-def tell(stages: StartStages, line: str) -> bool | None:
-    """Tell of a line as the launcher does. Whether its stage counted; None if it names none."""
-    phrase = read_phrase(line)
-    return stages.note_phrase(phrase.text, phrase.done, phrase.total) if phrase else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +101,6 @@ def play_load(load: Load, past: PastStart | None = None) -> tuple[PastStart, lis
     stages.finish()
     return (
         stages.past_start(make_record(), 1.0),
-        [Said(clock.now - at_s, left_s) for at_s, left_s in told],
-        [Said(loaded_s - at_s, left_s) for at_s, left_s in weights],
+        [Said(at_s, clock.now - at_s, left_s) for at_s, left_s in told],
+        [Said(at_s, loaded_s - at_s, left_s) for at_s, left_s in weights],
     )
-
-
-def share_right(said: list[Said]) -> float:
-    """Of what was said from half-way on, how much was right."""
-    late = said[len(said) // 2 :]
-    return sum(one.is_right for one in late) / len(late)
