@@ -330,6 +330,7 @@ def listed_in(tmp_path) -> Callable[[str], OnDemand]:
         ("models: {a: 8b --name b}", "leave out --name"),
         ("models: {a: 8b --wait}", "leave out --wait"),
         ("services: x", "must be a whole number"),
+        ("[", "models.yaml is not YAML"),
         ("", "lists no models"),
     ],
 )
