@@ -16,14 +16,14 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc_serve.client.resume.stream import DEFAULT_MAX_TOKENS
 from hpc_serve.errors import InvalidRequestError, RecordError
 from hpc_serve.rendezvous.claims import lock_file
-from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Timestamp, is_service_name
+from hpc_serve.rendezvous.fields import Timestamp, is_service_name
 from hpc_serve.rendezvous.files import list_folder, make_private_folder, read_json, remove_file, write_json
 from hpc_serve.rendezvous.ownership import fault
 
@@ -63,7 +63,7 @@ class Use:
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    gpu_seconds: float = field(default=0.0, metadata=MAY_BE_MISSING)
+    gpu_seconds: float = 0.0
 
     def __add__(self, other: Use) -> Use:
         return Use(

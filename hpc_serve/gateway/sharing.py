@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.machine.network import LOOPBACK, reachable_addresses
+from hpc_serve.rendezvous.fields import host_and_port
 from hpc_serve.rendezvous.files import make_folders, make_key, make_private_folder, read_key, remove_file, write_private
 from hpc_serve.rendezvous.ownership import group_name, require
 from hpc_serve.trust.certificates import ADDING_VARIABLE, REPLACING_VARIABLES, ensure_self_signed, with_systems
@@ -93,7 +94,7 @@ def share(folder: Path, *, host: str, port: int, key: str | None, certificate: s
             f"{called} is open to everybody (mode {stat.S_IMODE(found.st_mode):04o}), and who reads it has the key. "
             f"Say who may: chgrp GROUP {shlex.quote(str(folder))} && chmod 2750 {shlex.quote(str(folder))}"
         )
-    url = f"https://{_reached_by(host)}:{port}/v1"
+    url = f"https://{host_and_port(_reached_by(host), port)}/v1"
     trust = [f'export {name}="$hpc_serve_shared/trusted.pem"' for name in REPLACING_VARIABLES]
     trust.append(f'export {ADDING_VARIABLE}="$hpc_serve_shared/certificate.pem"')
     files = {
@@ -133,10 +134,8 @@ def _readers(folder: Path, found: os.stat_result) -> str:
 
 
 def _reached_by(host: str) -> str:
-    """Return the name or address in a URL by which others reach a gateway on `host`."""
-    if host in ("0.0.0.0", "::"):
-        return os.uname().nodename
-    return f"[{host}]" if ":" in host else host
+    """Return the name or address by which others reach a gateway on `host`."""
+    return os.uname().nodename if host in ("0.0.0.0", "::") else host
 
 
 def _is_address(host: str) -> bool:

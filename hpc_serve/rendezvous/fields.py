@@ -132,6 +132,15 @@ def replica_name(job_id: str, replica: int, replicas_per_job: int) -> str:
     return job_id if replicas_per_job == 1 else f"{job_id}-{replica}"
 
 
+def host_and_port(host: str, port: int) -> str:
+    """Return an address as a URL has it.
+
+    >>> host_and_port("node7", 8000), host_and_port("::1", 8000)
+    ('node7:8000', '[::1]:8000')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def forgotten_file_name(job_id: str) -> str:
     """Return the name of the file that says that a job is not to be shown any more. An id may be Slurm's `9_[0-2]`.
 

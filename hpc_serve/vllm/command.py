@@ -230,6 +230,21 @@ class ServeCommand:
     stand_in: str | None = None
 
     @property
+    def weights(self) -> str:
+        """The folder or repository of the weights: the stand-in's, or the model's own."""
+        return self.stand_in or self.model
+
+    @property
+    def start(self) -> tuple[str, ...]:
+        """The words up to the model that is loaded."""
+        return self.argv[: self.argv.index("serve") + 2]
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The words after the model."""
+        return self.argv[len(self.start) :]
+
+    @property
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
@@ -397,5 +412,4 @@ def settings_text(command: ServeCommand, choose_port: Callable[[], int]) -> str:
 
 def headless_argv(command: ServeCommand) -> list[str]:
     """Return the command for a node without a server, which takes no number of API servers."""
-    place = command.argv.index("serve") + 2
-    return [*command.argv[:place], *without(command.argv[place:], {"--api-server-count"})]
+    return [*command.start, *without(command.options, {"--api-server-count"})]

@@ -27,7 +27,7 @@ from hpc_serve.cli.complete import service_names
 from hpc_serve.cli.submit.request import make_requests
 from hpc_serve.cli.submit.submit import submit_command
 from hpc_serve.errors import HpcServeError, SiteFileError
-from hpc_serve.rendezvous.fields import validate_service_name
+from hpc_serve.rendezvous.fields import host_and_port, validate_service_name
 
 if TYPE_CHECKING:
     import socket
@@ -120,12 +120,9 @@ class _File:
 def read_on_demand(path: Path) -> OnDemand:
     """Return the list in a file, each of whose models can be planned. Raises SiteFileError, naming the file."""
     from hpc_serve.gateway.settings import ListedModel, OnDemand
-    from hpc_serve.submit.site.site import fields_of, read_yaml
+    from hpc_serve.submit.site.site import fields_of, read_site_yaml
 
-    try:
-        node = read_yaml(path)
-    except (OSError, ValueError) as error:
-        raise SiteFileError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+    node = read_site_yaml(path, "list of models")
     found = dict(fields_of(node, _File, path)) if node is not None else {}
     if not found.get("models"):
         raise SiteFileError(f"{path} lists no models. An example: {_EXAMPLE}.")
@@ -335,7 +332,6 @@ def _tell(
         click.echo(_WITH_KEY.format(key=key, options=options) if key_file else f"curl {options}")
         click.echo(f"From your laptop: ssh -N -L 8000:{path} {os.uname().nodename}, then http://localhost:8000/v1")
         return
-    host = f"[{place.host}]" if ":" in place.host else place.host
-    click.echo(f"export OPENAI_BASE_URL=http://{host}:{place.port}/v1")
+    click.echo(f"export OPENAI_BASE_URL=http://{host_and_port(place.host, place.port)}/v1")
     click.echo(f"export OPENAI_API_KEY={key}")
     click.echo("The key goes over this port in the clear. A later program on this port could read it.", err=True)

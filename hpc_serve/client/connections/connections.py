@@ -143,7 +143,7 @@ class LoopConnection(EngineConnection, asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         self.transport = transport
         self._is_paused = False
-        self._room: asyncio.Future[None] | None = None
+        self._has_room = asyncio.Event()
 
     async def secure(self, context: ssl.SSLContext, timeout_s: float) -> None:
         with anyio.fail_after(timeout_s):
@@ -158,9 +158,8 @@ class LoopConnection(EngineConnection, asyncio.Protocol):
 
     async def room(self, timeout_s: float | None) -> None:
         while self.is_full and not self.is_lost:
-            self._room = self.loop.create_future()
             self.wait.begin_write(timeout_s)
-            await self._room
+            await self._has_room.wait()
             self.wait.stop()
 
     async def more(self, answer: EngineAnswer) -> None:
@@ -208,11 +207,11 @@ class LoopConnection(EngineConnection, asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.is_full = True
+        self._has_room.clear()
 
     def resume_writing(self) -> None:
         self.is_full = False
-        if self._room is not None and not self._room.done():
-            self._room.set_result(None)
+        self._has_room.set()
 
     def all_was_read(self) -> None:
         if self._is_paused:

@@ -13,6 +13,7 @@ from typing import Any
 
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
+from hpc_serve.rendezvous.fields import host_and_port
 from hpc_serve.rendezvous.gate_headers import SIGNS
 
 Header = tuple[bytes, bytes]
@@ -96,8 +97,7 @@ def lines_for(replica: ReplicaAddress) -> bytes:
 
     The key is always the service's own: the SDK may have taken a key that is meant for OpenAI from the environment.
     """
-    host = f"[{replica.host}]" if ":" in replica.host else replica.host
-    lines = f"host: {host}:{replica.port}\r\nauthorization: Bearer {replica.identity.api_key}\r\n"
+    lines = f"host: {host_and_port(replica.host, replica.port)}\r\nauthorization: Bearer {replica.identity.api_key}\r\n"
     return lines.encode() + b"%b: %b\r\n" % SIGNS
 
 

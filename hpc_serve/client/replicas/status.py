@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from hpc_serve.rendezvous.fields import replica_name
+from hpc_serve.rendezvous.fields import host_and_port, replica_name
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE, EndpointRecord, Progress, StartRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S
 from hpc_serve.units import duration
@@ -160,8 +160,7 @@ class ReplicaStatus:
         """Host and port, as a URL has them; empty if none is known."""
         if self.record is None or self.host is None:
             return ""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.record.port}"
+        return host_and_port(self.host, self.record.port)
 
     @property
     def base_url(self) -> str:

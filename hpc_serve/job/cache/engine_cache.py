@@ -48,9 +48,8 @@ _GPU_MODEL = re.compile(r"^Model:\s*(.*)$", re.MULTILINE)
 
 def cache_key(command: ServeCommand, device: Device, num_nodes: int) -> str:
     """Return the key of an engine's model, layout and versions: 16 hexadecimal digits, equal on all nodes of a run."""
-    model = command.stand_in or command.model
     return _digest(
-        [model, _text_of(Path(model) / "config.json")],
+        [command.weights, _text_of(Path(command.weights) / "config.json")],
         [command.tensor_parallel_size, command.pipeline_parallel_size, num_nodes, device],
         [command.data_parallel_size] if command.data_parallel_size > 1 else [],
         [sys.prefix, platform.python_version(), *_versions(_ENGINES)],

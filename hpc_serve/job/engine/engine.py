@@ -84,7 +84,7 @@ class Engine:
         self.keeper.set_phrase("starting the engine")
         self._parts.add(StopOrder.ENGINE, self._stop)
         command = self._node.command
-        sizes = await asyncio.to_thread(weight_sizes, Path(command.stand_in or command.model))
+        sizes = await asyncio.to_thread(weight_sizes, Path(command.weights))
         self.keeper.add_figures({"checkpoint_bytes": sum(sizes)} if sizes else {})
         while True:
             self.keeper.stages.note_sizes(sizes)

@@ -114,7 +114,7 @@ _OWN_TOKENIZER = frozenset({"--tokenizer", "--skip-tokenizer-init", "--tokenizer
 
 def needs_of(node: Node) -> Needs:
     """Return the needs of each node, from the run's command and launcher."""
-    given, names = read_arguments(_engine_words(node)), names_in(_engine_words(node))
+    given, names = read_arguments(node.command.options), names_in(node.command.options)
     options, environ = node.options, node.environ
     return Needs(
         num_nodes=node.allocation.num_nodes,
@@ -131,7 +131,7 @@ def needs_of(node: Node) -> Needs:
         load_format=str(_value(given, "--load-format", "auto")),
         has_own_gloo_interface=bool(environ.get("GLOO_SOCKET_IFNAME")),
         ignores_ray_versions=bool(environ.get("RAY_IGNORE_VERSION_MISMATCH")),
-        engine_words=tuple(_engine_words(node)),
+        engine_words=node.command.options,
     )
 
 
@@ -216,17 +216,18 @@ def _gatherers(node: Node) -> dict[str, Callable[[], Any]]:
     commands = [*([command.argv[0]] if starts_engine else []), *(["ray"] if node.backend == "ray" else [])]
     sockets = environ.get("VLLM_RPC_BASE_PATH") or str(node.node_dir)
     ask_hub = gather_node.ask_hub if node.allocation.is_head else None
-    model = command.stand_in or command.model
     gatherers: dict[str, Callable[[], Any]] = {
         "gpus": partial(gather_gpus.gather_gpus, needs, environ),
         "memory": gather_node.gather_memory,
         "folders": lambda: gather_node.gather_folders(_folders(node)),
         "limits": gather_node.gather_limits,
-        "weights": partial(gather_node.gather_weights, model, environ, load_format=needs.load_format, ask_hub=ask_hub),
+        "weights": partial(
+            gather_node.gather_weights, command.weights, environ, load_format=needs.load_format, ask_hub=ask_hub
+        ),
         "software": partial(gather_node.gather_software, environ, commands, sockets),
         "network": partial(gather_node.gather_network, node.address, node.environ),
     }
-    if _ELSEWHERE & names_in(_engine_words(node)):
+    if _ELSEWHERE & names_in(command.options):
         del gatherers["weights"]
     return gatherers
 
@@ -236,11 +237,6 @@ def _folders(node: Node) -> dict[str, str]:
     if node.staging is not None and not node.staging.is_whole:
         named[STAGED] = str(node.staging.target)
     return {"temporary files": str(node.node_dir), **{purpose: path for purpose, path in named.items() if path}}
-
-
-def _engine_words(node: Node) -> tuple[str, ...]:
-    argv = node.command.argv
-    return argv[argv.index("serve") + 2 :]
 
 
 def _value(given: tuple[Argument, ...], name: str, default: Any) -> Any:

@@ -134,10 +134,8 @@ class Staging:
 
     def command(self, command: ServeCommand) -> ServeCommand:
         """Return the command of an engine that loads the copy, and answers to the model's own names."""
-        place = command.argv.index("serve") + 1
-        words = command.argv[place + 1 :]
-        names = () if "--served-model-name" in names_in(words) else ("--served-model-name", command.model)
-        return replace(command, argv=(*command.argv[:place], str(self.target), *words, *names))
+        names = () if "--served-model-name" in names_in(command.options) else ("--served-model-name", command.model)
+        return replace(command, argv=(*command.start[:-1], str(self.target), *command.options, *names))
 
     def open(self, on_copied: _OnCopied) -> None:
         """Make the copy, or wait until another run has made it. `on_copied` is told the bytes that are there, of all.
@@ -233,13 +231,12 @@ def plan_staging(command: ServeCommand, base: Path, environ: Mapping[str, str]) 
 
     Raises InvalidRequestError, or PortsInUseError where another user has taken the folder's name.
     """
-    words = command.argv[command.argv.index("serve") + 1 :]
-    model = command.stand_in or command.model
-    if "--download-dir" in names_in(words):
+    model = command.weights
+    if "--download-dir" in names_in(command.options):
         raise InvalidRequestError(
             "--stage and --download-dir: the model is looked for in HF_HOME alone; leave one out."
         )
-    revision = str(value_of(read_arguments(words), "--revision") or "main")
+    revision = str(value_of(read_arguments(command.options), "--revision") or "main")
     folder = (
         Path(model) if model.startswith("/") else snapshot_folder(read_hub_settings(environ).cache, model, revision)
     )

@@ -26,16 +26,15 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")  # as /proc/mounts writes blanks
 
 def with_strategy(command: ServeCommand, environ: Mapping[str, str], *, num_nodes: int) -> tuple[ServeCommand, str]:
     """Return the command by which the engine reads its weights fast on this node, and why; the log says so too."""
-    words = command.argv[command.argv.index("serve") + 1 :]
     try:
-        place = find_weights(command.stand_in or command.model, words, environ)
+        place = find_weights(command.weights, command.options, environ)
     except (OSError, ValueError) as error:
         _log.warning("where the weights are cannot be seen, so vLLM chooses how it loads them: %s", error)
         return command, f"vLLM's default: where the weights are cannot be seen: {error}"
     if place is None:
         return command, ""
     ranks = -(-command.world_size // num_nodes)
-    chosen = choose_strategy(words, place, known=known_strategies(), ranks_per_node=ranks)
+    chosen = choose_strategy(command.options, place, known=known_strategies(), ranks_per_node=ranks)
     _log.info("loading weights: %s", chosen.reason)
     return replace(command, argv=(*command.argv, *chosen.args)), chosen.reason
 

@@ -130,9 +130,9 @@ class Remedy:
     options: Mapping[str, str]
     gives: str = ""
 
-    def without_option(self, name: str) -> Remedy:
-        """Return the remedy in words, where the option `name` stands for something that no option gives."""
-        rest = " ".join(word for pair in self.options.items() if pair[0] != name for word in pair)
+    def as_checkpoint(self) -> Remedy:
+        """Return the remedy in words, where --quantization stands for a checkpoint that no option gives."""
+        rest = " ".join(word for pair in self.options.items() if pair[0] != "--quantization" for word in pair)
         return Remedy(options={}, gives=f"{self.gives}, with {rest}" if rest else self.gives)
 
     def __str__(self) -> str:

@@ -141,7 +141,7 @@ def _accepted(remedy: Remedy, request: ServeRequest, stand_in: str | None) -> Re
             return remedy
     except (InvalidRequestError, DoesNotFitError):
         if "--quantization" in remedy.options:
-            return remedy.without_option("--quantization")
+            return remedy.as_checkpoint()
     return None
 
 

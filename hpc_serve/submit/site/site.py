@@ -47,7 +47,7 @@ _NOTHING = "tag:yaml.org,2002:null"
 _YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
 
 
-def read_yaml(path: Path) -> yaml.Node | None:
+def _read_yaml(path: Path) -> yaml.Node | None:
     """Return what a YAML file holds; None for an empty file. Raises OSError and ValueError."""
     import yaml  # not at the top: most commands find no site file, and it takes a twentieth of `plan`
 
@@ -74,7 +74,7 @@ def read_yaml(path: Path) -> yaml.Node | None:
 def read_site_yaml(path: Path, called: str) -> yaml.Node | None:
     """Return what a YAML file of a site holds; None for an empty file. Raises SiteFileError."""
     try:
-        return read_yaml(path)
+        return _read_yaml(path)
     except OSError as error:
         raise SiteFileError(f"{called} {path} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:

@@ -330,6 +330,7 @@ def listed_in(tmp_path) -> Callable[[str], OnDemand]:
         ("services: 0\nmodels: {a: 8b}", "services allows no model to start"),
         ("gpu_hours_a_day: 0\nmodels: {a: 8b}", "gpu_hours_a_day allows no model to start"),
         ("models:\n  a: 8b\n  a: 70b", "models has a name twice"),
+        ("[", "models.yaml is not YAML"),
         ("", "lists no models"),
     ],
 )
