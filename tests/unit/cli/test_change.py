@@ -25,6 +25,16 @@ def test_stop_tells_how_it_ended(store, stand_ins, ran):
     assert "it was cancelled (CANCELLED)" in ran(["status", "8b"]).out
 
 
+@pytest.mark.parametrize("command", ["stop", "forget", "wait", "scale", "wake", "logs", "status"])
+def test_an_empty_name_as_of_a_variable_that_is_not_set_means_no_service(store, stand_ins, failed_job, ran, command):
+    ran(["submit", "8b"])
+    failed_job("7")
+    before = store.read("8b")
+    assert "'' cannot name a service" in ran([command, "", *(["2"] if command == "scale" else [])], 2).err
+    assert not stand_ins.cancelled
+    assert store.read("8b") == before
+
+
 def test_stop_of_one_replica_leaves_the_others(store, stand_ins, ran):
     for _ in range(2):
         ran(["submit", "8b"])
