@@ -12,7 +12,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -64,6 +64,24 @@ BROKEN_PIPE = 141
 BUG = 70
 # What a full disk, a used-up quota or a broken device says to whoever writes to stdout.
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+class HelpText(click.HelpFormatter):
+    """A help that breaks no line within an option or a path, so that each can be copied."""
+
+    _WHOLE = "\N{NON-BREAKING HYPHEN}"
+
+    def write_text(self, text: str) -> None:
+        super().write_text(text.replace("-", self._WHOLE))
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+        super().write_dl([(name, text.replace("-", self._WHOLE)) for name, text in rows], col_max, col_spacing)
+
+    def getvalue(self) -> str:
+        return super().getvalue().replace(self._WHOLE, "-")
+
+
+click.Context.formatter_class = HelpText
 
 
 class LazyGroup(click.Group):

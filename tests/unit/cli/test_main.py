@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -24,6 +25,13 @@ def test_help_is_a_command_and_what_was_asked_for_without_one(argv, ran):
     assert out.startswith("Usage: hpc-serve submit [OPTIONS] [MODEL]" if "submit" in argv else "Usage: hpc-serve")
     assert "submit" in argv or "submit      Start a model as a service." in out
     assert err == ""
+
+
+@pytest.mark.parametrize("command", ["submit", "init", "env"])
+def test_no_line_of_a_help_ends_within_an_option_or_a_path(command, ran):
+    printed = ran(["help", command]).out
+    assert "--" in printed
+    assert [line for line in printed.splitlines() if re.search(r"\w-$", line)] == []
 
 
 @pytest.mark.parametrize("command", ["plan", "render", "submit", "bench", "quantize"])
