@@ -37,6 +37,14 @@ def test_stop_of_one_replica_leaves_the_others(store, stand_ins, ran):
     assert "8b has no replica 99" in ran(["stop", "8b", "--replica", "99"], 2).err
 
 
+@pytest.mark.parametrize(("words", "code"), [("8b -- -h", 2), ("8b nope", 5), ("8b nope --now", 5)])
+def test_stop_ends_nothing_if_one_of_its_names_is_wrong(store, stand_ins, ran, words, code):
+    ran(["submit", "8b"])
+    ran(["stop", *words.split()], code)
+    assert stand_ins.cancelled == []
+    assert read_wanted(store, "8b").state == "awake"
+
+
 def test_stop_tells_clients_of_a_job_that_was_cancelled_by_other_means(store, stand_ins, ran):
     ran(["submit", "8b"])
     stand_ins.queue()
