@@ -21,6 +21,7 @@ def test_stop_tells_how_it_ended(store, stand_ins, ran):
     out = ran(["stop", "8b"]).out
     assert "Stopping 8b (job 101), which is pending ..." in out
     assert "8b (job 101) is over: stopped: it was cancelled (CANCELLED)" in out
+    assert read_wanted(store, "8b").decided[-1].why == "stopped by hpc-serve stop"  # a gateway runs it, too
     assert ran(["stop", "8b"]).out == "8b is not running.\n"
     assert "it was cancelled (CANCELLED)" in ran(["status", "8b"]).out
 
