@@ -247,8 +247,7 @@ class Gateway:
                 self._people.begin(request)
             backend = self._directory.known(request.model)
             if backend is None:
-                person = request.person.name if request.person is not None else ""
-                backend = await self._directory.find(request.model, person)
+                backend = await self._directory.find(request.model)
             service = backend.service
             status = await forward(backend, message, request, self._for_page(request))
         except BrokenAnswerError:

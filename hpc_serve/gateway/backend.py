@@ -104,8 +104,8 @@ class Backend:
         self.turns = Turns(service, settings)
         self.counts = counts
         self.names: tuple[str, ...] = ()
-        self.bring: Callable[[], Awaitable[None]] | None = None
-        """Returns once the service is there or submitted, if it is started on demand."""
+        self.bring: Callable[[float, str], Awaitable[None]] | None = None
+        """Returns once the service is there or submitted, if it is started on demand: until when, and for whom."""
         self._wait_s = settings.wait_s
         self._transport = AsyncServiceTransport(self.watch, wait=settings.wait_s or None)
         self._search: asyncio.Task[None] | None = None
@@ -127,20 +127,25 @@ class Backend:
         """How the service is, in one line."""
         return summary(self.watch.status)
 
-    async def ready(self) -> None:
-        """Return once a replica is ready. Raises HpcServeError when none is in the time that a request waits."""
+    async def ready(self, person: str = "") -> None:
+        """Return once a replica is ready. Raises HpcServeError when none is in the time that a request waits.
+
+        `person` is whose request it is, if it has a key of its own.
+        """
         clock = asyncio.get_running_loop().time
         until_s = clock() + self._wait_s
         while not self.is_ready:
             if self._refused is not None and clock() < self._refused[0]:
                 raise self._refused[1]
             if self.bring is not None:
-                await self.bring()
-            search = self._searching()
-            left_s = max(until_s - clock(), 0.0) + _FIRST_LOOK_S
-            await asyncio.wait({search}, timeout=min(left_s, _BRING_AGAIN_S) if self.bring is not None else left_s)
-            if not search.done() and self.bring is not None and clock() < until_s:
-                continue  # somebody may have stopped it meanwhile
+                await self.bring(until_s, person)
+            search, left_s = self._searching(), max(until_s - clock(), 0.0)
+            step_s = min(left_s or _FIRST_LOOK_S, _BRING_AGAIN_S)
+            await asyncio.wait({search}, timeout=left_s + _FIRST_LOOK_S if self.bring is None else step_s)
+            if not search.done() and self.bring is not None:
+                if clock() < until_s:
+                    continue  # somebody may have stopped it meanwhile
+                raise WaitTimeoutError(f"{self.service} was not ready after {self._wait_s:g} s: {self.state}.")
             if not search.done():
                 raise WaitTimeoutError(f"Whether {self.service} has a ready replica could not be found out in time.")
             error = search.exception()
@@ -217,7 +222,7 @@ async def forward(backend: Backend, message: Message, request: Request, further:
     arrived_at_s = time.perf_counter()
     counts, turns = backend.counts, backend.turns
     if not (backend.is_ready and turns.enter_now()):
-        await turns.enter(backend.ready)
+        await turns.enter(lambda: backend.ready(request.person.name if request.person is not None else ""))
     begun_at_s = time.perf_counter()
     try:
         counts.wait_seconds.observe(begun_at_s - arrived_at_s)

@@ -78,15 +78,11 @@ class Directory:
         service = self._service_of(model) if not self._listed_names else None
         return self._backend(service) if service is not None else None
 
-    async def find(self, model: str | None, person: str = "") -> Backend:
-        """Return the service of a model's name, or the only one without a name. Raises Refusal, StoreError.
-
-        `person` is whose request it is, if it has a key of its own.
-        """
+    async def find(self, model: str | None) -> Backend:
+        """Return the service of a model's name, or the only one without a name. Raises Refusal, StoreError."""
         if model is not None and model in self._listed_names:
-            await self._listed.bring(model, person)
             self._listed.note_asked(model)
-            return self._backend(model)  # if it has ended since, its backend brings it again
+            return self._backend(model)  # which brings it
         if (service := self._service_of(model)) is None:
             since_s = asyncio.get_running_loop().time() - self._looked_at_s
             await asyncio.sleep(max(0.0, AGAIN_S - since_s))  # it may have come since the last look

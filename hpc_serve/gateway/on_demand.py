@@ -67,11 +67,12 @@ class Listed:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What is to be done with a service. `wait`: nothing now."""
+    """What is to be done with a service. `wait`: nothing now, and not before `in_s` seconds have passed."""
 
     what: Literal["start", "end", "wait"]
     service: str
     why: str
+    in_s: float = 0.0
 
 
 def decide(
@@ -102,7 +103,8 @@ def decide(
     if not may_end:
         names = ", ".join(running)
         kept = "a model stays while it is busy, and at least as long as its start took"
-        return Step(what="wait", service=service, why=f"there is no room beside {names}: {kept}")
+        in_s = min(one.kept_s - (now_s - (one.ready_at_s or now_s)) for one in running.values())
+        return Step(what="wait", service=service, why=f"there is no room beside {names}: {kept}", in_s=in_s)
     name = min(may_end, key=lambda name: (may_end[name].under_way > 0, may_end[name].asked_at_s))
     asked = now_s - may_end[name].asked_at_s
     since = f"was last asked {asked:.0f} s ago" if math.isfinite(asked) else "was not asked since the gateway began"
@@ -175,14 +177,14 @@ class OnDemandModels:
         self._commands: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
 
-    async def bring(self, service: str, person: str = "") -> None:
-        """Return once a service is there or submitted. Raises Refusal if it is not in the time that a request waits.
+    async def bring(self, service: str, until_s: float, person: str = "") -> None:
+        """Return once a service is there or submitted. Raises Refusal if it is not by `until_s` of the loop's clock.
 
         `person` is whose request it is, if it has a key of its own.
         """
         clock = asyncio.get_running_loop().time
-        listed, began_s = self._listed[service], clock()
-        listed.asked_at_s = began_s
+        listed = self._listed[service]
+        listed.asked_at_s = clock()
         if self._is_there(service) and self._services.is_ready(service):
             return
         await self._services.look()
@@ -191,7 +193,7 @@ class OnDemandModels:
             has_failed = now_s < listed.failed_until_s
             if not has_failed:
                 self._want(listed, now_s, person)
-            if has_failed or now_s - began_s >= self._wait_s:
+            if has_failed or now_s >= until_s:
                 retry_s = max(listed.failed_until_s - now_s, listed.may_start_at_s - now_s, _LOOK_S)
                 why = listed.why.rstrip(".") or "it was asked for now"
                 text = f"{service} is started on demand, and is not there yet: {why}."
@@ -280,6 +282,7 @@ class OnDemandModels:
         step = decide(service, now_s, waited_s, self._running(), self._limits, used_gpu_hours)
         if step.what == "wait" or (step.what == "start" and listed.is_ending):
             listed.why = step.why
+            listed.may_start_at_s = max(listed.may_start_at_s, now_s + step.in_s)
             return
         _log.warning("%s", printable(f"on demand: {step.what} {step.service}: {step.why}"))
         if step.what == "end":

@@ -124,23 +124,20 @@ def stop_command(
     """
     from hpc_serve.cli import show
     from hpc_serve.submit.services.want import end_what_comes, want_stop_of
-    from hpc_serve.submit.status.status_reader import elsewhere_sentence, find_report, replicas_here
+    from hpc_serve.submit.status.status_reader import elsewhere_sentence
 
     if not targets and not replicas:
         raise click.UsageError("Name a service or a job, or --replica JOB.")
-    store, ended = own_store(), []
-    for target in targets or replicas:
-        report = find_report(store, target)
-        foreign = report.live_elsewhere
-        if now and foreign and all(status.service != target for status in foreign):
+    store, ended, names = own_store(), [], targets or replicas
+    for target in names[1:]:
+        _named(store, target, replicas, now=now)  # a wrong name is refused before anything ends
+    for target in names:
+        found, foreign = _named(store, target, replicas, now=now)
+        if not found:
             said = f"There is no record of job {target} in {store.home}: it is ended without a drain."
             click.echo(said, err=as_json)
             ended += _stop(store, foreign, timeout_s=timeout, drain_s=0.0, err=as_json)
             continue
-        named = replicas_here(store, report)
-        found = [status for status in named if not replicas or {status.name, status.job_id} & set(replicas)]
-        if not found:
-            raise click.UsageError(f"{target} has no replica {', '.join(replicas)}: `hpc-serve status {target}`.")
         live = [status for status in found if not status.is_over]
         if not live:
             click.echo(f"{target} is not running.", err=as_json)
@@ -156,6 +153,24 @@ def stop_command(
             click.echo(elsewhere_sentence(store, status), err=as_json)
     if as_json:
         print_json({"ended": [show.status_json(status) for status in ended]})
+
+
+def _named(
+    store: ServiceStore, target: str, replicas: Sequence[str], *, now: bool
+) -> tuple[Sequence[ReplicaStatus], Sequence[ReplicaStatus]]:
+    """Return the replicas to end that a name means, and its jobs of other homes. Only with `now` may it mean a job of
+    another home alone. Raises HpcServeError and UsageError."""
+    from hpc_serve.submit.status.status_reader import find_report, replicas_here
+
+    report = find_report(store, target)
+    foreign = report.live_elsewhere
+    if now and foreign and all(status.service != target for status in foreign):
+        return (), foreign
+    named = replicas_here(store, report)
+    found = [status for status in named if not replicas or {status.name, status.job_id} & set(replicas)]
+    if not found:
+        raise click.UsageError(f"{target} has no replica {', '.join(replicas)}: `hpc-serve status {target}`.")
+    return found, foreign
 
 
 def _stop(

@@ -289,7 +289,7 @@ def _want_stop_in(store: ServiceStore, service: str, named: Set[str]) -> None:
             changed = _without(replace(changed, count=count, least=min(seen.least, count)), ended)
         else:
             changed = replace(changed, count=0, state="stopped", decider="")
-        return _by_person(changed, "stopped by a person", time.time())
+        return _by_person(changed, "stopped by hpc-serve stop", time.time())
 
     change_wanted(store, service, change)
 

@@ -21,6 +21,7 @@ def test_stop_tells_how_it_ended(store, stand_ins, ran):
     out = ran(["stop", "8b"]).out
     assert "Stopping 8b (job 101), which is pending ..." in out
     assert "8b (job 101) is over: stopped: it was cancelled (CANCELLED)" in out
+    assert read_wanted(store, "8b").decided[-1].why == "stopped by hpc-serve stop"  # a gateway runs it, too
     assert ran(["stop", "8b"]).out == "8b is not running.\n"
     assert "it was cancelled (CANCELLED)" in ran(["status", "8b"]).out
 
@@ -45,6 +46,14 @@ def test_stop_of_one_replica_leaves_the_others(store, stand_ins, ran):
     ran(["stop", "--replica", "101", "--now"])
     assert stand_ins.cancelled == ["102", "101"]
     assert "8b has no replica 99" in ran(["stop", "8b", "--replica", "99"], 2).err
+
+
+@pytest.mark.parametrize(("words", "code"), [("8b -- -h", 2), ("8b nope", 5), ("8b nope --now", 5)])
+def test_stop_ends_nothing_if_one_of_its_names_is_wrong(store, stand_ins, ran, words, code):
+    ran(["submit", "8b"])
+    ran(["stop", *words.split()], code)
+    assert stand_ins.cancelled == []
+    assert read_wanted(store, "8b").state == "awake"
 
 
 def test_stop_tells_clients_of_a_job_that_was_cancelled_by_other_means(store, stand_ins, ran):

@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 
 from hpc_serve.cli.use.gateway import read_on_demand
 from hpc_serve.client.discovery.wake import CommandFailedError
-from hpc_serve.errors import SiteFileError
+from hpc_serve.errors import SiteFileError, WaitTimeoutError
 from hpc_serve.gateway.settings import ListedModel, OnDemand, Settings
 from hpc_serve.rendezvous.claims import change_wanted, read_wanted
 from hpc_serve.rendezvous.store import ServiceStore
@@ -27,8 +27,10 @@ from tests.cluster import wait_for
 from tests.support.stubs import StubService, make_record
 
 pytest.importorskip("prometheus_client", reason="the gateway needs it")
-from hpc_serve.gateway import directory, on_demand
+from hpc_serve.gateway import backend, directory, on_demand
 from hpc_serve.gateway.answers import Refusal
+from hpc_serve.gateway.backend import Backend
+from hpc_serve.gateway.metrics import Counts
 from hpc_serve.gateway.on_demand import Listed, decide, gpu_hours, hours_free_in_s
 
 LIMITS = OnDemand(
@@ -211,8 +213,42 @@ def test_who_waits_too_long_is_told_what_it_waits_for(jobs, gateway, monkeypatch
     monkeypatch.setattr(on_demand, "LEAST_KEPT_S", 3600.0)
     front = gateway(on_demand=listed(most_services=1), wait_s=2.0)
     wait_for(lambda: front.complete("a").status == 200, 60, what="the first model")
-    front.complete("b").check_refusal(503, "on_demand", "no room beside a")
+    answer = front.complete("b")
+    answer.check_refusal(503, "on_demand", "no room beside a")
+    assert 3000 < int(answer.headers["retry-after"]) <= 3600
     assert front.complete("a").status == 200
+
+
+def test_who_waits_for_a_start_counts_as_waiting(jobs, gateway, monkeypatch):
+    monkeypatch.setattr(on_demand, "LEAST_KEPT_S", 3600.0)
+    front = gateway(on_demand=listed(most_services=1), wait_s=60.0, max_in_flight=1, most_queued=1)
+    wait_for(lambda: front.complete("a").status == 200, 60, what="the first model")
+    with ThreadPoolExecutor(3) as threads:
+        asked = [threads.submit(front.complete, "b") for _ in range(3)]
+        next(as_completed(asked, 40)).result().check_refusal(429, "queue_full", "b has 2 requests")
+        monkeypatch.setattr(on_demand, "LEAST_KEPT_S", 0.5)
+        assert sorted(one.result().status for one in asked) == [200, 200, 429]
+
+
+def test_a_request_has_one_deadline_for_the_start_and_the_replica(service, monkeypatch):
+    asked: list[float] = []
+
+    async def bring(until_s: float, person: str) -> None:
+        asked.append(until_s - asyncio.get_running_loop().time())
+
+    async def wait() -> None:
+        service.store.write(make_record(service="a", state="starting"))
+        one = Backend(service.store, "a", Settings(wait_s=1.0), Counts())
+        one.bring = bring
+        with pytest.raises(WaitTimeoutError, match="a was not ready after 1 s: starting"):
+            await one.ready()
+        await one.close()
+
+    monkeypatch.setattr(backend, "_BRING_AGAIN_S", 0.2)
+    asyncio.run(wait())
+    assert len(asked) > 1
+    assert asked == sorted(asked, reverse=True)
+    assert asked[-1] < 1.0
 
 
 class Looks:
@@ -262,7 +298,7 @@ def test_what_was_submitted_is_not_submitted_again_before_the_next_look(service,
             return ""
 
         monkeypatch.setattr(on_demand, "run_command", run)
-        await looks.models.bring("a")
+        await looks.models.bring("a", math.inf)
         await asyncio.sleep(20 * on_demand._LOOK_S)
         looks.models.close()
 
@@ -409,7 +445,7 @@ def test_a_service_is_started_for_who_does_not_wait(service, monkeypatch):
     async def ask() -> None:
         looks = Looks(service.store, wait_s=0.01, look_s=0.1)
         with pytest.raises(Refusal):
-            await looks.models.bring("a")
+            await looks.models.bring("a", 0.0)
         assert await asyncio.to_thread(begun.wait, 10)
         looks.models.close()
 
