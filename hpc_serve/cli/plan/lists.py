@@ -117,8 +117,8 @@ def models_command(word: str | None, fits: bool, as_json: bool, **options: Any) 
 
     site, none = read_site(os.environ), dict.fromkeys(_KEYS)
     of_site = load_site_models(site.models).values()
-    own = [{**none, "name": one.model, "aliases": [one.name], "note": one.note} for one in of_site]
-    known = [{key: getattr(entry, key) for key in _KEYS} for entry in catalog.models().values()]
+    own: list[_Entry] = [{**none, "name": one.model, "aliases": [one.name], "note": one.note} for one in of_site]
+    known: list[_Entry] = [{key: getattr(entry, key) for key in _KEYS} for entry in catalog.models().values()]
     own, known = list(filter(is_meant, own)), list(filter(is_meant, known))
     fits = fits or any(value is not None for value in options.values())
     if fits:
@@ -127,8 +127,8 @@ def models_command(word: str | None, fits: bool, as_json: bool, **options: Any) 
         is_whole = cluster_named(gpu, total_bytes=memory, gpus_per_node=per_node).is_whole
         where = gpu if is_whole else f"one node of {gpu}"
         machines["num_nodes"] = None if is_whole else 1
-        words = {(one.name,): with_plain_sizes(one.vllm_args) for one in of_site}
-        own = [one for one in own if _note_layout(machines, one, words[tuple(one["aliases"])])]
+        words = {one.name: with_plain_sizes(one.vllm_args) for one in of_site}
+        own = [one for one in own if _note_layout(machines, one, words[one["aliases"][0]])]
         known = [one for one in known if _note_layout(machines, one)]
     if as_json:
         print_json([*own, *known])
