@@ -60,7 +60,7 @@ def choose(samples: list[Sample], count: int | None, seed: int) -> list[Sample]:
 
 
 def _custom(text: str, source: str) -> Iterator[Sample]:
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # texts of JSON may hold U+2028 and U+0085
         if not line.strip():
             continue
         where = f"{source}, line {number}"
@@ -69,7 +69,7 @@ def _custom(text: str, source: str) -> Iterator[Sample]:
             raise InvalidRequestError(f"{where} is no JSON object: {_NOT}")
         prompt, messages, output_len = (value.get(name) for name in ("prompt", "messages", "output_tokens"))
         is_ids = isinstance(prompt, list) and bool(prompt) and all(type(one) is int for one in prompt)
-        is_chat = isinstance(messages, list) and all(isinstance(one, dict) for one in messages)
+        is_chat = isinstance(messages, list) and bool(messages) and all(isinstance(one, dict) for one in messages)
         if not (isinstance(prompt, str) or is_ids) and not (prompt is None and is_chat):
             raise InvalidRequestError(f"{where} is no request: {_NOT}")
         if output_len is not None and (type(output_len) is not int or output_len < 1):
@@ -275,10 +275,12 @@ async def _from_file(workload: BenchWorkload, texts: EngineTexts) -> list[BenchR
     assert workload.path is not None
     try:
         text = workload.path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise InvalidRequestError(f"--dataset-path {workload.path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError:
         raise InvalidRequestError(
-            f"--dataset-path {workload.path} cannot be read: {getattr(error, 'strerror', None) or error}."
-        ) from error
+            f"--dataset-path {workload.path} is not in UTF-8. Write the file in UTF-8, and do not compress it."
+        ) from None
     samples = choose(read_samples(workload.dataset, text, str(workload.path)), None, workload.seed)
     if workload.dataset == "sharegpt":
         samples = await _usable(samples, workload, texts)

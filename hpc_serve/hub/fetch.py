@@ -23,7 +23,7 @@ from typing import Any
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError, UnknownModelError
 from hpc_serve.given_files import is_plain_path
-from hpc_serve.hub.local_weights import HubSettings, missing_weights, read_index, snapshot_folder
+from hpc_serve.hub.local_weights import REACH_THE_HUB, HubSettings, missing_weights, read_index, snapshot_folder
 from hpc_serve.hub.needed_files import SAFETENSORS_INDEX, RepositoryFile, has_weights, needed_files
 from hpc_serve.units import GIB, readable_size
 
@@ -363,10 +363,7 @@ def cached_alone(name: str, settings: HubSettings, revision: str, why: str) -> P
     lacks = f"{why}, and of {name} {settings.cache} holds {words}."
     if settings.is_offline:
         raise InvalidRequestError(f"{lacks} Unset these variables to fetch it.")
-    raise HubConnectionError(
-        f"{lacks} Try again, or on a host that reaches the hub, often a login node. HTTPS_PROXY names a proxy, "
-        "HF_ENDPOINT a mirror of the hub."
-    )
+    raise HubConnectionError(f"{lacks} {REACH_THE_HUB}")
 
 
 def _indexed(index: Path) -> frozenset[str]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.given_files import is_plain_path, parse_json, read_bounded, read_json
 from hpc_serve.hub.local_weights import (
+    REACH_THE_HUB,
     HubSettings,
     cached_folder,
     read_header,
@@ -272,9 +273,7 @@ def _on_hub(settings: HubSettings, repository: str, name: str) -> Mapping[str, A
         raise UnknownModelError(f"{not_here}HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE keeps from the hub.")
     response = _get_file(settings, repository, name)
     if response is None:
-        raise UnknownModelError(
-            f"{not_here}{settings.endpoint} cannot be reached: name a folder or a config.json instead."
-        )
+        raise UnknownModelError(f"{not_here}{settings.endpoint} cannot be reached. {REACH_THE_HUB}")
     if name == QUANTIZATION_FILE and response.status_code in (401, 403, 404):
         return {}
     _check_answer(response, repository, settings)

@@ -28,6 +28,11 @@ from hpc_serve.vllm.arguments import ARGS_FILE, read_args_file
 from hpc_serve.vllm.command import StandIn
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
+REACH_THE_HUB = (
+    "Try again, or on a host that reaches the hub, often a login node. HTTPS_PROXY names a proxy, HF_ENDPOINT a mirror "
+    "of the hub."
+)
+"""What to do where the hub does not answer."""
 
 _TRUE = ("1", "ON", "YES", "TRUE")
 

@@ -61,7 +61,8 @@ def make_private_folder(path: Path, *, tighten: bool = True) -> Path:
             make_folders(path)
         except FileExistsError:
             raise StoreError(
-                f"{path} is in the way: it is not a folder. Move it, or set HPC_SERVE_HOME elsewhere."
+                f"{path} is in the way: it is not a folder. Move it, or choose another folder; for files of services, "
+                "by HPC_SERVE_HOME."
             ) from None
         found = os.stat(path)
         mode = stat.S_IMODE(found.st_mode)
@@ -318,6 +319,8 @@ def explained(what: str, path: Path) -> Iterator[None]:
                 " The filesystem is full or your quota is used up: free space there, or write elsewhere; "
                 "HPC_SERVE_HOME names the folder of services."
             )
+        elif error.errno == errno.EFBIG:
+            advice = " `ulimit -f` or the filesystem limits the size of a file: raise the limit, or write elsewhere."
         raise StoreError(f"cannot {what} {path}: {error.strerror}.{advice}") from error
 
 

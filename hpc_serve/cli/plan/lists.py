@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from hpc_serve.cli.commands import print_json
+from hpc_serve.cli.commands import print_json, with_plain_sizes
 from hpc_serve.cli.submit.request import machine_options, machines_of
 from hpc_serve.errors import HpcServeError
 from hpc_serve.plan import catalog
 from hpc_serve.plan.hardware import DEFAULT_GPU, accelerator_of, cluster_named
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.units import GIB
-
-if TYPE_CHECKING:
-    from hpc_serve.plan.make import PlanRequest
-
 
 _ENGINES = {"NVIDIA": "CUDA", "AMD": "ROCm", "Intel": "XPU", "Google": "TPU"}
 
@@ -114,7 +110,6 @@ def models_command(word: str | None, fits: bool, as_json: bool, **options: Any) 
 
     `--model` takes any Hugging Face id or folder as well. An option that says what a node has means --fits.
     """
-    from hpc_serve.plan.make import PlanRequest
     from hpc_serve.submit.site.site_files import load_site_models, read_site
 
     def is_meant(entry: Mapping[str, Any]) -> bool:
@@ -122,8 +117,8 @@ def models_command(word: str | None, fits: bool, as_json: bool, **options: Any) 
 
     site, none = read_site(os.environ), dict.fromkeys(_KEYS)
     of_site = load_site_models(site.models).values()
-    own = [{**none, "name": one.model, "aliases": [one.name], "note": one.note} for one in of_site]
-    known = [{key: getattr(entry, key) for key in _KEYS} for entry in catalog.models().values()]
+    own: list[_Entry] = [{**none, "name": one.model, "aliases": [one.name], "note": one.note} for one in of_site]
+    known: list[_Entry] = [{key: getattr(entry, key) for key in _KEYS} for entry in catalog.models().values()]
     own, known = list(filter(is_meant, own)), list(filter(is_meant, known))
     fits = fits or any(value is not None for value in options.values())
     if fits:
@@ -131,15 +126,18 @@ def models_command(word: str | None, fits: bool, as_json: bool, **options: Any) 
         gpu, memory, per_node = (machines[name] for name in ("gpu", "gpu_memory_bytes", "gpus_per_node"))
         is_whole = cluster_named(gpu, total_bytes=memory, gpus_per_node=per_node).is_whole
         where = gpu if is_whole else f"one node of {gpu}"
-        asked = PlanRequest(**machines | {"model": "", "num_nodes": None if is_whole else 1})
-        own, known = ([one for one in some if _note_layout(asked, one)] for some in (own, known))
+        machines["num_nodes"] = None if is_whole else 1
+        words = {one.name: with_plain_sizes(one.vllm_args) for one in of_site}
+        own = [one for one in own if _note_layout(machines, one, words[one["aliases"][0]])]
+        known = [one for one in known if _note_layout(machines, one)]
     if as_json:
         print_json([*own, *known])
     elif own or known:
         _print_models(own, known)
         if fits:
             assumed = "" if options["gpu"] or site.gpu else "; no GPU is named, so it is assumed: write --gpu NAME"
-            click.echo(f"LAYOUT is of {where}, with the model's longest context{assumed}.")
+            own_args = "; of a site's model, with its vllm_args" if own else ""
+            click.echo(f"LAYOUT is of {where}, with the model's longest context{own_args}{assumed}.")
     elif fits:
         raise click.ClickException(f"No model fits {where}.")
     else:
@@ -163,12 +161,16 @@ def _print_models(own: Sequence[_Entry], known: Sequence[_Entry]) -> None:
     print_table(rows, right=("PARAMETERS",), folded=("MODEL",), if_wide="PARAMETERS")
 
 
-def _note_layout(machines: PlanRequest, entry: _Entry) -> bool:
-    """Put the layout of a model on these machines beside it; False if the model does not fit."""
-    from hpc_serve.submit.plans.planning import plan_for
+def _note_layout(machines: Mapping[str, Any], entry: _Entry, words: tuple[str, ...] = ()) -> bool:
+    """Put the layout of a model on these machines beside it; False if the model does not fit.
+
+    `words` are the options of the engine.
+    """
+    from hpc_serve.submit.plans.planning import asked_plan, plan_for
 
     try:
-        plan = plan_for(replace(machines, model=entry["name"])).plan
+        request = ServeRequest(model=entry["name"], service="none", engine_args=words, **machines)
+        plan = plan_for(asked_plan(request)).plan
     except HpcServeError:
         return False
     if plan is not None:

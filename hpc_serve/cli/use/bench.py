@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -12,7 +13,7 @@ import click
 from hpc_serve.bench.run import Dataset, Lengths, Pace
 from hpc_serve.cli.commands import FILE, SECONDS, GroupedCommand, Written, print_json
 from hpc_serve.cli.complete import gpu_names, live_service_names
-from hpc_serve.errors import HpcServeError
+from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.given_files import parse_json
 
 if TYPE_CHECKING:
@@ -135,6 +136,8 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
     check = load_check(options["check"]) if options["check"] is not None else None
     if options["plot"] is not None:
         check_picture(options["plot"])
+    for name in ("save", "html", "plot"):
+        _check_output(options[name])
     runs, error = bench_view.measure(store, sweep)
     results = [
         result_of(
@@ -148,12 +151,12 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
     ]
     for number, run in enumerate(runs, start=1):
         _keep(store, run, number, options["gpu"])
-    if results and options["save"] is not None:
-        _write(options["save"], json.dumps(document(results, options["save"]), ensure_ascii=False) + "\n")
     if results and options["as_json"]:
         print_json(document(results))
     elif results:
         bench_view.print_results(results, is_full=options["full"])
+    if results and options["save"] is not None:
+        _write(options["save"], json.dumps(document(results, options["save"]), ensure_ascii=False) + "\n")
     if results and options["html"] is not None:
         _write(options["html"], page(results))
     if results and options["plot"] is not None:
@@ -237,6 +240,16 @@ def _object(text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise click.UsageError(f"--extra-body {text} is no JSON object.")
     return value
+
+
+def _check_output(path: Path | None) -> None:
+    """Refuse a file that cannot be written before a run takes its minutes."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise InvalidRequestError(f"{path} cannot be written: {path.parent} is no folder. Make it first.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InvalidRequestError(f"{path} cannot be written: you may not write there. Choose another folder.")
 
 
 def _write(path: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -22,6 +23,18 @@ def test_one_run_is_shown_and_saved(engine, tmp_path, ran):
     assert "100-r0-0" in printed
     result = json.loads(saved.read_text())
     assert (result["completed"], result["max_concurrency"], len(result["ttfts"])) == (12, 4, 12)
+
+
+def test_figures_that_cannot_be_saved_are_printed_all_the_same(engine, ran):
+    told = ran(["bench", "405b", *SMALL, "--save", "/dev/full"], 1)
+    assert "Successful requests:                     12" in told.out
+    assert "/dev/full cannot be written: No space left on device." in told.err
+
+
+def test_a_file_that_is_not_in_utf_8_is_told_what_to_do(engine, tmp_path, ran):
+    file = tmp_path / "requests.jsonl.gz"
+    file.write_bytes(gzip.compress(b'{"prompt": "a"}'))
+    assert "in UTF-8, and do not compress it" in ran(["bench", "405b", "--dataset-path", str(file)], 2).err
 
 
 def test_a_sweep_is_a_table_and_a_list(service, tmp_path, ran):
@@ -62,6 +75,8 @@ def test_json_is_all_that_stdout_holds(engine, ran):
         (["--output-len", "5"], "--output-len is for files"),
         (["--extra-body", "[1]"], "no JSON object"),
         (["--plot", "runs.doc"], "does not end in .png"),
+        (["--save", "nowhere/runs.json"], "nowhere is no folder"),
+        (["--html", "nowhere/runs.html"], "nowhere is no folder"),
         (["--goodput", "itl:5"], "'--goodput': itl:5: write ttft, tpot or e2el"),
     ],
 )

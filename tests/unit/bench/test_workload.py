@@ -43,12 +43,14 @@ def test_custom_files_have_prompts_ids_or_messages():
         {"prompt": "why?", "output_tokens": 9},
         {"prompt": [5, 6]},
         {"messages": [{"role": "user", "content": "a"}]},
+        {"prompt": "one\u2028two\x85three"},
     ]
-    text = "\n".join(map(json.dumps, lines)) + "\n\n"
+    text = "\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n\n"
     assert read_samples("custom", text, "f") == [
         Sample(prompt="why?", output_len=9),
         Sample(prompt=[5, 6]),
         Sample(messages=[{"role": "user", "content": "a"}]),
+        Sample(prompt="one\u2028two\x85three"),
     ]
 
 
@@ -58,6 +60,7 @@ def test_custom_files_have_prompts_ids_or_messages():
         ("{", "f, line 1 is no JSON"),
         ('{"prompt": "a"}\n{"question": "a"}', "f, line 2 is no request"),
         ('{"prompt": ["a"]}', "f, line 1 is no request"),
+        ('{"messages": []}', "f, line 1 is no request"),
         ('{"prompt": "a", "output_tokens": 0}', "output_tokens is 0"),
         ("[1]", "f, line 1 is no JSON object"),
         ("", "f holds no request"),

@@ -115,3 +115,9 @@ def test_what_cannot_be_in_the_file_is_refused_with_its_place(text, words, site,
     assert "models.yaml" in said
     site("models: /nonexistent/models.yaml\n")
     assert "/nonexistent/models.yaml cannot be read" in ran(["models"], 2).err
+
+
+def test_models_that_fit_are_planned_with_the_options_of_the_site_s_model(site, told, plan):
+    site("gpu: h100\n", "- {name: spread, model: 8b, vllm_args: [--tensor-parallel-size, 4, --max-model-len, 8k]}\n")
+    assert [one["layout"] for one in told("models", "spread", "--fits")] == ["TP=4 PP=1"]
+    assert plan("spread")["tensor_parallel_size"] == 4

@@ -13,7 +13,7 @@ import pytest
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.hub.hub import find_model, find_spec, stored_weights
-from hpc_serve.hub.local_weights import cached_folder
+from hpc_serve.hub.local_weights import REACH_THE_HUB, cached_folder
 from hpc_serve.plan.model.checkpoint import StoredTensor, StoredWeights, loaded_bytes
 from tests.support.fake_hub import cached
 from tests.unit.conftest import HubAnswers
@@ -133,6 +133,8 @@ def test_without_a_network(hub_answers: HubAnswers, environ: dict[str, str]) -> 
     with pytest.raises(UnknownModelError, match="cannot be reached") as caught:
         find_model("acme/rocket-7b", environ=environ)
     assert (TOKEN in str(caught.value), caught.value.__cause__) == (False, None)
+    assert REACH_THE_HUB in str(caught.value)
+    assert str(caught.value).count("config.json") == 1
     hub_answers(answering(200))
     with pytest.raises(UnknownModelError, match="HF_HUB_OFFLINE"):
         find_model("acme/rocket-7b", environ={**environ, "HF_HUB_OFFLINE": "1"})

@@ -92,14 +92,15 @@ def test_a_folder_of_somebody_else_is_refused(store, which):
 def test_a_file_in_the_way_is_named(store, tmp_path):
     store.home.mkdir()
     (store.home / "services").write_text("")
-    with pytest.raises(StoreError, match=r"services is in the way"):
+    with pytest.raises(StoreError, match=r"services is in the way.* choose another folder"):
         store.write(make_record())
     with pytest.raises(StoreError, match="cannot make the folder"):
         ServiceStore(store.home / "services" / "home").ensure_service("405b")
 
 
 @pytest.mark.parametrize(
-    ("number", "advice"), [(errno.EROFS, "HPC_SERVE_HOME"), (errno.EDQUOT, "quota"), (errno.EIO, "cannot write")]
+    ("number", "advice"),
+    [(errno.EROFS, "HPC_SERVE_HOME"), (errno.EDQUOT, "quota"), (errno.EFBIG, "ulimit -f"), (errno.EIO, "cannot write")],
 )
 def test_what_the_filesystem_refuses_is_explained(store, monkeypatch, number, advice):
     refuse(monkeypatch, os, "replace", number)
