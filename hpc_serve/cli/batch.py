@@ -190,13 +190,13 @@ class _OwnService:
     def start(self) -> None:
         from hpc_serve.cli.submit.submit import submit_command
         from hpc_serve.client import services
-        from hpc_serve.rendezvous.claims import read_wanted
+        from hpc_serve.rendezvous.claims import read_wanted_or_none
         from hpc_serve.rendezvous.store import ServiceStore, default_home
 
         self.is_done()
         if self._model is None:
             return
-        wanted = read_wanted(ServiceStore(default_home(os.environ)), self.name)
+        wanted = read_wanted_or_none(ServiceStore(default_home(os.environ)), self.name)
         is_there = any(one.service == self.name and (one.ready or one.is_coming) for one in services())
         if is_there or (wanted is not None and wanted.state == "asleep"):
             stays = "" if self._stops else ", and stays after the batch; --stop ends it"
