@@ -94,7 +94,8 @@ def batch_command(
         raise click.UsageError("--replicas is of a service that --model starts: hpc-serve scale NAME changes another.")
     if shard and (model or stops):
         raise click.UsageError("Shards share one service: start it with hpc-serve submit, and give --service NAME.")
-    service = service or (default_service(model) if model else None)
+    if service is None and model:
+        service = default_service(model)
     if service is None and (stops or detach):
         raise click.UsageError("Name the service: --service NAME, or --model.")
     if not detach and (extra or any(value is not None for value in slurm.values())):
