@@ -94,7 +94,8 @@ def batch_command(
         raise click.UsageError("--replicas is of a service that --model starts: hpc-serve scale NAME changes another.")
     if shard and (model or stops):
         raise click.UsageError("Shards share one service: start it with hpc-serve submit, and give --service NAME.")
-    service = service or (default_service(model) if model else None)
+    if service is None and model:
+        service = default_service(model)
     if service is None and (stops or detach):
         raise click.UsageError("Name the service: --service NAME, or --model.")
     if not detach and (extra or any(value is not None for value in slurm.values())):
@@ -190,13 +191,13 @@ class _OwnService:
     def start(self) -> None:
         from hpc_serve.cli.submit.submit import submit_command
         from hpc_serve.client import services
-        from hpc_serve.rendezvous.claims import read_wanted
+        from hpc_serve.rendezvous.claims import read_wanted_or_none
         from hpc_serve.rendezvous.store import ServiceStore, default_home
 
         self.is_done()
         if self._model is None:
             return
-        wanted = read_wanted(ServiceStore(default_home(os.environ)), self.name)
+        wanted = read_wanted_or_none(ServiceStore(default_home(os.environ)), self.name)
         is_there = any(one.service == self.name and (one.ready or one.is_coming) for one in services())
         if is_there or (wanted is not None and wanted.state == "asleep"):
             stays = "" if self._stops else ", and stays after the batch; --stop ends it"

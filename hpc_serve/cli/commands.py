@@ -72,7 +72,19 @@ SECONDS = Written("time", _read_seconds)
 """Seconds, or a number with s, m or h: 90, 90s, 10m, 1.5h."""
 TIME_WITH_UNIT = Written("time", partial(_read_seconds, needs_unit=True))
 """The same, where the letter must be there."""
-FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+class PathType(click.Path):
+    """A path; an empty word, as an unset variable of a script gives, would be the folder that the command runs in."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("it is empty (an unset variable?).", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+FILE = PathType(dir_okay=False, path_type=Path)
+PATH = PathType(path_type=Path)
 
 # -- commands with many options
 

@@ -79,7 +79,7 @@ async def _ready_watch(
 ) -> ServiceWatch:
     """Return a watch that knows a ready replica of a service, or of the one service that is meant without a name."""
     store, policy = open_store(home), WaitPolicy(wait)
-    if service:
+    if service is not None:
         store, name = await here.call(named_service, service, store.home)
     else:
         name = pick_service(await here.call(find_ready_services, store), store, waits=policy.waits)

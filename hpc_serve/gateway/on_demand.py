@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from hpc_serve.client.discovery.wake import CommandFailedError, run_command
-from hpc_serve.errors import StoreError
+from hpc_serve.errors import RendezvousError
 from hpc_serve.gateway.answers import Refusal
 from hpc_serve.gateway.settings import OnDemand
 from hpc_serve.printable import printable
@@ -329,7 +329,7 @@ class OnDemandModels:
         def told(found: Wanted | None) -> Wanted | None:
             return found.with_decisions(time.time(), decision) if found is not None else None
 
-        with contextlib.suppress(StoreError):
+        with contextlib.suppress(RendezvousError):
             await asyncio.to_thread(change_wanted, self._store, service, told)
 
     def _running(self) -> dict[str, Listed]:

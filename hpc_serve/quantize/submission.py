@@ -16,9 +16,10 @@ from hpc_serve.hub.hub import FoundModel, find_model
 from hpc_serve.hub.local_weights import missing_weights, weight_files
 from hpc_serve.quantize.request import QuantizeRequest, render_quantize_script
 from hpc_serve.rendezvous.files import make_log_dir, make_private_folder
+from hpc_serve.rendezvous.store import process_start_time
 from hpc_serve.submit.logs import follow, tail
 from hpc_serve.submit.plans.preflight import is_repository
-from hpc_serve.submit.slurm.scheduler import SchedulerView, process_start_time
+from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.slurm.slurm import GONE, JobState
 from hpc_serve.submit.slurm.slurm_messages import ended_sentence
 

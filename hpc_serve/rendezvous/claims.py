@@ -168,12 +168,18 @@ def wanted_file(store: ServiceStore, service: str) -> Path:
 
 
 def read_wanted(store: ServiceStore, service: str) -> Wanted | None:
-    """Return what is written; None if nothing is, or if the file is damaged. Raises StoreError."""
+    """Return what is written; None if nothing is. Raises StoreError, and RecordError if the file is damaged."""
     path = wanted_file(store, service)
     check_folder(path.parent)
-    with contextlib.suppress(FileNotFoundError, RecordError):
+    try:
         return read_json(Wanted, path)
-    return None
+    except FileNotFoundError:
+        return None
+    except RecordError as error:
+        raise RecordError(
+            f"{error} What is wanted of {service} is unknown. Wait a minute first: the program that keeps it writes the "
+            f"file again. If none does, remove it, and give its options again: hpc-serve submit --name {service}."
+        ) from None
 
 
 def read_wanted_or_none(store: ServiceStore, service: str) -> Wanted | None:
@@ -184,13 +190,24 @@ def read_wanted_or_none(store: ServiceStore, service: str) -> Wanted | None:
         return None
 
 
-def change_wanted(store: ServiceStore, service: str, change: Callable[[Wanted | None], Wanted | None]) -> Wanted | None:
+def change_wanted(
+    store: ServiceStore,
+    service: str,
+    change: Callable[[Wanted | None], Wanted | None],
+    *,
+    if_damaged: Wanted | None = None,
+) -> Wanted | None:
     """Replace what is written by what `change` makes of it, and return that; None, from `change` too, changes nothing.
 
-    Raises StoreError.
+    `change` gets `if_damaged` in place of a damaged file. Raises StoreError, and RecordError if that is not given.
     """
     with locked(store, service):
-        found = read_wanted(store, service)
+        try:
+            found = read_wanted(store, service)
+        except RecordError:
+            if if_damaged is None:
+                raise
+            found = if_damaged
         changed = change(found)
         if changed is not None:
             changed = replace(changed, counter=(found.counter if found is not None else 0) + 1)

@@ -194,6 +194,24 @@ _BESIDE_RECORDS = (".drain", ".preflight", ".forgotten")
 ABANDONED_AFTER_S = 900.0
 
 
+def process_start_time(pid: int) -> int | None:
+    """Clock ticks from boot to the start of process `pid`; None if there is none, or only its zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The command's name, in parentheses, may itself hold blanks and parentheses.
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def is_gone(job: SubmittedJob) -> bool:
+    """Return whether the process of a local job has ended; False on another machine, which cannot see it."""
+    if job.cluster != "local" or job.host != os.uname().nodename or job.pid is None:
+        return False
+    return process_start_time(job.pid) != job.pid_start_time
+
+
 def default_home(environ: Mapping[str, str]) -> Path:
     """`$HPC_SERVE_HOME`, else `~/.hpc-serve`, as an absolute path. Raises StoreError if there is no home directory."""
     named = environ.get("HPC_SERVE_HOME")

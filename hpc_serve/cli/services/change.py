@@ -12,7 +12,7 @@ import click
 
 from hpc_serve.cli.commands import REPLICAS, SECONDS, print_json
 from hpc_serve.cli.complete import service_names
-from hpc_serve.errors import StoreError
+from hpc_serve.errors import RendezvousError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore, own_store
 from hpc_serve.submit.request.bounds import shown_counts
@@ -143,7 +143,7 @@ def stop_command(
             click.echo(f"{target} is not running.", err=as_json)
         try:
             want_stop_of(store, found)
-        except StoreError as error:
+        except RendezvousError as error:
             click.echo(f"{error} The jobs are ended all the same.", err=True)
         ended += _stop(store, found, timeout_s=timeout, drain_s=0.0 if now else drain, err=as_json)
         for service in dict.fromkeys(status.service for status in found):

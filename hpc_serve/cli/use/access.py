@@ -60,7 +60,7 @@ def access_command(service: str | None, program: str | None, local_port: int, lo
     try:
         client = connect(service)
     except HpcServeError as error:
-        if service is None:
+        if service is None or isinstance(error, InvalidRequestError):
             raise
         name, context, why_not = service, None, str(error)
     else:
@@ -180,6 +180,8 @@ def chat_command(
     """
     import hpc_serve.client
 
+    if adapter == "":  # an engine takes no name for that of its model
+        raise click.UsageError("--adapter is empty (an unset variable?).")
     is_named = service is None or is_service_name(service) or is_service_folder(service)
     if prompt is None and not is_named:
         service, prompt = None, service

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpc_serve.cli.commands import FILE, SECONDS, SIZE, print_json
+from hpc_serve.cli.commands import FILE, PATH, SECONDS, SIZE, print_json
 from hpc_serve.cli.complete import service_names
 from hpc_serve.cli.submit.request import make_requests
 from hpc_serve.cli.submit.submit import submit_command
@@ -174,16 +174,14 @@ _WITH_KEY = """printf 'header = "Authorization: Bearer %s"' {key} | curl --confi
 
 @click.command("gateway")
 @click.argument("services", nargs=-1, shell_complete=service_names)
-@click.option("--socket", "socket_path", type=click.Path(path_type=Path), help="Listen on this Unix socket.")
+@click.option("--socket", "socket_path", type=PATH, help="Listen on this Unix socket.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Listen on this port, with a key; 0 for any free one.")
 @click.option("--host", help="With --port: the address to listen on; TLS for any but this host's own [127.0.0.1].")
-@click.option(
-    "--share", type=click.Path(path_type=Path), help="With --host: a folder for the files that others need to ask."
-)
+@click.option("--share", type=PATH, help="With --host: a folder for the files that others need to ask.")
 @click.option(
     "--own-keys", is_flag=True, help="With --share: put no key there; `hpc-serve key add` makes one for each."
 )
-@click.option("--key-file", type=click.Path(path_type=Path), help="The key's file, made if it is missing (0600).")
+@click.option("--key-file", type=PATH, help="The key's file, made if it is missing (0600).")
 @click.option("--wait", type=SECONDS, default=60.0, help="How long a request waits for a replica [60s].")
 @click.option("--wake", is_flag=True, help="A request wakes a service that is asleep.")
 @click.option(

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 
 from hpc_serve.background import in_background
 from hpc_serve.client.discovery.lost_replicas import LookResult, LostReplicas
@@ -30,10 +31,10 @@ from hpc_serve.client.replicas.probe import (
     Proofs,
     probe_records,
 )
-from hpc_serve.client.replicas.status import ProbeResult, ServiceStatus, assess_replica, assess_submitted
+from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus, ServiceStatus, assess_replica, assess_submitted
 from hpc_serve.errors import HpcServeError
-from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.store import ServiceRecords, ServiceStore
+from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
+from hpc_serve.rendezvous.store import ServiceRecords, ServiceStore, is_gone
 from hpc_serve.trust.connection import Identity
 
 REFRESH_S = 10.0
@@ -229,7 +230,7 @@ class ServiceWatch:
             )
             for record in found.records
         ]
-        replicas += map(assess_submitted, found.without_record())
+        replicas += map(_without_record, found.without_record())
         return ServiceStatus(
             service=self.service,
             home=str(self.store.home),
@@ -272,6 +273,13 @@ class ServiceWatch:
 
 def _probe(records: Sequence[EndpointRecord], api_key: str) -> dict[str, ProbeResult]:
     return probe_records(records, api_key, timeout_s=PROBE_S)
+
+
+def _without_record(job: SubmittedJob) -> ReplicaStatus:
+    status = assess_submitted(job)
+    if job.end is None and is_gone(job):
+        return replace(status, state="failed", reason="its process has ended")
+    return status
 
 
 def _ready_ones(records: Sequence[EndpointRecord]) -> list[EndpointRecord]:

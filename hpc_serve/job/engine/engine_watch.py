@@ -19,7 +19,7 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 
-from hpc_serve.errors import StoreError
+from hpc_serve.errors import RendezvousError
 from hpc_serve.job.engine.health import EngineAddress, Look, SmallRequest, ask, look, read_weight_version, told
 from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.redact import redact
@@ -95,7 +95,7 @@ class Adapters:
             if seen == self._seen:
                 return None
             wanted = read_wanted(self._keeper.store, self._keeper.record.service)
-        except (OSError, StoreError):
+        except (OSError, RendezvousError):
             return None
         self._seen = seen
         return dict(wanted.adapters) if wanted is not None else None

@@ -38,6 +38,7 @@ from hpc_serve.rendezvous.store import (
     ServiceStore,
     ask_to_drain,
     drain_file,
+    process_start_time,
 )
 from hpc_serve.rendezvous.wanted import SUBMITTING_S, Decision, Wanted
 from hpc_serve.submit.services.jobs import WhatIs, Windows
@@ -45,7 +46,7 @@ from hpc_serve.submit.services.reconcile import after, failed, noted, reconcile
 from hpc_serve.submit.services.stop import end_job
 from hpc_serve.submit.services.what_is import Looker
 from hpc_serve.submit.slurm import scheduler
-from hpc_serve.submit.slurm.scheduler import SchedulerView, process_start_time
+from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.slurm.slurm import UNKNOWN, after_start_option, array_options, batch_log_option
 from hpc_serve.submit.status.status_reader import old_jobs, scheduled_job
 

@@ -10,6 +10,7 @@ run; one of them decides at a time. It looks every few seconds, asks reconcile.p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import shutil
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hpc_serve.errors import HpcServeError
+from hpc_serve.errors import HpcServeError, RecordError
 from hpc_serve.rendezvous.claims import change_wanted, read_wanted
 from hpc_serve.rendezvous.fields import record_file_name
 from hpc_serve.rendezvous.files import read_json
@@ -80,7 +81,9 @@ class Keeper:
         Raises HpcServeError where something did not work; it can be tried again.
         """
         own = self._own_record()
-        wanted = read_wanted(self.store, self.service)
+        wanted = None
+        with contextlib.suppress(RecordError):
+            wanted = read_wanted(self.store, self.service)
         self.asked = wanted or self.asked  # what a damaged file said last is wanted still
         drains = own is not None and (own.state == "draining" or own.is_final or self._is_asked_to_drain())
         # A job at its time limit goes on until its successor is there, which may be late.
@@ -109,7 +112,7 @@ class Keeper:
         def leave(found: Wanted | None) -> Wanted | None:
             return replace(found, decider="") if found is not None and found.decider == self.own_name else None
 
-        change_wanted(self.store, self.service, leave)
+        change_wanted(self.store, self.service, leave, if_damaged=self.asked)
 
     def _take_over(self, seen: Wanted | None) -> Wanted | None:
         """Become the one who decides, if nobody is: what is wanted then, else None."""
@@ -130,7 +133,7 @@ class Keeper:
             missing = "" if shutil.which("sbatch") else str(scheduler.command_missing("sbatch"))
             return replace(found, decider=self.own_name, problem=missing or found.problem)
 
-        taken = change_wanted(self.store, self.service, take)
+        taken = change_wanted(self.store, self.service, take, if_damaged=self.asked)
         if taken is not None:
             _log.info("this job decides for %s: %d to %d replicas", self.service, taken.least, taken.most)
             self.is_deciding = True

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from hpc_serve.client.replicas.status import ReplicaStatus
-from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError
-from hpc_serve.rendezvous.claims import change_wanted, read_wanted, wanted_file
+from hpc_serve.errors import HpcServeError, InvalidRequestError, RecordError, StoreError
+from hpc_serve.rendezvous.claims import change_wanted, read_wanted, read_wanted_or_none, wanted_file
 from hpc_serve.rendezvous.files import remove_file
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE, Adapter, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
@@ -163,7 +163,7 @@ def scale(
 
     def change(seen: Wanted | None, here: Sequence[Job], now: float) -> Wanted:
         awake = _awake(seen, per_job)
-        counts = _counts_of(here) if seen is None else {}  # there is no file, or it is damaged
+        counts = _counts_of(here) if seen is None else {}
         if not isinstance(replicas, int) or counts.keys() - {DEFAULT_MACHINE}:
             awake = awake.with_counts(counts) if counts else awake
         if seen is not None and seen.state != "awake":  # nothing is there: kinds that are not named stay away
@@ -267,7 +267,7 @@ def want_stop_of(store: ServiceStore, found: Sequence[ReplicaStatus]) -> None:
     """A person ends these replicas: no job shall bring them back. Raises StoreError.
 
     Where they are all of a service, it is stopped. A job of which others go on still counts. On this machine alone
-    nothing brings them back.
+    nothing brings them back. A damaged file is replaced if all end, and RecordError is raised all the same.
     """
     for service in dict.fromkeys(status.service for status in found if status.job.cluster != "local"):
         _want_stop_in(store, service, {status.name for status in found if status.service == service})
@@ -291,7 +291,12 @@ def _want_stop_in(store: ServiceStore, service: str, named: Set[str]) -> None:
             changed = replace(changed, count=0, state="stopped", decider="")
         return _by_person(changed, "stopped by hpc-serve stop", time.time())
 
-    change_wanted(store, service, change)
+    try:
+        change_wanted(store, service, change)
+    except RecordError:
+        if not staying:  # the programs that keep it would bring it back
+            change_wanted(store, service, change, if_damaged=Wanted(least=1, most=1, count=1))
+        raise
 
 
 def end_what_comes(store: ServiceStore, service: str) -> tuple[str, ...]:
@@ -299,7 +304,7 @@ def end_what_comes(store: ServiceStore, service: str) -> tuple[str, ...]:
 
     Raises HpcServeError.
     """
-    found = read_wanted(store, service)
+    found = read_wanted_or_none(store, service)
     if found is None or found.state != "stopped":
         return ()
     return settle(store, service, drain_s=0.0).ended

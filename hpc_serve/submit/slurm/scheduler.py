@@ -21,12 +21,12 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from hpc_serve.errors import SchedulerError, SchedulerUnavailableError
 from hpc_serve.rendezvous.fields import array_of
 from hpc_serve.rendezvous.ownership import user_name
 from hpc_serve.rendezvous.record import SubmittedJob
+from hpc_serve.rendezvous.store import process_start_time
 from hpc_serve.submit.slurm.slurm import (
     GONE,
     SINFO_ARGV,
@@ -48,17 +48,6 @@ from hpc_serve.submit.slurm.slurm import (
 # -- jobs on this machine
 
 _POLL_S = 0.1
-
-
-def process_start_time(pid: int) -> int | None:
-    """Clock ticks from boot to the start of process `pid`; None if there is none, or only its zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    # The command's name, in parentheses, may itself hold blanks and parentheses.
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in ("Z", "X") else int(fields[19])
 
 
 def local_job_state(job: SubmittedJob) -> JobState:

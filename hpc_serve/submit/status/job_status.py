@@ -219,7 +219,9 @@ def explain_missing_record(
 
 def _of_job_alone(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
     if job.is_pending:
-        expected = f"; expected to start at {job.start_time}" if job.start_time else ""
+        # Slurm may name a time for a job that only a person can let go.
+        stays = job.reason.startswith("JobHeld") or pending_cure(job.reason, job.job_id)
+        expected = f"; expected to start at {job.start_time}" if job.start_time and not stays else ""
         if job.waits_for_one_of_several_partitions:
             sentence = f"waiting; one of its partitions ({job.partition}) cannot run it ({job.reason}){expected}"
             return replace(status, state="pending", reason=sentence)

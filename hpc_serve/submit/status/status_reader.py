@@ -25,9 +25,8 @@ from hpc_serve.client.replicas.status import (
 )
 from hpc_serve.errors import HpcServeError, RendezvousError, ServiceNotFoundError
 from hpc_serve.redact import redact, redact_lines
-from hpc_serve.rendezvous.claims import wanted_file
+from hpc_serve.rendezvous.claims import read_wanted
 from hpc_serve.rendezvous.fields import array_of, is_service_name, validate_service_name
-from hpc_serve.rendezvous.files import read_json
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob, followers_of
 from hpc_serve.rendezvous.store import JobEntry, ServiceRecords, ServiceStore
 from hpc_serve.rendezvous.wanted import Wanted
@@ -74,9 +73,7 @@ def read_status(store: ServiceStore, service: str | None = None, *, slurm: Sched
 def _wanted(store: ServiceStore, service: str, problems: list[str]) -> Wanted | None:
     """Return what is wanted of a service; `problems` gets why a file of it cannot be read."""
     try:
-        return read_json(Wanted, wanted_file(store, service))
-    except FileNotFoundError:
-        return None
+        return read_wanted(store, service)
     except HpcServeError as error:
         problems.append(str(error))
         return None

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
+
+import pytest
 
 from hpc_serve.cli.use import access
 from tests.support.stubs import StubService
@@ -78,3 +81,19 @@ def test_a_conversation_hands_on_what_was_said_and_forgets_what_was_interrupted(
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     assert "(interrupted)" in ran(["chat", "8b", "--system", "be brief"]).err
     assert asked == [["be brief", "a"], ["be brief", "a", "one", "b"], ["be brief", "a", "one", "c"]]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["env", ""], ["access", ""], ["chat", "", "hello"], ["chat", "8b", "hello", "--adapter", ""]),
+        *(["targets", "--output", ""], ["gateway", "--port", "0", "--key-file", ""], ["batch", "in.jsonl", ""]),
+        ["batch", "in.jsonl", "out.jsonl", "--service", ""],
+    ],
+    ids=" ".join,
+)
+def test_an_empty_word_as_of_a_variable_that_is_not_set_is_not_taken_for_none(words, tmp_path, monkeypatch, ran):
+    monkeypatch.chdir(tmp_path)
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}}
+    (tmp_path / "in.jsonl").write_text(json.dumps(request))
+    assert re.search("'' cannot name a service|is empty \\(an unset variable", ran(words, 2).err)

@@ -1,12 +1,15 @@
 """What a client says of its replicas: which it knows, and which one answered."""
 
 import asyncio
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from hpc_serve.client import Replica, connect, connect_async
+from hpc_serve.errors import ServiceFailedError, ServiceNotFoundError
 from tests.support.stubs import make_record, make_submitted
 from tests.unit.client.conftest import HELLO, port_of
 
@@ -37,6 +40,17 @@ def test_the_replicas_are_those_that_are_known(service):
     service.publish(first, state="failed", reason="engine exited with -9", counter=2)
     client._watch.refresh()
     assert [replica.name for replica in client.replicas if replica.state == "ready"] == ["101-r0-0"]
+
+
+def test_a_local_job_that_died_before_its_first_record_is_not_waited_for(service):
+    job = make_submitted(job_id="local-1", cluster="local", host=socket.gethostname(), pid=1, pid_start_time=7)
+    service.store.write_submitted(job)
+    for wait in (None, 600):
+        with pytest.raises((ServiceNotFoundError, ServiceFailedError), match="failed: its process has ended"):
+            connect("405b", wait=wait)
+    service.store.write_submitted(replace(job, host="another"))
+    with pytest.raises(ServiceNotFoundError, match="pending"):
+        connect("405b")
 
 
 def test_the_last_replica_is_the_one_that_answered_in_this_thread(service):

@@ -16,8 +16,9 @@ from submitit.core import core, utils
 from hpc_serve.errors import SchedulerError, SchedulerUnavailableError, SubmissionRefusedError
 from hpc_serve.rendezvous.files import make_private_folder
 from hpc_serve.rendezvous.record import SubmittedJob
+from hpc_serve.rendezvous.store import process_start_time
 from hpc_serve.submit.slurm.executor import start_locally, submit_to_slurm, why_it_never_starts
-from hpc_serve.submit.slurm.scheduler import local_job_state, process_start_time, stop_local_job
+from hpc_serve.submit.slurm.scheduler import local_job_state, stop_local_job
 from hpc_serve.submit.slurm.slurm import GONE, UNKNOWN
 from tests.cluster import wait_for
 from tests.support.fake_slurm import FakeSlurm

@@ -21,6 +21,7 @@ from hpc_serve.cli.main import run as run_command
 from hpc_serve.errors import (
     HpcServeError,
     InvalidRequestError,
+    RecordError,
     ServiceAsleepError,
     ServiceNotFoundError,
     StoreError,
@@ -172,12 +173,30 @@ class TestWhoDecides:
         (store.service_dir(SERVICE) / "wanted.json").write_text("")
         assert "wanted.json is not JSON" in ran(["status", SERVICE]).err
         go_on(job, 20)
-        found = wanted(store)
         if state == "awake":
+            found = wanted(store)
             assert (found.least, found.most, found.count, found.idle_stop_s) == (2, 3, 2, 120.0)
         else:
-            assert found is None
+            assert not (store.service_dir(SERVICE) / "wanted.json").read_text()
         assert (asked_to_drain(store, "101"), asked_to_drain(store, "102_0")) == (None, None)
+
+    @pytest.mark.parametrize("command", ["scale 8b 2", "scale 8b 1:2", "wake 8b", "submit --model 8b --keep-up"])
+    def test_no_command_decides_by_a_damaged_file(self, job, store, stubs, ran, command):
+        (store.service_dir(SERVICE) / "wanted.json").write_text("")
+        assert "What is wanted of 8b is unknown." in ran(command.split(), 5).err
+        assert not (store.service_dir(SERVICE) / "wanted.json").read_text()
+        job.step()
+        assert ran(["scale", SERVICE, "1:2"]).out
+
+    def test_what_is_stopped_with_a_damaged_file_stays_so(self, store, slurm, stubs, clock):
+        kept = keeper(store, clock, "101", replace(ASKED, keep_up=True))
+        kept.step()
+        (store.service_dir(SERVICE) / "wanted.json").write_text("")
+        with pytest.raises(RecordError):
+            want_stop_of(store, read_status(store, SERVICE).replicas)
+        ask_to_drain(drain_file(store, SERVICE, "101-r0-0.json"), DrainRequest(by="a person", deadline_s=10))
+        go_on(kept, 60)
+        assert (wanted(store).state, len(slurm.scripts)) == ("stopped", 1)
 
     def test_what_its_script_asks_for_where_nothing_is_written(self, job, store, stubs):
         (store.service_dir(SERVICE) / "wanted.json").unlink()

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.client.replicas.status import ProbeResult
+from hpc_serve.client.replicas.status import ProbeResult, assess_submitted
 from hpc_serve.rendezvous.record import JobEnd
 from hpc_serve.submit.services import stop as stopping
 from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.slurm.slurm import GONE, JobState
 from hpc_serve.submit.slurm.slurm_messages import ended_sentence
+from hpc_serve.submit.status.job_status import add_job_state
 from hpc_serve.submit.status.status_reader import find, read_status
 from tests.unit.submit.service_8b import MODEL, queued, record, submitted_job, the_one
 
@@ -160,6 +161,14 @@ class TestStatus:
         assert (status.record, status.exit_code, status.reason) == (None, None, "")
         slurm.job("7", "RUNNING", restart=0)  # the same run, whose script has not ended yet
         assert the_one(store).state == "failed"
+
+    @pytest.mark.parametrize(("reason", "is_expected"), [("Resources", True), ("JobHeldUser", False)])
+    def test_a_job_that_is_held_is_not_expected_to_start(self, store, slurm, reason, is_expected):
+        submitted_job(store)
+        job = JobState(job_id="7", state="PENDING", reason=reason, start_time="2026-11-21T05:08:59")
+        assert ("expected to start" in add_job_state(assess_submitted(store.read_submitted("8b")[0]), job).reason) == (
+            is_expected
+        )
 
     def test_of_several_runs_of_a_job_the_last_counts(self, store, slurm):
         record(store, state="failed", reason="first")
