@@ -98,7 +98,7 @@ def shares(name: str, options: argparse.Namespace, *, by_count: bool) -> Figures
     for client in clients:
         client._watch.refresh()  # all four are known from the first request on
         if by_count:
-            client._watch.pool.note_time = lambda *_: None  # type: ignore[method-assign]
+            client._watch.pool.note_first = lambda *_: None  # type: ignore[method-assign]
     load = Load(clients)
     run(load)
     time.sleep(options.first)

@@ -143,3 +143,12 @@ class StreamBrokenError(HpcServeError):
         self.text = text
         self.token_ids = tuple(token_ids)
         self.chunks = tuple(chunks)
+
+
+def error_text(error: BaseException) -> str:
+    """Return the text of an error, or the name of its class where it has none.
+
+    >>> error_text(OSError("no route")), error_text(TimeoutError())
+    ('no route', 'TimeoutError')
+    """
+    return str(error) or type(error).__name__

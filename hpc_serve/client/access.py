@@ -23,7 +23,13 @@ from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica
 from hpc_serve.client.replicas.event_loops import InLoop, InThread, run_blocking
 from hpc_serve.client.replicas.pool import ReplicaAddress, replica_of_file
 from hpc_serve.client.replicas.status import ServiceStatus, listing, not_found
-from hpc_serve.errors import AmbiguousServiceError, InvalidRequestError, NotAllReplicasError, ServiceNotFoundError
+from hpc_serve.errors import (
+    AmbiguousServiceError,
+    InvalidRequestError,
+    NotAllReplicasError,
+    ServiceNotFoundError,
+    error_text,
+)
 from hpc_serve.rendezvous.shares import named_service
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.trust.certificates import trust_variables
@@ -240,4 +246,4 @@ def _ask(replica: ReplicaAddress, path: str, body: Mapping[str, Any] | None, tim
             response = connection.ask("POST", path, json.dumps(body) if body is not None else None)
             return ReplicaAnswer(status=response.status, text=response.read().decode(errors="replace"))
     except (OSError, http.client.HTTPException) as error:
-        return ReplicaAnswer(status=None, text=str(error) or type(error).__name__)
+        return ReplicaAnswer(status=None, text=error_text(error))

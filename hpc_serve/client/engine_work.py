@@ -22,7 +22,7 @@ from typing import Any
 from hpc_serve.background import in_background
 from hpc_serve.client.replicas.probe import PROBE_TIMEOUT_S
 from hpc_serve.client.replicas.status import ReplicaStatus
-from hpc_serve.errors import HpcServeError
+from hpc_serve.errors import HpcServeError, error_text
 from hpc_serve.printable import printable
 from hpc_serve.trust.connection import Identity, VerifiedConnection
 from hpc_serve.vllm.metrics import EngineWork, read_work
@@ -199,7 +199,7 @@ def _ask(status: ReplicaStatus, api_key: str, timeout_s: float) -> EngineWork | 
                 return f"its engine answers /metrics with {response.status}"
             text = _read(response, time.monotonic() + timeout_s)
     except (OSError, http.client.HTTPException, ValueError, HpcServeError) as error:
-        return printable(f"its engine's /metrics did not answer: {str(error) or type(error).__name__}")
+        return printable(f"its engine's /metrics did not answer: {error_text(error)}")
     work = read_work(text)
     return "its engine's /metrics has no figures of vLLM" if work == EngineWork() else work
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hpc_serve.client.connections.message import Header
 from hpc_serve.client.replicas.sdk import http, openai
 from hpc_serve.client.requests.exchange import NoReplicaError
-from hpc_serve.errors import HpcServeError, StreamBrokenError
+from hpc_serve.errors import HpcServeError, StreamBrokenError, error_text
 
 JSON = (b"content-type", b"application/json")
 _NOT_AGAIN = ((b"x-should-retry", b"false"),)  # read by OpenAI's SDKs
@@ -50,7 +50,7 @@ def refusal_of(error: Exception, service: str) -> Refusal:
     if isinstance(error, openai.APITimeoutError | http.TimeoutException):
         text = f"{service} did not answer in time: {error}"
         return Refusal(status=504, code="timeout", message=text, headers=_NOT_AGAIN)
-    text = f"The request to {service} failed: {str(error) or type(error).__name__}"
+    text = f"The request to {service} failed: {error_text(error)}"
     return Refusal(status=502, code="request_lost", message=text, headers=_NOT_AGAIN)
 
 

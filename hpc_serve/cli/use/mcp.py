@@ -27,6 +27,6 @@ def mcp_command() -> None:
         make_server().run("stdio")
     except Exception as error:
         cause: BaseException = error
-        while len(found := getattr(cause, "exceptions", ())) == 1:  # a group for each group of tasks that it left
-            (cause,) = found
+        while len(found := list(getattr(cause, "exceptions", []))) == 1:  # a group for each group of tasks that it left
+            cause = found[0]
         raise cause from None

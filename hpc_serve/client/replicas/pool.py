@@ -280,10 +280,10 @@ class ReplicaPool:
                     self._beginnings.note(begins, chosen.name)
             return chosen
 
-    def note_time(self, replica: ReplicaAddress, kind: Kind, took_s: float) -> None:
-        """Note how long a request of `take` took to the end of that kind."""
+    def note_first(self, replica: ReplicaAddress, took_s: float) -> None:
+        """Note how long a request of `take` took to the first bytes of its stream."""
         with self._lock:
-            self._speeds.note(replica.name, kind, took_s, self._clock())
+            self._speeds.note(replica.name, "first", took_s, self._clock())
 
     def _weigh(self) -> Mapping[str, float]:
         now_s = self._clock()

@@ -22,7 +22,7 @@ from typing import get_args
 
 from hpc_serve.background import in_background
 from hpc_serve.client.replicas.status import ProbeResult, ProbeStatus
-from hpc_serve.errors import RecordError
+from hpc_serve.errors import RecordError, error_text
 from hpc_serve.rendezvous.gate_headers import is_draining, why_hung
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceRecords
@@ -177,7 +177,7 @@ def probe(host: str, port: int, identity: Identity, *, timeout_s: float = PROBE_
     except NotOurEngineError as error:
         return ProbeResult(status="not ours", host=host, detail=str(error))
     except (OSError, http.client.HTTPException, ValueError, RecordError) as error:
-        return ProbeResult(status="no answer", host=host, detail=str(error) or type(error).__name__)
+        return ProbeResult(status="no answer", host=host, detail=error_text(error))
 
 
 def _ask_engine(connection: VerifiedConnection, host: str) -> ProbeResult:

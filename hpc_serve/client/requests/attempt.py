@@ -125,7 +125,7 @@ class Attempt(Body):
         elif self._kind == "stream":
             if not self._is_begun:
                 self._is_begun = True
-                self._watch.pool.note_time(self.replica, "first", time.monotonic() - self._began_at_s)
+                self._watch.pool.note_first(self.replica, time.monotonic() - self._began_at_s)
             if self.is_whole or piece.endswith(DONE_EVENT):
                 self.is_whole = True
                 # Nothing follows `[DONE]`. Without an end of the body in time the connection is closed.

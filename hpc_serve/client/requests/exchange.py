@@ -23,7 +23,7 @@ from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests.attempt import MOST_ENGINES, Attempt, Repeats, never_arrived
 from hpc_serve.client.resume.relay import Ask, Relay, Steps
 from hpc_serve.client.resume.stream import CannotResumeError, read_request
-from hpc_serve.errors import HpcServeError, StreamBrokenError
+from hpc_serve.errors import HpcServeError, StreamBrokenError, error_text
 from hpc_serve.rendezvous.gate_headers import is_draining
 
 EXCHANGE = "hpc_serve_exchange"
@@ -227,7 +227,7 @@ def _next(asks: Steps, answer: bytes | None = None) -> tuple[Ask, bool]:
 
 def _broken_stream(relay: Relay, replica: str, failure: BaseException, reason: str) -> StreamBrokenError:
     """The error that ends a stream which broke at a replica; `reason` is why it does not go on."""
-    received, why = relay.read(), str(failure) or type(failure).__name__
+    received, why = relay.read(), error_text(failure)
     return StreamBrokenError(
         f"The stream broke at {replica} ({why}) and cannot go on at another replica: {reason}. This error holds what"
         f" had come of the answer: {len(received.text)} characters.",

@@ -19,7 +19,7 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 
-from hpc_serve.errors import RendezvousError
+from hpc_serve.errors import RendezvousError, error_text
 from hpc_serve.job.engine.health import EngineAddress, Look, SmallRequest, ask, look, read_weight_version, told
 from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.redact import redact
@@ -85,7 +85,7 @@ class Adapters:
             # vLLM may name each of 100,000 matrices, and a record of more than 1 MiB is none.
             return textwrap.shorten(redact(told(self._address, path, body, timeout_s=_LOAD_S)), _LONGEST_FAULT)
         except (OSError, http.client.HTTPException) as error:
-            return f"the engine did not answer: {error or type(error).__name__}"
+            return f"the engine did not answer: {error_text(error)}"
 
     def _wanted(self) -> dict[str, Adapter] | None:
         """Return what is wanted; None while nothing has changed, or cannot be read."""

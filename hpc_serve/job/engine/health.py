@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from email.message import Message
 from typing import Any
 
+from hpc_serve.errors import error_text
 from hpc_serve.rendezvous.gate_headers import (
     CANARY_HEADER,
     ENGINE_HEADER,
@@ -139,7 +140,7 @@ def check_ready(engine: EngineAddress, model: str, *, completion_timeout_s: floa
     except NotOurEngineError:
         raise
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise NotReadyError(str(error) or type(error).__name__) from error
+        raise NotReadyError(error_text(error)) from error
 
 
 def ask(engine: EngineAddress, request: SmallRequest, *, timeout_s: float) -> int:

@@ -64,8 +64,7 @@ class Play:
 
     def end_one(self):
         self.now, _, pool, replica, began = heapq.heappop(self._coming)
-        pool.give_back(replica)
-        pool.note_time(replica, "whole", self.now - began)
+        pool.give_back(replica, "whole", self.now - began)
         return pool
 
     def closed(self, *, in_flight, until):
@@ -195,7 +194,7 @@ def test_counts_survive_a_refill():
 def test_replicas_that_are_gone_are_forgotten():
     pool = at(2)
     for name in "01":
-        pool.note_time(address(name), "whole", 1.0)
+        pool.note_first(address(name), 1.0)
     pool.fill([address("0")])
     assert {name for of_kind in pool._speeds._means.values() for name in of_kind} == {"0"}
 

@@ -13,10 +13,12 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.job.engine.engine_watch import EngineWatch, HealthAnswers
+from hpc_serve.job.engine.engine_watch import Adapters, EngineWatch, HealthAnswers
 from hpc_serve.job.engine.health import Look, SmallRequest, ask, look, read_load, told
 from hpc_serve.job.run.record_keeper import RecordKeeper
-from hpc_serve.rendezvous.record import EndpointRecord
+from hpc_serve.rendezvous.claims import change_wanted
+from hpc_serve.rendezvous.record import Adapter, EndpointRecord
+from hpc_serve.rendezvous.wanted import Wanted
 from tests.cluster import wait_for
 from tests.support.stubs import StubService
 from tests.unit.job.conftest import address_of
@@ -230,3 +232,15 @@ def test_after_a_suspension_the_silence_begins_anew():
     assert answers.complaint == ""
     answers.note(SILENT, 3_706.0)
     assert "unanswered for 6 s" in answers.complaint
+
+
+async def test_an_adapter_that_failed_by_an_error_without_a_text_names_the_error(service, monkeypatch):
+    def fail(*_, **__):
+        raise TimeoutError
+
+    monkeypatch.setattr("hpc_serve.job.engine.engine_watch.told", fail)
+    scene = Scene(service)
+    adapters = {"sql": Adapter(path="/adapters/sql", added_at=1.0)}
+    change_wanted(service.store, "405b", lambda _: Wanted(least=1, most=1, count=1, adapters=adapters))
+    await Adapters(scene.address, scene.keeper, has_room=True).bring()
+    assert scene.keeper.record.adapters["sql"].fault == "the engine did not answer: TimeoutError"

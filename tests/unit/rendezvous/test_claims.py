@@ -1,6 +1,7 @@
 """Claims: whose a service's name is, and until when."""
 
 import errno
+import json
 import subprocess
 import sys
 import time
@@ -8,9 +9,8 @@ import time
 import pytest
 
 from hpc_serve.errors import ServiceConflictError, StoreError
-from hpc_serve.rendezvous.claims import claim, locked, release
+from hpc_serve.rendezvous.claims import claim, lock_file, locked, release
 from hpc_serve.rendezvous.record import EndpointRecord, JobEnd
-from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.at_once import at_once
 from tests.support.stubs import make_record, make_submitted
 
@@ -71,10 +71,14 @@ def test_a_fresh_claim_holds_until_its_job_is_written_down_or_given_up(store):
 
 
 def test_an_old_claim_without_a_job_holds_nothing(store):
-    claim(store, "405b", "m", clock=lambda: 1000.0)
-    with pytest.raises(ServiceConflictError):
-        claim(store, "405b", "other", clock=lambda: 1059.0)
-    claim(store, "405b", "other", clock=lambda: 1061.0)
+    claim(store, "405b", "m")
+    path = store.service_dir("405b") / "service.json"
+    claimed = json.loads(path.read_text())
+    path.write_text(json.dumps({**claimed, "claimed_at": claimed["claimed_at"] - 30}))
+    with pytest.raises(ServiceConflictError, match=r"claimed for m \d+ s ago"):
+        claim(store, "405b", "other")
+    path.write_text(json.dumps({**claimed, "claimed_at": claimed["claimed_at"] - 61}))
+    claim(store, "405b", "other")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"model": 3}'])
@@ -111,7 +115,7 @@ def test_the_lock_of_a_process_that_died_is_broken(store):
 def test_a_lock_that_is_held_is_waited_for_and_then_explained(store):
     store.ensure_service("405b")
     with locked(store, "405b"), pytest.raises(StoreError, match=r"cannot lock .*\.lock within"):
-        locked(ServiceStore(store.home), "405b", timeout_s=0.1).__enter__()
+        lock_file(store.service_dir("405b") / ".lock", timeout_s=0.1).__enter__()
 
 
 def test_a_full_disk_is_not_taken_for_a_lock_that_is_held(store, monkeypatch):
