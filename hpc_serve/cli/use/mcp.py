@@ -23,4 +23,10 @@ def mcp_command() -> None:
         raise InvalidRequestError(
             f"this command needs a package that is not here ({error}): pip install 'hpc-serve[mcp]'"
         ) from error
-    make_server().run("stdio")
+    try:
+        make_server().run("stdio")
+    except Exception as error:
+        cause: BaseException = error
+        while len(found := getattr(cause, "exceptions", [])) == 1:  # a group for each group of tasks that it left
+            cause = found[0]
+        raise cause from None

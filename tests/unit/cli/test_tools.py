@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from typing import Any
@@ -106,6 +107,17 @@ def test_the_question_shows_control_characters_and_line_ends(home):
 def test_words_that_cannot_be_run_are_refused_with_the_reason(home, word, why):
     _, ((text, is_error),), _ = call(home, ["status", word])
     assert (why in text, is_error) == (True, True)
+
+
+def test_an_assistant_that_reads_no_more_ends_it_quietly(home):
+    reads, writes = os.pipe()
+    os.close(reads)
+    ping = b'{"jsonrpc": "2.0", "id": 1, "method": "ping"}\n'
+    environ = {**os.environ, "HPC_SERVE_HOME": str(home)}
+    argv = [sys.executable, "-m", "hpc_serve.cli", "mcp"]
+    ended = subprocess.run(argv, input=ping, stdout=writes, stderr=subprocess.PIPE, env=environ, timeout=120)
+    os.close(writes)
+    assert (ended.returncode, ended.stderr) == (1, b"")  # click's code for a closed pipe
 
 
 def test_a_request_that_is_cancelled_ends_its_command(home, tmp_path):
