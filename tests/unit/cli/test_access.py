@@ -7,6 +7,8 @@ import os
 import shlex
 import subprocess
 
+import pytest
+
 from hpc_serve.cli.use import access
 from tests.support.stubs import StubService
 
@@ -30,6 +32,12 @@ def test_chat_asks_once(live, ran, monkeypatch):
     assert "There is no question" in ran(["chat", "8b"], 2).err
     live.engines[0].kill()
     assert ran(["chat", "8b", "hello"], 5).err.startswith("error: "), "no traceback"
+
+
+@pytest.mark.parametrize("word", ["nan", "inf", "1e400", "-1"])
+def test_a_temperature_that_is_none_is_refused(ran, word):
+    said = ran(["chat", "405b", "Why?", "--temperature", word], 2).err
+    assert f"'{word}' is not a finite number" in said or "not in the range x>=0" in said
 
 
 def test_a_question_that_is_no_text_is_refused_with_the_cure(live, ran):
