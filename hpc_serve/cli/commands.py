@@ -6,6 +6,7 @@ Words that only `vllm serve` knows are passed on to it. `help` and the printing 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -39,6 +40,16 @@ class Written(click.ParamType):  # type: ignore[type-arg]  # generic from click 
             return self.read(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers that refuses `inf` (1e400) and `nan`, which click finds in any range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return found
 
 
 def _read_tokens(word: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpc_serve.cli.commands import CommandWithVllmOptions, print_json
+from hpc_serve.cli.commands import CommandWithVllmOptions, FiniteRange, print_json
 from hpc_serve.cli.submit.request import (
     PLAN_GROUPS,
     assumed_gpu_note,
@@ -27,21 +26,14 @@ if TYPE_CHECKING:
     from hpc_serve.plan.make import PlanRequest, PlanResult
 
 
-def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):
-        raise click.BadParameter(f"{value} is no price; write dollars as in {param.opts[0]} 2.50.", ctx, param)
-    return value
-
-
 @click.command("plan", cls=CommandWithVllmOptions, groups=PLAN_GROUPS)
 @plan_options
 @click.option("--replicas", type=int, metavar="N", help="Engines that share those GPUs [default: 1].")
 @click.option("--vllm-version", metavar="X.Y.Z", help="Version to plan for, as 0.33 [default: the pinned one].")
 @click.option(
     "--usd-per-gpu-hour",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     metavar="USD",
-    callback=_finite,
     help="Price, for tokens a dollar.",
 )
 @click.option(

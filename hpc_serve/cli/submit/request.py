@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import click
 
-from hpc_serve.cli.commands import REPLICAS, SIZE, TIME_WITH_UNIT, TOKENS, with_plain_sizes
+from hpc_serve.cli.commands import REPLICAS, SIZE, TIME_WITH_UNIT, TOKENS, FiniteRange, with_plain_sizes
 from hpc_serve.cli.complete import gpu_names, model_names
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.hub.local_weights import hub_cache
@@ -49,8 +49,8 @@ _KINDS: Mapping[str, Any] = {
     "time": TIME_WITH_UNIT,
     "replicas": REPLICAS,
     "positive": click.IntRange(min=1),
-    "share": click.FloatRange(0, 1, max_open=True),
-    "least_one": click.FloatRange(1),
+    "share": FiniteRange(0, 1, max_open=True),
+    "least_one": FiniteRange(1),
 }
 _FURTHER: Mapping[str, Mapping[str, Any]] = {
     "gpu": {"callback": not_empty, "shell_complete": gpu_names},

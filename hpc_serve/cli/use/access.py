@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpc_serve.cli.commands import SECONDS, print_json
+from hpc_serve.cli.commands import SECONDS, FiniteRange, print_json
 from hpc_serve.cli.complete import live_service_names
 from hpc_serve.errors import HpcServeError, InvalidRequestError, ServiceNotFoundError
 from hpc_serve.printable import printable
@@ -159,7 +159,7 @@ def env_command(service: str | None, wait: float | None, as_json: bool) -> None:
 @click.argument("prompt", required=False)
 @click.option("--system", metavar="TEXT", help="A system message to begin with.")
 @click.option("--max-tokens", type=int, metavar="N", help="Longest answer, in tokens.")
-@click.option("--temperature", type=float, metavar="T", help="0 for the likeliest answer.")
+@click.option("--temperature", type=FiniteRange(0), metavar="T", help="0 for the likeliest answer.")
 @click.option("--adapter", metavar="NAME", help="Ask this LoRA adapter of the service (`hpc-serve adapter`).")
 @_WAIT
 def chat_command(

@@ -101,12 +101,13 @@ async def wait_for_replica(watch: ServiceWatch, policy: WaitPolicy, here: InThre
             if await here.call(watch.find_one):
                 return
             status = await here.call(watch.refresh)
+            wake = functools.partial(watch.waker.wake_if_asleep, is_pending=status.is_coming)
+            if not status.usable and _may_sleep(status) and await here.call(wake):
+                policy.expect()
+                status = await here.call(watch.refresh)  # waking may take longer than the wait: its jobs are told then
         except StoreError as error:
             await here.sleep(policy.step_after_s(error))
             continue
         if status.usable:
             return
-        wake = functools.partial(watch.waker.wake_if_asleep, is_pending=status.is_coming)
-        if _may_sleep(status) and await here.call(wake):
-            policy.expect()
         await here.sleep(await here.call(policy.next_step_s, status, lambda: discover_services(watch.store)))

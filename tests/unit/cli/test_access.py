@@ -35,6 +35,12 @@ def test_chat_asks_once(live, ran, monkeypatch):
     assert ran(["chat", "8b", "hello"], 5).err.startswith("error: "), "no traceback"
 
 
+@pytest.mark.parametrize("word", ["nan", "inf", "1e400", "-1"])
+def test_a_temperature_that_is_none_is_refused(ran, word):
+    said = ran(["chat", "405b", "Why?", "--temperature", word], 2).err
+    assert f"'{word}' is not a finite number" in said or "not in the range x>=0" in said
+
+
 def test_a_question_that_is_no_text_is_refused_with_the_cure(live, ran):
     assert "not text in UTF-8" in ran(["chat", "8b", os.fsdecode(b"gr\xfcn")], 2).err
 

@@ -161,8 +161,10 @@ def test_a_plan_for_a_later_version_takes_its_options(ran):
         (("--model", "8b", "--target", " "), 2, "'--target': it is empty"),
         (("--model", "8b", "--plot", ""), 2, "'--plot': it is empty"),
         (("--model", "8b", "--compare", ""), 2, "name at least one accelerator"),
-        (("--model", "8b", "--usd-per-gpu-hour", "nan"), 2, "nan is no price"),
-        (("--model", "8b", "--usd-per-gpu-hour", "inf"), 2, "inf is no price"),
+        (("--model", "8b", "--usd-per-gpu-hour", "nan"), 2, "'nan' is not a finite number"),
+        (("--model", "8b", "--usd-per-gpu-hour", "inf"), 2, "'inf' is not a finite number"),
+        (("--model", "8b", "--prefix-hits", "nan"), 2, "'nan' is not a finite number"),
+        (("--model", "8b", "--acceptance-length", "1e400"), 2, "'1e400' is not a finite number"),
         (("--model", "8b", "--compare", "h100,mi300x", "--plot", "plan.png"), 2, "--plot draws one accelerator"),
     ],
 )

@@ -16,7 +16,7 @@ from hpc_serve.client import connect
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.wait import ABSENT_GRACE_S, WaitPolicy, wait_for_replica
 from hpc_serve.client.replicas.event_loops import InThread, run_blocking
-from hpc_serve.errors import ServiceAsleepError, ServiceNotFoundError
+from hpc_serve.errors import ServiceAsleepError, ServiceNotFoundError, WaitTimeoutError
 from hpc_serve.rendezvous.claims import change_wanted, read_wanted
 from hpc_serve.rendezvous.wanted import SUBMITTING_S, Decision, Wanted
 from tests.cluster import wait_for
@@ -116,6 +116,12 @@ def test_a_program_that_died_while_it_woke_the_service(asleep, slurm):
         connect(SERVICE)
     when_submitted(slurm, 1, lambda: asleep.start(job_id="101_0"))
     connect(SERVICE, wait=180, wake=True)
+    assert len(slurm.scripts) == 1
+
+
+def test_a_wait_that_is_over_once_the_service_is_woken_tells_of_the_new_job(asleep, slurm):
+    with pytest.raises(WaitTimeoutError, match=r"not ready after .* s: pending.*\(job 101"):
+        connect(SERVICE, wait=0.01, wake=True)
     assert len(slurm.scripts) == 1
 
 

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+import struct
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -77,6 +78,8 @@ def test_a_worker_that_ends_is_started_again_and_nothing_outlives_the_gateway(
 
 def connected(path) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
+    # Linux: how long connect() may wait for room in the backlog. With settimeout() it would not wait at all.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 60, 0))
     connection.connect(str(path))
     return connection
 
