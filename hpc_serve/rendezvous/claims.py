@@ -35,7 +35,14 @@ class _Claim:
     claimed_at: float
 
 
-def claim(store: ServiceStore, service: str, model: str, *, is_over: Callable[[JobEntry], bool] | None = None) -> None:
+def claim(
+    store: ServiceStore,
+    service: str,
+    model: str,
+    *,
+    is_over: Callable[[JobEntry], bool] | None = None,
+    clock: Callable[[], float] = time.time,
+) -> None:
     """Take the name `service` for `model`; replicas of the same model share it.
 
     A record or a submitted job of another model holds the name until its job is over. `is_over` decides that, best by
@@ -50,8 +57,8 @@ def claim(store: ServiceStore, service: str, model: str, *, is_over: Callable[[J
         for holder in _holders(found):
             if holder.model != model and not is_over(holder):
                 raise ServiceConflictError(_taken(service, model, holder))
-        _check_claim(path, service, model, found)
-        write_json(path, _Claim(model=model, claimed_at=time.time()))
+        _check_claim(path, service, model, found, now=clock())
+        write_json(path, _Claim(model=model, claimed_at=clock()))
 
 
 def release(store: ServiceStore, service: str, model: str) -> None:
@@ -80,10 +87,10 @@ def require_filelock() -> None:
 
 
 @contextlib.contextmanager
-def locked(store: ServiceStore, service: str) -> Iterator[None]:
+def locked(store: ServiceStore, service: str, *, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
     """Hold the lock of a service's claim. Raises StoreError if it is held for too long, or there is no such service."""
     store.require_service(service)  # filelock would make the folders of a home that was moved away
-    with lock_file(store.service_dir(service) / ".lock"):
+    with lock_file(store.service_dir(service) / ".lock", timeout_s=timeout_s):
         yield
 
 
@@ -113,13 +120,13 @@ def _claim_path(store: ServiceStore, service: str) -> Path:
     return store.service_dir(service) / "service.json"
 
 
-def _check_claim(path: Path, service: str, model: str, found: ServiceRecords) -> None:
+def _check_claim(path: Path, service: str, model: str, found: ServiceRecords, *, now: float) -> None:
     """Refuse a name that another submit claimed a moment ago and has no job for yet."""
     claimed = _read_claim(path)
     everything: tuple[JobEntry, ...] = (*found.records, *found.submitted)
     if claimed is None or claimed.model == model or any(entry.model == claimed.model for entry in everything):
         return
-    age_s = time.time() - claimed.claimed_at
+    age_s = now - claimed.claimed_at
     if 0 <= age_s < _UNUSED_CLAIM_S:
         raise ServiceConflictError(
             f"{service} was claimed for {claimed.model} {age_s:.0f} s ago by another submit, which has no job yet. "
@@ -170,8 +177,8 @@ def read_wanted(store: ServiceStore, service: str) -> Wanted | None:
         return None
     except RecordError as error:
         raise RecordError(
-            f"{error} What is wanted of {service} is unknown. Wait a minute first: the program that keeps it writes the"
-            f" file again. If none does, remove it, and give its options again: hpc-serve submit --name {service}."
+            f"{error} What is wanted of {service} is unknown. Wait a minute first: the program that keeps it writes "
+            f"the file again. If none does, remove it, and give its options again: hpc-serve submit --name {service}."
         ) from None
 
 

@@ -209,7 +209,8 @@ def is_gone(job: SubmittedJob) -> bool:
     """Return whether the process of a local job has ended; False on another machine, which cannot see it."""
     if job.cluster != "local" or job.host != os.uname().nodename or job.pid is None:
         return False
-    return process_start_time(job.pid) != job.pid_start_time
+    # Without a start time, it had ended before that could be read.
+    return job.pid_start_time is None or process_start_time(job.pid) != job.pid_start_time
 
 
 def default_home(environ: Mapping[str, str]) -> Path:

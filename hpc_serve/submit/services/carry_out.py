@@ -146,9 +146,11 @@ def add_jobs(
     ours = [job for job in ours if job.job_id == predecessor] or ours
     last = max(ours, key=lambda job: job.submitted_at, default=None)
     if last is None or not last.script or not Path(last.script).exists():
+        why = "it was started by hand, on this machine alone, or its files are gone."
+        why = " ".join(store.read(service).problems) or why
         raise InvalidRequestError(
-            f"There is no script of `hpc-serve submit` for {service} to submit again: it was started by hand, "
-            "on this machine alone, or its files are gone. Start replicas as you started the first."
+            f"There is no script of `hpc-serve submit` for {service} to submit again: {why} Start replicas as you "
+            "started the first."
         )
     with claimed(store, service, last.model) as (folder, undo):
         text, log_dir = read_private(Path(last.script)), Path(str(last.log_path)).parent

@@ -188,6 +188,10 @@ class TestWhoDecides:
         job.step()
         assert ran(["scale", SERVICE, "1:2"]).out
 
+    def test_a_damaged_file_of_a_job_is_named_where_its_script_is_missed(self, store, stubs, ran):
+        (store.service_dir(SERVICE) / "submitted" / "101.json").write_text("{")
+        assert "101.json is not JSON" in ran(["scale", SERVICE, "2"], 2).err
+
     def test_what_is_stopped_with_a_damaged_file_stays_so(self, store, slurm, stubs, clock):
         kept = keeper(store, clock, "101", replace(ASKED, keep_up=True))
         kept.step()
