@@ -144,12 +144,18 @@ class BenchService:
         return json.loads(data)
 
     async def _whole(self, path: str, body: bytes = b"", method: str = "POST") -> tuple[int, bytes]:
-        """Return status and body of an answer. Raises what `send` raises."""
-        response = await self.send(path, body, method)
+        """Return status and body of an answer. Raises BenchError where no replica gives one."""
         try:
-            return response.status_code, await response.aread()
-        finally:
-            await response.aclose()
+            response = await self.send(path, body, method)
+            try:
+                return response.status_code, await response.aread()
+            finally:
+                await response.aclose()
+        except http.HTTPError as error:
+            raise BenchError(
+                f"{self.name} does not answer {path}: {one_line(error)}. "
+                f"See what happened: hpc-serve status {self.name}"
+            ) from error
 
     async def close(self) -> None:
         await self._transport.aclose()

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 _NO_LIMIT = 10_000
 """Columns of what is no terminal."""
-_WIDE = 60
-"""Columns from which a list has room for sizes and descriptions."""
+_LEAST_FOLDED = 16
+"""Columns of a terminal that a folded column needs to be read."""
 
 
 class PlainConsole(Console):
@@ -58,9 +58,17 @@ def print_table(
     folded: Collection[str] = (),
     if_wide: str = "",
 ) -> None:
-    """Print rows of cells by their headings, as `plain_table` places them. Column `if_wide` needs a wide terminal."""
+    """Print rows of cells by their headings, as `plain_table` places them.
+
+    Column `if_wide` is left out where it would leave a folded column too little room.
+    """
     console = PlainConsole()
-    headings = [heading for heading in rows[0] if heading != if_wide or console.width >= _WIDE]
+    whole = [heading for heading in rows[0] if heading not in folded]
+    taken = sum(
+        2 + max(console.measure(row[heading]).maximum for row in ({heading: heading}, *rows)) for heading in whole
+    )
+    is_wide = taken + _LEAST_FOLDED <= console.width
+    headings = [heading for heading in rows[0] if heading != if_wide or is_wide]
     table = plain_table(*headings, right=right, folded=folded)
     for row in rows:
         table.add_row(*(row[heading] for heading in headings))

@@ -120,6 +120,7 @@ def models_command(word: str | None, fits: bool, as_json: bool, **options: Any) 
     own: list[_Entry] = [{**none, "name": one.model, "aliases": [one.name], "note": one.note} for one in of_site]
     known: list[_Entry] = [{key: getattr(entry, key) for key in _KEYS} for entry in catalog.models().values()]
     own, known = list(filter(is_meant, own)), list(filter(is_meant, known))
+    is_known = bool(own or known)
     fits = fits or any(value is not None for value in options.values())
     if fits:
         machines = machines_of({"num_nodes": None, **options}, site)
@@ -138,10 +139,10 @@ def models_command(word: str | None, fits: bool, as_json: bool, **options: Any) 
             assumed = "" if options["gpu"] or site.gpu else "; no GPU is named, so it is assumed: write --gpu NAME"
             own_args = "; of a site's model, with its vllm_args" if own else ""
             click.echo(f"LAYOUT is of {where}, with the model's longest context{own_args}{assumed}.")
-    elif fits:
+    elif is_known:
         raise click.ClickException(f"No model fits {where}.")
     else:
-        raise click.ClickException(f"No model of the catalogue has {word!r} in its name; `hpc-serve models` lists all.")
+        raise click.ClickException(f"No model has {word!r} in its name; `hpc-serve models` lists all.")
 
 
 def _print_models(own: Sequence[_Entry], known: Sequence[_Entry]) -> None:

@@ -274,7 +274,9 @@ def _known_architecture(config: Mapping[str, Any], name: str, *, is_draft: bool)
 
 
 def _named(config: Mapping[str, Any]) -> str:
-    named = config.get("architectures") or ["(none named)"]
+    named = config.get("architectures")
+    if not named:
+        raise InvalidRequestError('The config has no architectures: vLLM needs them, as ["LlamaForCausalLM"].')
     if not isinstance(named, (list, tuple)):
         raise InvalidRequestError(f"The config's architectures is {str(named)[:40]!r}: it must be a list.")
     return str(named[0])

@@ -47,6 +47,17 @@ def test_a_sweep_is_a_table_and_a_list(service, tmp_path, ran):
     assert [one["request_goodput"] > 0 for one in json.loads(saved.read_text())] == [True] * 4
 
 
+def test_a_sweep_whose_last_engine_dies_keeps_the_runs_before(service, tmp_path, ran):
+    service.start("--stub-die-at-request", "5")
+    saved = tmp_path / "summary.json"
+    words = ["--lengths", "20/3", "--num-prompts", "6", "--max-concurrency", "1,3", "--save", str(saved)]
+    told = ran(["bench", "405b", *words], 1)
+    assert "error: 405b does not answer /tokenize: no ready replica of 405b is left" in told.err
+    found = [(one["completed"], one["failed"]) for one in json.loads(saved.read_text())]
+    assert found == [(3, 3)]
+    assert "Successful requests:                     3" in told.out
+
+
 def test_a_sweep_in_full_has_all_figures_of_each_run(service, ran):
     service.start()
     words = ["--lengths", "20/3", "--num-prompts", "6", "--max-concurrency", "1,3", "--full"]

@@ -36,14 +36,22 @@ def test_models_lists_the_catalogue(ran, told):
     assert max(map(len, out.splitlines())) <= 80
     (entry,) = [one for one in told("models", "405b") if "405b" in one["aliases"]]
     assert entry["published_parameters"] > 405e9
-    ran(["models", "no-such-model"], 1)
+    for words in (["models", "no-such-model"], ["models", "no-such-model", "--fits"]):
+        assert "No model has 'no-such-model' in its name" in ran(words, 1).err
 
 
 @pytest.mark.parametrize(("columns", "is_wide"), [("40", False), ("60", True)])
 def test_a_narrow_terminal_has_no_column_of_sizes_or_descriptions(columns, is_wide, ran, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)
-    models, gpus = (ran([command, "mi"]).out.splitlines()[0].split() for command in ("models", "gpus"))
+    models, gpus = (ran(words).out.splitlines()[0].split() for words in (["models", "mi"], ["gpus", "mi3"]))
     assert ("PARAMETERS" in models, "IS" in gpus) == (is_wide, is_wide)
+
+
+def test_no_column_is_so_narrow_that_its_words_stand_upright(ran, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    out = ran(["gpus"]).out
+    assert out.splitlines()[0].split() == ["NAME", "MEMORY", "PER", "NODE", "ENGINE"]
+    assert len(out.splitlines()) < len(accelerator_entries()) + 5
 
 
 def test_models_that_fit_the_site_s_gpus(site, ran, told, plan):

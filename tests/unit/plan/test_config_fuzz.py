@@ -236,7 +236,7 @@ def test_many_names_of_modules_are_read() -> None:
         (b'{"architectures": {"a": 1}}', "architectures is .* it must be a list"),
         (json.dumps({**LLAMA, **dict.fromkeys(map(str, range(20_000)), 1)}).encode(), "fields: at most 10,000"),
         (json.dumps({**NAS, "block_configs": [{}] * 20_000}).encode(), "a list of objects, at most 10,000"),
-        (b'{"a": [' + b"1," * 500_000 + b"1]}", "none named"),
+        (b'{"a": [' + b"1," * 500_000 + b"1]}", "has no architectures"),
         (b"\xff\xfe", "cannot be read as JSON"),
     ],
     ids=lambda value: value if isinstance(value, str) else str(len(value)),
