@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
-from pathlib import PurePath
 from typing import Any, Literal, get_args
 
 from hpc_serve.errors import InvalidRequestError
@@ -287,22 +286,6 @@ def _check_extra(word: str) -> None:
         raise InvalidRequestError(
             f"extra sbatch option {word!r}: `hpc-serve logs` would not find that file. Use --log-dir FOLDER."
         )
-
-
-def array_options(tasks: int) -> list[str]:
-    """sbatch's words for an array of so many tasks: 0, 1 …"""
-    return [f"--array=0-{tasks - 1}"]
-
-
-def after_start_option(job_id: str, minutes: int) -> str:
-    """sbatch's word for a job that may begin so many minutes after the start, or the cancellation, of another."""
-    return f"--dependency=after:{job_id}+{minutes}"
-
-
-def batch_log_option(log_dir: str | PurePath | None, *, is_array: bool) -> str:
-    """sbatch's word for where a job's own output goes: to a file named after its id, below `log_dir`."""
-    job = "%A_%a" if is_array else "%j"
-    return f"--output={log_dir}/{job}.log" if log_dir else f"--output=%x-{job}.log"
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:

@@ -24,9 +24,10 @@ from hpc_serve.plan.hardware import AcceleratorSpec
 from hpc_serve.rendezvous.fields import log_dir_before_job
 from hpc_serve.rendezvous.ownership import check_chosen
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE
-from hpc_serve.submit.request.options import SlurmOptions, array_options, batch_log_option, option_words
+from hpc_serve.submit.request.options import SlurmOptions, option_words
 from hpc_serve.submit.request.request import OPTIONS, ServeRequest
 from hpc_serve.submit.script.memory import asked_parts, has_whole_nodes, memory_sum
+from hpc_serve.submit.slurm.slurm import array_options, batch_log_option
 from hpc_serve.units import number_of
 from hpc_serve.vllm.arguments import read_arguments
 from hpc_serve.vllm.command import check_layout, choose_backend, read_command

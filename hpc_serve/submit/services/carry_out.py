@@ -41,14 +41,13 @@ from hpc_serve.rendezvous.store import (
     process_start_time,
 )
 from hpc_serve.rendezvous.wanted import SUBMITTING_S, Decision, Wanted
-from hpc_serve.submit.request.options import after_start_option, array_options, batch_log_option
 from hpc_serve.submit.services.jobs import WhatIs, Windows
 from hpc_serve.submit.services.reconcile import after, failed, noted, reconcile
 from hpc_serve.submit.services.stop import end_job
 from hpc_serve.submit.services.what_is import Looker
 from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.scheduler import SchedulerView
-from hpc_serve.submit.slurm.slurm import UNKNOWN
+from hpc_serve.submit.slurm.slurm import UNKNOWN, after_start_option, array_options, batch_log_option
 from hpc_serve.submit.status.status_reader import old_jobs, scheduled_job
 
 _log = logging.getLogger("hpc_serve.reconciler")

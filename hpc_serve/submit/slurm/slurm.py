@@ -106,6 +106,22 @@ class Partition:
     gres: str
 
 
+def array_options(tasks: int) -> list[str]:
+    """sbatch's words for an array of so many tasks: 0, 1 …"""
+    return [f"--array=0-{tasks - 1}"]
+
+
+def after_start_option(job_id: str, minutes: int) -> str:
+    """sbatch's word for a job that may begin so many minutes after the start, or the cancellation, of another."""
+    return f"--dependency=after:{job_id}+{minutes}"
+
+
+def batch_log_option(log_dir: str | PurePath | None, *, is_array: bool) -> str:
+    """sbatch's word for where a job's own output goes: to a file named after its id, below `log_dir`."""
+    job = "%A_%a" if is_array else "%j"
+    return f"--output={log_dir}/{job}.log" if log_dir else f"--output=%x-{job}.log"
+
+
 def sbatch_argv(script: PurePath | str, options: Sequence[str] = ()) -> list[str]:
     """Return the command that submits a script. `options` adds to its #SBATCH lines, and wins over them."""
     return ["sbatch", *options, str(script)]
