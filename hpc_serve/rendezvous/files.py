@@ -29,6 +29,7 @@ from hpc_serve.rendezvous.ownership import (
     fault,
     give_to_group,
     is_open_to_group,
+    open_itself,
     open_to_group,
     require,
     stat_fault,
@@ -225,9 +226,8 @@ def _retry_stale_handle(read: Callable[[], T], what: str, path: Path) -> T:
 
 
 def _read_own(path: Path, *, secret: bool, owner: int | None) -> bytes:
-    # O_NONBLOCK: a pipe in a record's place must not hang its reader.
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_itself(path)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise RecordError(f"{path} is a symbolic link: it is not trusted. Remove it.") from None

@@ -119,12 +119,17 @@ def is_shared_folder(path: Path) -> bool:
     return found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == SHARED_FOLDER
 
 
+def open_itself(path: Path) -> int:
+    """Return a descriptor to read a path. A symbolic link is an OSError (ELOOP); a pipe does not hang its reader."""
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
 def give_to_group(path: Path, group: int, mode: int) -> None:
     """Give a folder or file of ours a group and a mode, in place of any ACL: `chmod` would make its entries count.
 
     Raises OSError, and StoreError if the file system keeps group and mode otherwise, or lets others read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = open_itself(path)
     try:
         for attribute in ("system.posix_acl_access", "system.posix_acl_default"):
             with suppress(OSError):

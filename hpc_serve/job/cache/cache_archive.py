@@ -23,7 +23,7 @@ from typing import BinaryIO
 from hpc_serve.errors import StoreError
 from hpc_serve.job.machine.guarded_folders import READY, folder_bytes
 from hpc_serve.rendezvous.files import make_private_folder, private_temporary
-from hpc_serve.rendezvous.ownership import fault, stat_fault
+from hpc_serve.rendezvous.ownership import fault, open_itself, stat_fault
 
 _log = logging.getLogger(__name__)
 _ENDING = ".tar.gz"
@@ -51,7 +51,7 @@ class CacheArchive:
         if (reason := fault(self.path.parent, "private")) is not None:
             raise OSError(reason)
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            descriptor = open_itself(self.path)
         except FileNotFoundError:
             return False
         with os.fdopen(descriptor, "rb") as file:
