@@ -205,12 +205,17 @@ def process_start_time(pid: int) -> int | None:
     return None if fields[0] in ("Z", "X") else int(fields[19])
 
 
+def is_alive(job: SubmittedJob) -> bool:
+    """Return whether the process of a local job of this machine is there.
+
+    Without a start time, it had ended before that could be read.
+    """
+    return job.pid is not None and job.pid_start_time is not None and process_start_time(job.pid) == job.pid_start_time
+
+
 def is_gone(job: SubmittedJob) -> bool:
     """Return whether the process of a local job has ended; False on another machine, which cannot see it."""
-    if job.cluster != "local" or job.host != os.uname().nodename or job.pid is None:
-        return False
-    # Without a start time, it had ended before that could be read.
-    return job.pid_start_time is None or process_start_time(job.pid) != job.pid_start_time
+    return job.cluster == "local" and job.host == os.uname().nodename and job.pid is not None and not is_alive(job)
 
 
 def default_home(environ: Mapping[str, str]) -> Path:

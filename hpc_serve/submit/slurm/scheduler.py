@@ -26,7 +26,7 @@ from hpc_serve.errors import SchedulerError, SchedulerUnavailableError
 from hpc_serve.rendezvous.fields import array_of
 from hpc_serve.rendezvous.ownership import user_name
 from hpc_serve.rendezvous.record import SubmittedJob
-from hpc_serve.rendezvous.store import process_start_time
+from hpc_serve.rendezvous.store import is_alive
 from hpc_serve.submit.slurm.slurm import (
     GONE,
     SINFO_ARGV,
@@ -55,7 +55,7 @@ def local_job_state(job: SubmittedJob) -> JobState:
     if job.host != socket.gethostname():
         detail = f"it runs on {job.host}, and this is {socket.gethostname()}: ask there"
         return JobState(job_id=job.job_id, state=UNKNOWN, source="process", detail=detail)
-    return JobState(job_id=job.job_id, state="RUNNING" if _is_alive(job) else GONE, source="process")
+    return JobState(job_id=job.job_id, state="RUNNING" if is_alive(job) else GONE, source="process")
 
 
 def stop_local_job(job: SubmittedJob, *, grace_s: float) -> None:
@@ -67,21 +67,15 @@ def stop_local_job(job: SubmittedJob, *, grace_s: float) -> None:
     if state.state == UNKNOWN:
         raise SchedulerError(f"{job.job_id} cannot be stopped from here: {state.detail}.")
     for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
-        if job.pid is not None and _is_alive(job):
+        if job.pid is not None and is_alive(job):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(job.pid, number)  # the script is the leader of its session, so its pid is the group's
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline:
-            if not _is_alive(job):
+            if not is_alive(job):
                 return
             time.sleep(_POLL_S)
     raise SchedulerError(f"process {job.pid} of {job.job_id} is still there after SIGKILL; look at it with `ps`.")
-
-
-def _is_alive(job: SubmittedJob) -> bool:
-    if job.pid is None or job.pid_start_time is None:
-        return False
-    return process_start_time(job.pid) == job.pid_start_time
 
 
 # -- Slurm
