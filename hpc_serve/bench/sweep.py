@@ -237,12 +237,12 @@ class Sweep:
         return len(self.services) * len(self.workloads) * len(self.paces)
 
 
-Progress = Callable[[str, int | None, int], None]
+OnProgress = Callable[[str, int | None, int], None]
 """Is told the step under way, its number of requests (None: not known yet), and how many of them have ended."""
 
 
 async def make_runs(
-    store: ServiceStore, sweep: Sweep, *, stop: asyncio.Event, progress: Progress = lambda *_: None
+    store: ServiceStore, sweep: Sweep, *, stop: asyncio.Event, progress: OnProgress = lambda *_: None
 ) -> AsyncIterator[Run]:
     """Run after run. After `stop` comes the run under way, with what it had by then, and no other.
 

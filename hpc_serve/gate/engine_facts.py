@@ -86,7 +86,7 @@ def step_s(seen: EngineLook, limits: Limits, *, tokens_per_s: float, learned_s: 
     return min(max(limits.least_s, tokens / tokens_per_s, learned_s), limits.most_s)
 
 
-class Judge:
+class EngineJudge:
     """Follows one engine from look to look. All times are seconds of one monotonic clock.
 
     `fault` says why the engine does not work, until it makes a step; "" while it works.
@@ -228,7 +228,9 @@ class EngineState:
     def __init__(self) -> None:
         self.is_paused = False
         least_s = _seconds(LEAST_STEP_VARIABLE, Limits.least_s)
-        self._judge = Judge(Limits(least_s=least_s, most_s=max(least_s, _seconds(MOST_STEP_VARIABLE, Limits.most_s))))
+        self._judge = EngineJudge(
+            Limits(least_s=least_s, most_s=max(least_s, _seconds(MOST_STEP_VARIABLE, Limits.most_s)))
+        )
         self._is_judged = least_s > 0
         self._due = 0
 

@@ -35,7 +35,7 @@ _ANSWER_S = 0.2  # for an answer to what cannot be read to leave
 _log = logging.getLogger(__name__)
 
 
-class Server(Protocol):
+class Connections(Protocol):
     app: Gateway
 
     def add(self, connection: ClientConnection) -> None: ...
@@ -48,7 +48,7 @@ class ClientConnection(asyncio.Protocol):
 
     transport: Any
 
-    def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, server: Connections, loop: asyncio.AbstractEventLoop) -> None:
         self.server = server
         self.loop = loop
         self.made_at_s = self.idle_since_s = loop.time()

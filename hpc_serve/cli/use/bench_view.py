@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
 from hpc_serve.bench.report import Result, no_prediction, replica_rows, run_lines, sweep_rows, table
 from hpc_serve.bench.run import Run
-from hpc_serve.bench.sweep import Progress, Sweep, make_runs
+from hpc_serve.bench.sweep import OnProgress, Sweep, make_runs
 from hpc_serve.cli.console import ChangingLine
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
@@ -75,7 +75,7 @@ def _below_the_table(results: Sequence[Result]) -> Iterator[str]:
 
 
 @contextmanager
-def _progress() -> Iterator[Progress]:
+def _progress() -> Iterator[OnProgress]:
     """Show the run under way on stderr: a bar on a terminal, elsewhere a line for each run."""
     with ChangingLine(TimeElapsedColumn(), BarColumn(bar_width=24), MofNCompleteColumn()) as line:
         line.change("looking for replicas")

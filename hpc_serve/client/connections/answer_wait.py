@@ -27,7 +27,7 @@ class ReplicaLostError(http.ReadError):
     """The replica was lost while it had the request. The message says why that is believed."""
 
 
-class Judge(Protocol):
+class ReplicaJudge(Protocol):
     """Knows how every replica of a service is. Never blocks."""
 
     @property
@@ -49,7 +49,7 @@ class AnswerWait:
     `expects_signs` is false while the replica sends no signs: it never does, or its answer is no stream of events.
     """
 
-    def __init__(self, replica: ReplicaAddress, judge: Judge) -> None:
+    def __init__(self, replica: ReplicaAddress, judge: ReplicaJudge) -> None:
         self._replica = replica
         self._judge = judge
         self._clock = judge.clock

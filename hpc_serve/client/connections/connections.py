@@ -23,7 +23,7 @@ from typing import Any
 
 import anyio
 
-from hpc_serve.client.connections.answer_wait import Judge
+from hpc_serve.client.connections.answer_wait import ReplicaJudge
 from hpc_serve.client.connections.engine_connection import EngineAnswer, EngineConnection, Owner
 from hpc_serve.client.connections.engine_pool import EnginePool
 from hpc_serve.client.connections.message import Message
@@ -138,7 +138,7 @@ class ThreadPool(EnginePool):
 class LoopConnection(EngineConnection, asyncio.Protocol):
     """A connection in an event loop."""
 
-    def __init__(self, owner: Owner, replica: ReplicaAddress, judge: Judge, transport: Any) -> None:
+    def __init__(self, owner: Owner, replica: ReplicaAddress, judge: ReplicaJudge, transport: Any) -> None:
         super().__init__(owner, replica, judge, transport.get_extra_info("socket"))
         self.loop = asyncio.get_running_loop()
         self.transport = transport
@@ -224,7 +224,7 @@ class LoopPool(EnginePool):
 
     trusts_idle_s = 0.5  # the loop may not have run since the engine closed a connection that was idle for longer
 
-    def __init__(self, judge: Judge) -> None:
+    def __init__(self, judge: ReplicaJudge) -> None:
         super().__init__(judge)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -271,7 +271,7 @@ class LoopPool(EnginePool):
 class ThreadConnections(InThread):
     """The connections of this process, for the requests of its threads."""
 
-    def __init__(self, judge: Judge) -> None:
+    def __init__(self, judge: ReplicaJudge) -> None:
         self._judge = judge
         self._pool = ThreadPool(judge)
         renew_after_fork(self)
@@ -292,7 +292,7 @@ class ThreadConnections(InThread):
 class LoopConnections(InLoop):
     """The connections of each event loop that runs, as a connection is of use in its own loop alone."""
 
-    def __init__(self, judge: Judge) -> None:
+    def __init__(self, judge: ReplicaJudge) -> None:
         self._judge = judge
         self._pools: dict[asyncio.AbstractEventLoop, LoopPool] = {}
         renew_after_fork(self)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import httptools
 
-from hpc_serve.client.connections.answer_wait import AnswerWait, Judge, ReplicaLostError
+from hpc_serve.client.connections.answer_wait import AnswerWait, ReplicaJudge, ReplicaLostError
 from hpc_serve.client.connections.message import Header, Message, lines_for
 from hpc_serve.client.replicas.event_loops import run_blocking
 from hpc_serve.client.replicas.pool import ReplicaAddress
@@ -82,7 +82,7 @@ class Owner(Protocol):
 class EngineConnection:
     """A connection. Its engine is asked one question at a time by `ask`, once it is `secure`."""
 
-    def __init__(self, owner: Owner, replica: ReplicaAddress, judge: Judge, connected: Any) -> None:
+    def __init__(self, owner: Owner, replica: ReplicaAddress, judge: ReplicaJudge, connected: Any) -> None:
         self.replica = replica
         self.wait = AnswerWait(replica, judge)
         self.socket = connected

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from hpc_serve.client.connections.answer_wait import Judge
+from hpc_serve.client.connections.answer_wait import ReplicaJudge
 from hpc_serve.client.connections.engine_connection import EngineAnswer, EngineConnection, is_readable
 from hpc_serve.client.connections.message import Message
 from hpc_serve.client.replicas.pool import ReplicaAddress
@@ -62,7 +62,7 @@ class EnginePool:
     # Seconds for which a connection that is idle counts as open, as whoever reads it would know otherwise.
     trusts_idle_s = 0.0
 
-    def __init__(self, judge: Judge) -> None:
+    def __init__(self, judge: ReplicaJudge) -> None:
         self._judge = judge
         self._keepalive_s: float = LIMITS["keepalive_expiry"]
         self._lock = threading.RLock()

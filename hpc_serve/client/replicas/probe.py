@@ -44,7 +44,7 @@ WITHOUT_ENGINE: Set[str] = frozenset({"starting", "unresponsive", "stopped", "fa
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _Probed:
     """What a probe brought, when, and from which engine: one that is started again has the same record's name."""
 
     result: ProbeResult
@@ -60,8 +60,8 @@ class _Known:
     it has proved itself.
     """
 
-    verified: _Answer | None = None
-    asked: _Answer | None = None
+    verified: _Probed | None = None
+    asked: _Probed | None = None
     missed: int = 0
     record: EndpointRecord | None = None
 
@@ -108,7 +108,7 @@ class Proofs:
 
         `was_heard`: the replica has just sent something of an answer.
         """
-        answer = _Answer(result, now_s, _engine(record))
+        answer = _Probed(result, now_s, _engine(record))
         with self._lock:
             known = self._replicas.setdefault(record.name, _Known())
             if result.status == "ready":
@@ -150,7 +150,7 @@ def _engine(record: EndpointRecord) -> tuple[int, str | None]:
     return record.port, record.certificate
 
 
-def _fresh(answer: _Answer | None, record: EndpointRecord, now_s: float, within_s: float) -> ProbeResult | None:
+def _fresh(answer: _Probed | None, record: EndpointRecord, now_s: float, within_s: float) -> ProbeResult | None:
     """Return the result of an answer of this record's engine, if it is not too old."""
     if answer is None or answer.engine != _engine(record) or now_s - answer.at_s >= within_s:
         return None

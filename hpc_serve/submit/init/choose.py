@@ -17,7 +17,7 @@ from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.catalog import accelerator_entries
-from hpc_serve.submit.init.facts import ClusterFacts, NodeFacts, PartitionFacts
+from hpc_serve.submit.init.facts import ClusterFacts, PartitionFacts, SlurmNode
 from hpc_serve.submit.init.places import Setting, decided, places, question
 from hpc_serve.submit.request.options import SlurmOptions
 from hpc_serve.units import duration, number_of
@@ -136,7 +136,7 @@ def _accounts(facts: ClusterFacts, partition: PartitionFacts | None) -> list[str
     return [account for account in found if account in allowed and account not in partition.deny_accounts]
 
 
-def _usual_node(partition: PartitionFacts) -> NodeFacts | None:
+def _usual_node(partition: PartitionFacts) -> SlurmNode | None:
     """Return the kind of node that most of a partition's GPU nodes are of; of all its nodes, where it has no GPUs."""
     nodes = partition.gpu_nodes or partition.nodes
     kinds = Counter(replace(node, name="", partitions=(), state="") for node in nodes)

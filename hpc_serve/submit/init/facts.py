@@ -26,7 +26,7 @@ class GpuKind:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeFacts:
+class SlurmNode:
     """One node. Memory is what Slurm hands out, in MiB."""
 
     name: str = ""
@@ -53,10 +53,10 @@ class PartitionFacts:
     allow_groups: tuple[str, ...] | None = None
     allow_qos: tuple[str, ...] | None = None
     submit_hosts: str | None = None
-    nodes: tuple[NodeFacts, ...] = ()
+    nodes: tuple[SlurmNode, ...] = ()
 
     @property
-    def gpu_nodes(self) -> tuple[NodeFacts, ...]:
+    def gpu_nodes(self) -> tuple[SlurmNode, ...]:
         return tuple(node for node in self.nodes if node.gpus)
 
 
@@ -189,13 +189,13 @@ def parse_config(stdout: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, equals, value in pairs if equals and " " not in name.strip()}
 
 
-def parse_nodes(stdout: str) -> tuple[NodeFacts, ...]:
+def parse_nodes(stdout: str) -> tuple[SlurmNode, ...]:
     """`scontrol --oneliner show node`: one node a line."""
     return tuple(_node(values) for values in map(scontrol_values, stdout.splitlines()) if "NodeName" in values)
 
 
-def _node(values: dict[str, str]) -> NodeFacts:
-    return NodeFacts(
+def _node(values: dict[str, str]) -> SlurmNode:
+    return SlurmNode(
         name=values["NodeName"],
         partitions=_words(values.get("Partitions", "")),
         cpus=_number(values.get("CPUTot", "")),
@@ -229,7 +229,7 @@ def _partition(values: dict[str, str]) -> PartitionFacts:
     )
 
 
-def with_nodes(partitions: Sequence[PartitionFacts], nodes: Sequence[NodeFacts]) -> tuple[PartitionFacts, ...]:
+def with_nodes(partitions: Sequence[PartitionFacts], nodes: Sequence[SlurmNode]) -> tuple[PartitionFacts, ...]:
     """Return each partition with its nodes. Nodes that nobody can use now count only if there are no others."""
     joined = []
     for partition in partitions:

@@ -99,7 +99,7 @@ def wanted_adapters(store: ServiceStore, service: str) -> Mapping[str, Adapter]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
+class ListedAdapter:
     """An adapter of a service, the replicas that have it, and why others have not."""
 
     name: str
@@ -109,7 +109,7 @@ class Listed:
     faults: Mapping[str, str]
 
 
-def list_adapters(store: ServiceStore, service: str) -> list[Listed]:
+def list_adapters(store: ServiceStore, service: str) -> list[ListedAdapter]:
     """Return the adapters that a service is to have, with what its replicas say of them.
 
     Raises StoreError, and ServiceNotFoundError.
@@ -119,7 +119,7 @@ def list_adapters(store: ServiceStore, service: str) -> list[Listed]:
         find_report(store, service)
     records = [one for one in store.read(service).records if not one.is_final]
     return [
-        Listed(
+        ListedAdapter(
             name=name,
             path=adapter.path,
             added_at=adapter.added_at,

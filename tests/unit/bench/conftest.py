@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.bench.run import BenchRequest, Lengths, Pace, RequestResult, Run
-from hpc_serve.bench.sweep import Progress, Sweep, make_runs
+from hpc_serve.bench.sweep import OnProgress, Sweep, make_runs
 from hpc_serve.bench.workload import BenchWorkload
 from tests.support.stubs import StubEngine, StubService
 from tests.unit.client.conftest import service, work_log
@@ -34,7 +34,7 @@ def measure(service: StubService) -> Measure:
         at_once: tuple[int | None, ...] = (4,),
         rate: float = float("inf"),
         split: Any = "client",
-        progress: Progress = lambda *_: None,
+        progress: OnProgress = lambda *_: None,
         stop: asyncio.Event | None = None,
         **fields: Any,
     ) -> list[Run]:

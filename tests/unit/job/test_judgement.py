@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.gate.engine_facts import EngineLook, Judge, Limits, Process, read_processes, step_s
+from hpc_serve.gate.engine_facts import EngineJudge, EngineLook, Limits, Process, read_processes, step_s
 
 CORE = "VLLM::EngineCor"
 RANK = "VLLM::Worker_TP"
@@ -38,7 +38,7 @@ class Scene:
     """An engine of a core and a rank, looked at every half second."""
 
     def __init__(self) -> None:
-        self.judge = Judge(Limits())
+        self.judge = EngineJudge(Limits())
         self.now_s, self.steps = 1_000.0, 0
         self.due, self.unread, self.here = 1, 10, True
         self.rates: dict[str, float] = {}
@@ -111,7 +111,7 @@ IDLE_COMPILER = {7: [CORE, "S", 0.0], 8: [RANK, "S", 0.0], 50: ["python3", "S", 
 CASES: dict[str, tuple[dict[str, Any], float, str]] = {
     "the least time": ({}, 5, ""),
     "more than the least time": ({}, 6, "for 5 s"),
-    "a greater least time": ({"judge": Judge(Limits(least_s=8.0))}, 8, ""),
+    "a greater least time": ({"judge": EngineJudge(Limits(least_s=8.0))}, 8, ""),
     "a long prompt": (LONG, 20, ""),
     "more than the prompt justifies": (LONG, 30, "justify 25 s"),
     "the slowest prompt that was seen": ({**LONG, "rates": {"a": 2_000.0, "b": 1_000.0}}, 8, "justify 6 s"),
@@ -171,7 +171,7 @@ def test_a_fault_stays_when_its_requests_leave_until_there_is_a_step():
 
 
 def test_counters_that_nobody_can_read_prove_nothing():
-    judge = Judge(Limits())
+    judge = EngineJudge(Limits())
     for look in range(100):
         judge.look(EngineLook(due=5), dict, 10.0 + look)
     assert judge.fault == ""
