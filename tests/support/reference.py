@@ -193,9 +193,9 @@ def _options(command: click.Command, context: click.Context) -> dict[str, list[t
     formatter = _Rows()
     command.format_options(context, formatter)
     return {
-        heading: [row for row in rows if row[0] != "-h, --help"]
+        heading: [row for row in rows if not row[0].endswith("--help")]
         for heading, rows in formatter.found.items()
-        if [name for name, _ in rows] != ["-h, --help"]
+        if not all(name.endswith("--help") for name, _ in rows)
     }
 
 
