@@ -16,6 +16,7 @@ def in_background(call: Callable[P, T], *args: P.args, **options: P.kwargs) -> F
     future: Future[T] = Future()
 
     def work() -> None:
+        future.set_running_or_notify_cancel()  # who gives it up cannot cancel it any more
         try:
             future.set_result(call(*args, **options))
         except BaseException as error:

@@ -17,14 +17,15 @@ import resource
 import shutil
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import hpc_serve
+from hpc_serve.background import in_background
 from hpc_serve.hub.local_weights import (
     HubSettings,
     cached_folder,
@@ -267,11 +268,9 @@ def ask_hub(settings: HubSettings, repository: str) -> tuple[int, str]:
 
     A resolver has no limit of time, so this is done in a thread that may outlive the question.
     """
-    answers: list[tuple[int, str]] = []
-    thread = threading.Thread(target=lambda: answers.append(_ask(settings, repository)), daemon=True)
-    thread.start()
-    thread.join(_HUB_S)
-    return next(iter(answers), (0, ""))
+    asking = in_background(_ask, settings, repository)
+    wait([asking], _HUB_S)
+    return asking.result() if asking.done() else (0, "")
 
 
 def _ask(settings: HubSettings, repository: str) -> tuple[int, str]:

@@ -12,14 +12,13 @@ import asyncio
 import contextlib
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from hpc_serve.background import in_background
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.links.link import Admission, Message, greeting, open_with_ticket
 from hpc_serve.job.machine.process import mark_environ
@@ -191,20 +190,17 @@ async def _gather_facts(node: Node) -> NodeFacts:
 async def _answer(name: str, gather: Callable[[], Any]) -> tuple[Any, float, str]:
     """Gather in a thread: a value, the seconds that it took, and what went wrong."""
     limit_s = GPUS_S if name == "gpus" else _GROUP_S
-    answer: Future[tuple[Any, float, str]] = Future()
 
-    def run() -> None:
-        answer.set_running_or_notify_cancel()
+    def run() -> tuple[Any, float, str]:
         began_at, value, problem = time.monotonic(), None, ""
         try:
             value = gather()
         except Exception as error:  # whatever it is, the engine may start without that group
             problem = f"{type(error).__name__}: {error}"
-        answer.set_result((value, time.monotonic() - began_at, problem))
+        return value, time.monotonic() - began_at, problem
 
-    threading.Thread(target=run, name=f"preflight {name}", daemon=True).start()
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(answer), limit_s)
+        return await asyncio.wait_for(asyncio.wrap_future(in_background(run)), limit_s)
     except asyncio.TimeoutError:
         return None, 0.0, f"no answer within {limit_s:.0f} s"
 
