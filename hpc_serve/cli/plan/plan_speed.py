@@ -143,28 +143,24 @@ def print_speed(console: Console, result: PlanResult) -> None:
     if not found:
         console.print(Text(_why_none(result), style="dim"))
         return
-    unit = result.accelerator.unit.upper()
-    has_each = not usd or console.width >= _WIDE
-    each = (f"PER {unit}",) if has_each else ()
-    first = () if traffic.decode_only or not traffic.generates else ("TTFT",)
-    rate = ("TPOT", "TOKENS/S") if traffic.generates else ("TIME", "TEXTS/S")
-    beside = () if result.asked.ideal else ("IDEAL",)
-    numbers = ("IN FLIGHT", *first, *rate, *beside, *each, *(("PER $",) if usd else ()))
-    table = wide_table(console, *numbers, "BOUND BY", left=("BOUND BY",))
-    for estimate in found:
-        speed = estimate.speed
-        dollar = [f"{estimate.output_tokens_per_usd / 1e6:.2f} M"] if estimate.output_tokens_per_usd else []
-        table.add_row(
-            f"{estimate.traffic.concurrency:,}",
-            *((_time(speed.ttft_s),) if first else ()),
-            _time(time_of(estimate)),
-            f"{speed.output_tokens_per_s:,.0f}",
-            *((f"{estimate.ideal.output_tokens_per_s:,.0f}",) if beside else ()),
-            *((f"{estimate.output_tokens_per_s_per_gpu:,.0f}",) if has_each else ()),
-            *dollar,
-            speed.bound,
-        )
     ideal, alone = result.asked.ideal, traffic.decode_only
+    time, rate = ("TPOT", "TOKENS/S") if traffic.generates else ("TIME", "TEXTS/S")
+    rows = []
+    for one in found:
+        row = {"IN FLIGHT": f"{one.traffic.concurrency:,}"}
+        if traffic.generates and not alone:
+            row["TTFT"] = _time(one.speed.ttft_s)
+        row |= {time: _time(time_of(one)), rate: f"{one.speed.output_tokens_per_s:,.0f}"}
+        if not ideal:
+            row["IDEAL"] = f"{one.ideal.output_tokens_per_s:,.0f}"
+        if not usd or console.width >= _WIDE:
+            row[f"PER {result.accelerator.unit.upper()}"] = f"{one.output_tokens_per_s_per_gpu:,.0f}"
+        if one.output_tokens_per_usd:
+            row["PER $"] = f"{one.output_tokens_per_usd / 1e6:.2f} M"
+        rows.append({**row, "BOUND BY": one.speed.bound})
+    table = wide_table(console, *rows[0], left=("BOUND BY",))
+    for row in rows:
+        table.add_row(*row.values())
     best = "every rate at its peak, communication hidden: no published measurement is above it"
     about = best if ideal else accuracy_text(traffic, result.accelerator.kind)
     about += "; the factors are below" if traffic.generates else ""
