@@ -68,8 +68,8 @@ def work_rows(status: ReplicaStatus, work: ReplicaWork) -> dict[str, str]:
     now = work.now
     running, waiting = ("?" if count is None else f"{count:,}" for count in (now.running, now.waiting))
     rows = {"requests": f"{running} running, {waiting} waiting", "tokens/s": _speed(work), "planned": ""}
-    if work.in_flight:
-        rows["planned"] = _planned(status, work.in_flight)
+    if work.now.requests:
+        rows["planned"] = _planned(status, work.now.requests)
     if now.generation_tokens is not None:
         prompts = "" if now.prompt_tokens is None else f", {now.prompt_tokens:,.0f} of prompts"
         rows["tokens"] = f"{now.generation_tokens:,.0f} generated{prompts}, since its engine started"
@@ -90,7 +90,7 @@ def _work_words(work: ReplicaWork) -> str:
 
 def _speed(work: ReplicaWork) -> str:
     if work.over_s is None or work.generation_tokens_per_s is None:
-        return "" if work.in_flight else "none: no request runs"
+        return "" if work.now.requests else "none: no request runs"
     prompts = work.prompt_tokens_per_s
     of_prompts = "" if prompts is None else f", {prompts:,.0f} of prompts"
     return f"{work.generation_tokens_per_s:,.0f} generated{of_prompts}, over {work.over_s:.1f} s"
@@ -112,7 +112,7 @@ def _planned(status: ReplicaStatus, in_flight: int) -> str:
 
 def _work_json(status: ReplicaStatus, work: ReplicaWork) -> dict[str, Any]:
     """The same under stable keys; null is what is not known."""
-    now, in_flight = work.now, work.in_flight
+    now, in_flight = work.now, work.now.requests
     return {
         "requests_running": now.running,
         "requests_waiting": now.waiting,

@@ -105,13 +105,6 @@ class ReplicaWork:
     def is_known(self) -> bool:
         return self.now != EngineWork()
 
-    @property
-    def in_flight(self) -> int | None:
-        """Requests that run or wait."""
-        if self.now.running is None or self.now.waiting is None:
-            return None
-        return self.now.running + self.now.waiting
-
 
 class WorkWatch:
     """Looks at the engines of replicas, and remembers the last look at each. For one thread at a time."""
@@ -219,7 +212,7 @@ def look_for(statuses: Sequence[ReplicaStatus], read_api_key: Callable[[str], st
     """What each replica does. Where one has requests, all are looked at twice, LOOK_S apart, for the rates."""
     watch = WorkWatch(read_api_key)
     found = watch.look(statuses)
-    if any(work.in_flight for work in found):
+    if any(work.now.requests for work in found):
         time.sleep(LOOK_S)
         found = watch.look(statuses)
     return found

@@ -148,7 +148,7 @@ def top_command(services: Sequence[str], once: bool, as_json: bool) -> None:
     looks = Looks(own_store(), services)
     if once or as_json or not _has_screen():
         frame = looks.look()
-        if any(work.in_flight for work in frame.works):
+        if any(work.now.requests for work in frame.works):
             time.sleep(LOOK_S)
             frame = looks.look()
         if as_json:

@@ -41,7 +41,7 @@ def test_the_rate_is_the_difference_of_two_looks(service, ticks):
     service.start("--stub-words", "6")
     watch = watch_of(service, ticks)
     (first,) = watch.look([status_of(service)])
-    assert (first.now.running, first.now.waiting, first.in_flight) == (0, 0, 0)
+    assert (first.now.running, first.now.waiting, first.now.requests) == (0, 0, 0)
     assert (first.over_s, first.generation_tokens_per_s) == (None, None)
     complete(service, 6)
     (second,) = watch.look([status_of(service)])
@@ -90,9 +90,11 @@ def test_what_is_under_way_is_looked_at_twice(service, tmp_path, monkeypatch):
     assert work.generation_tokens_per_s == 0.0
     hold.unlink()
     asking.join(PATIENCE_S)
-    wait_until(lambda: not watch.look([status_of(service)])[0].in_flight)  # an engine counts its end after the answer
+    wait_until(
+        lambda: not watch.look([status_of(service)])[0].now.requests
+    )  # an engine counts its end after the answer
     (idle,) = look_for([status_of(service)], service.store.read_api_key)
-    assert (idle.in_flight, idle.over_s) == (0, None)
+    assert (idle.now.requests, idle.over_s) == (0, None)
 
 
 def test_who_is_not_ready_is_not_asked_and_a_stranger_gets_no_key(service):
