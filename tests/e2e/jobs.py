@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hpc_serve.hub.hub import find_model
 from hpc_serve.plan import ClusterSpec, accelerator, model_from_config, plan
 from hpc_serve.plan.choice.layout import Layout
@@ -27,7 +29,19 @@ from tests.cluster import SlurmCluster, wait_for
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 STUB = CHECKOUT / "tests" / "support" / "stub_engine.py"
+STREAMS_PROGRAM = Path(__file__).with_name("streams.py")
 ENDS_WITHIN_S = 180.0  # KillWait is 30 s; measured: 3 to 8 s on an idle machine
+SMALL = ("--mem", "2G", "--cpus-per-task", "2", "--no-exclusive")
+BUSY = {"HPC_SERVE_CANARY_S": "30"}
+"""For ranks that share two cores: they make a token in seconds."""
+REAL_REPLICAS = [
+    pytest.mark.slurm,
+    pytest.mark.engine,
+    pytest.mark.skipif(
+        os.environ.get("HPC_SERVE_REAL_REPLICAS") != "1",
+        reason="minutes of two cores, and 7 GB of memory (HPC_SERVE_REAL_REPLICAS is not 1): `make real-replicas`",
+    ),
+]
 
 Record = dict[str, Any]
 
@@ -79,6 +93,11 @@ class User:
             return json.loads((self.home / ".hpc-serve" / "services" / service / f"{job_id}-r0-0.json").read_text())
         except FileNotFoundError:
             return None
+
+    def records(self, service: str, job_id: str = "*") -> list[Record]:
+        """Those of all replicas of a job's first run; without a job, of all jobs."""
+        folder = self.home / ".hpc-serve" / "services" / service
+        return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{job_id}-r0-*.json"))]
 
     def wait_for_record(self, service: str, job_id: str, is_it: Callable[[Record], bool], timeout_s: float) -> Record:
         """The record once `is_it`; a job that fails on the way ends the wait at once, with its log."""
@@ -138,6 +157,14 @@ class User:
             stopped |= fresh
         send(sorted(stopped, reverse=True), signal.SIGKILL)
 
+    def begin_streams(self, service: str, number: int, *held: Path):
+        """A program of this user's on the login host, with streams under way."""
+        argv = [sys.executable, str(STREAMS_PROGRAM), service, str(number), *map(str, held)]
+        program = self.cluster.popen(argv, user=self.name, env=dict(self.environ))
+        said = program.stdout.readline()
+        assert said.strip() == "begun", said + program.stdout.read()
+        return program
+
     def cancel(self, job_id: str) -> None:
         done = self.run("scancel", job_id)
         assert done.returncode == 0, done.stderr
@@ -145,6 +172,16 @@ class User:
     def log(self, service: str, job_id: str) -> str:
         logs = sorted((self.home / ".hpc-serve" / "services" / service / "logs").glob(f"{job_id}*"))
         return "\n".join(f"== {path.name}\n{path.read_text()[-4000:]}" for path in logs)
+
+
+def result_of(program) -> dict[str, Any]:
+    """What a program says in its last line."""
+    return json.loads(program.communicate(timeout=300)[0].splitlines()[-1])
+
+
+def variable_of(pid: int, name: str) -> str | None:
+    words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return next((word.partition("=")[2] for word in words if word.startswith(f"{name}=")), None)
 
 
 def send(pids: Iterable[int], number: signal.Signals) -> None:

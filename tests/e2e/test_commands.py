@@ -14,12 +14,10 @@ import sys
 import pytest
 
 from tests.cluster import wait_for
-from tests.e2e.jobs import User
+from tests.e2e.jobs import BUSY, User
 
 pytestmark = [pytest.mark.slurm, pytest.mark.engine]
 
-# Ranks that share two cores make a token in seconds (as in test_serving.py).
-BUSY = {"HPC_SERVE_CANARY_S": "30"}
 START_S = 900.0
 
 

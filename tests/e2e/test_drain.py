@@ -6,19 +6,16 @@ at each end, however slow this test is, and go on once a new request was refused
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from hpc_serve.submit.slurm.slurm import parse_scontrol_job
-from tests.e2e.jobs import User, stub_script
+from tests.e2e.jobs import User, result_of, stub_script
 
 pytestmark = [pytest.mark.slurm]
 
-STREAMS_PROGRAM = Path(__file__).with_name("streams.py")
 WORDS, WORD_S, HELD_AFTER = 20, 0.1, 5
 STREAMS = 4
 ENDS_WITHIN_S = 300.0
@@ -32,20 +29,6 @@ def serve(alice: User, service: str) -> tuple[str, Path]:
     job_id = alice.sbatch(alice.write(f"{service}.sh", text))
     alice.wait_until_ready(service, job_id)
     return job_id, held
-
-
-def begin_streams(alice: User, service: str, *held: Path):
-    """A user's program with streams under way."""
-    argv = [sys.executable, str(STREAMS_PROGRAM), service, str(STREAMS), *map(str, held)]
-    program = alice.cluster.popen(argv, user="alice", env=dict(alice.environ))
-    said = program.stdout.readline()
-    assert said.strip() == "begun", said + program.stdout.read()
-    return program
-
-
-def result_of(program) -> dict:
-    said, _ = program.communicate(timeout=300)
-    return json.loads(said.splitlines()[-1])
 
 
 def stop(alice: User, service: str, job_id: str) -> None:
@@ -71,7 +54,7 @@ def notice(alice: User, service: str, job_id: str) -> None:
 def test_a_planned_end_loses_no_stream(alice, end, who):
     service = f"drain-{end.__name__}"
     job_id, held = serve(alice, service)
-    program = begin_streams(alice, service, held)
+    program = alice.begin_streams(service, STREAMS, held)
     end(alice, service, job_id)
     result = result_of(program)
     assert result["streams"] == [[WORDS, "stop"]] * STREAMS
@@ -88,7 +71,7 @@ def test_a_planned_end_loses_no_stream(alice, end, who):
 
 def test_stop_now_ends_a_drain(alice):
     job_id, _ = serve(alice, "drain-now")
-    program = begin_streams(alice, "drain-now")
+    program = alice.begin_streams("drain-now", STREAMS)
     notice(alice, "drain-now", job_id)
     alice.wait_for_record("drain-now", job_id, lambda record: record["stage"] == f"finishing {STREAMS} requests", 120)
     done = alice.hpc_serve("stop", "--now", "drain-now", timeout=ENDS_WITHIN_S)

@@ -10,13 +10,13 @@ import sys
 import pytest
 
 from tests.cluster import wait_for
+from tests.e2e.jobs import SMALL
 from tests.e2e.wanted import MOST_S, STUB_WORDS, WantedSeen, told_at_the_end
 
 pytestmark = [pytest.mark.slurm]
 
 SERVICE = "elastic"
 MOST, THREADS = 4, 8
-SMALL = ("--mem", "2G", "--cpus-per-task", "2", "--no-exclusive")
 
 
 @pytest.fixture

@@ -20,13 +20,12 @@ import pytest
 from hpc_serve.submit.slurm.slurm import parse_scontrol_job
 from tests.cluster import wait_for
 from tests.cluster.config import CHECKOUT
-from tests.e2e.jobs import User
+from tests.e2e.jobs import SMALL, User
 from tests.faults.outcomes import count
 from tests.faults.service import read_lines
 
 pytestmark = [pytest.mark.slurm]
 
-SMALL = ("--mem", "2G", "--cpus-per-task", "2", "--no-exclusive")
 IN_FLIGHT, TOKENS, TOKEN_S = 10, 40, 0.1
 LONG = "HPC_SERVE_FIVE_TIME_LIMITS"
 Jobs = dict[str, dict]
@@ -38,12 +37,9 @@ def stub_words(*, load_s: int, hold_file: str = "") -> str:
 
 
 @pytest.fixture
-def alice(cluster, alice_env, stub_env):
-    """Alice, whose stub engines take a while to load, and answer with a text that follows from the prompt."""
-    user = User(cluster, {**alice_env, **stub_env, "STUB_ENGINE_ARGS": stub_words(load_s=20)})
-    yield user
-    user.run("scancel", "--user", "alice")
-    wait_for(lambda: not user.processes(), 180, what="the end of what a failed test left")
+def alice_variables(stub_env):
+    """Stub engines that take a while to load, and answer with a text that follows from the prompt."""
+    return {**stub_env, "STUB_ENGINE_ARGS": stub_words(load_s=20)}
 
 
 def jobs(alice: User, service: str) -> Jobs:

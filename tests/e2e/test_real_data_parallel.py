@@ -9,7 +9,6 @@ adds. `make real-replicas` runs these tests, `make test` skips them.
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import sys
@@ -23,18 +22,10 @@ from hpc_serve.plan import EngineConfig, accelerator, estimate_memory
 from hpc_serve.plan.memory.loaded import pipeline_stages
 from hpc_serve.units import GIB
 from tests.cluster import wait_for
-from tests.e2e.jobs import ENDS_WITHIN_S, Record, User, send
+from tests.e2e.jobs import ENDS_WITHIN_S, REAL_REPLICAS, Record, User, send
 from tests.support.moe_model import CONFIGS, make_moe_model
 
-SWITCH = "HPC_SERVE_REAL_REPLICAS"
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.engine,
-    pytest.mark.skipif(
-        os.environ.get(SWITCH) != "1",
-        reason=f"minutes of two cores, and 7 GB of memory ({SWITCH} is not 1): `make real-replicas`",
-    ),
-]
+pytestmark = REAL_REPLICAS
 
 ASK = Path(__file__).with_name("ask_greedily.py")
 START_S = 900.0
@@ -103,8 +94,7 @@ def logs(alice: User, record: Record) -> str:
 
 def servers(alice: User, record: Record) -> list[Record]:
     """The records of all servers of a job."""
-    folder = alice.home / ".hpc-serve" / "services" / record["service"]
-    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{record['job_id']}-r0-*.json"))]
+    return alice.records(record["service"], record["job_id"])
 
 
 def ready_servers(alice: User, record: Record) -> list[Record]:

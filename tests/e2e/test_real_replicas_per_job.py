@@ -16,40 +16,18 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import wait_for
-from tests.e2e.jobs import ENDS_WITHIN_S, Record, User
+from tests.e2e.jobs import BUSY, ENDS_WITHIN_S, REAL_REPLICAS, Record, User, variable_of
 
-SWITCH = "HPC_SERVE_REAL_REPLICAS"
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.engine,
-    pytest.mark.skipif(
-        os.environ.get(SWITCH) != "1",
-        reason=f"minutes of two cores, and 7 GB of memory ({SWITCH} is not 1): `make real-replicas`",
-    ),
-]
+pytestmark = REAL_REPLICAS
 
 ASK_EACH = Path(__file__).with_name("ask_each.py")
-BUSY = {"HPC_SERVE_CANARY_S": "30"}  # as in test_serving.py
 START_S = 1_200.0
 DEVICE_LISTS = {4: {"0,1", "2,3", "4,5", "6,7"}, 2: {"0,1,2,3", "4,5,6,7"}}
 
 
 @pytest.fixture
-def alice(cluster, alice_env):
-    user = User(cluster, {**alice_env, **BUSY})
-    yield user
-    user.run("scancel", "--user", "alice")
-    wait_for(lambda: not user.processes(), ENDS_WITHIN_S, what="the end of what a failed test left")
-
-
-def records(alice: User, service: str, job: str) -> list[Record]:
-    folder = alice.home / ".hpc-serve" / "services" / service
-    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{job}-r0-*.json"))]
-
-
-def variable_of(pid: int, name: str) -> str:
-    words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return next((word.partition("=")[2] for word in words if word.startswith(f"{name}=")), "")
+def alice_variables():
+    return BUSY
 
 
 def ranks(alice: User) -> dict[str, list[int]]:
@@ -89,7 +67,7 @@ def test_real_engines_divide_a_node(alice, tiny_models, show_table, model, count
         what="an answer of each to `status`",
     )
 
-    found = records(alice, model, job)
+    found = alice.records(model, job)
     assert [one["replica"] for one in found] == list(range(count))
     assert {
         (one["state"], one["tensor_parallel_size"], one["gpus_per_node"], one["engine_restarts"]) for one in found
@@ -112,7 +90,7 @@ def test_real_engines_divide_a_node(alice, tiny_models, show_table, model, count
     said = alice.hpc_serve_said("stop", model)
     assert all(f"{model} (job {job}-{replica}) is over: stopped" in said for replica in range(count)), said
     alice.wait_until_gone(job)
-    assert {one["state"] for one in records(alice, model, job)} == {"stopped"}
+    assert {one["state"] for one in alice.records(model, job)} == {"stopped"}
     assert not list((alice.home / ".hpc-serve").glob("jobs/*"))
     for node in alice.cluster.nodes:
         left = alice.run("sh", "-c", "ls -d /tmp/hs-* /dev/shm/* 2>/dev/null", node=node)

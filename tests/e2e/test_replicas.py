@@ -6,26 +6,21 @@ The engine is the stub, put in vLLM's place by the environment that scripts acti
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cluster import wait_for
-from tests.e2e.jobs import User
+from tests.e2e.jobs import SMALL, User, result_of
 
 pytestmark = [pytest.mark.slurm]
 
-STREAMS_PROGRAM = Path(__file__).with_name("streams.py")
-SMALL = ("--mem", "2G", "--cpus-per-task", "2", "--no-exclusive")
 MOST_S = 300.0
 
 
-@pytest.fixture(scope="module")
-def alice(cluster, alice_env, stub_env):
-    """Alice, whose stub engines stream 40 words, one each quarter of a second."""
-    words = "--stub-words 40 --stub-word-s 0.25"
-    return User(cluster, {**alice_env, **stub_env, "STUB_ENGINE_ARGS": words})
+@pytest.fixture
+def alice_variables(stub_env):
+    return {**stub_env, "STUB_ENGINE_ARGS": "--stub-words 40 --stub-word-s 0.25"}
 
 
 def states(alice: User, service: str) -> dict[str, str]:
@@ -55,19 +50,14 @@ def test_four_replicas_then_five_then_two_then_none(alice):
     wait_until_said(alice, "8b: 5/5 replicas ready", "status", "8b")
 
     # Fewer of them, while each has streams under way: none is lost.
-    program = alice.cluster.popen(
-        [sys.executable, str(STREAMS_PROGRAM), "8b", "8"], user="alice", env=dict(alice.environ)
-    )
-    said = program.stdout.readline()
-    assert said.strip() == "begun", said + program.stdout.read()
+    program = alice.begin_streams("8b", 8)
     assert "8b has 2 replicas, it had 5." in alice.hpc_serve_said("scale", "8b", "2")
     assert len(states(alice, "8b")) == 2
 
     alice.hpc_serve_said("stop", next(iter(states(alice, "8b"))))
     assert len(states(alice, "8b")) == 1
     alice.hpc_serve_said("stop", "8b")
-    streams = json.loads(program.communicate(timeout=MOST_S)[0].splitlines()[-1])["streams"]
-    assert streams == [[40, "stop"]] * 8
+    assert result_of(program)["streams"] == [[40, "stop"]] * 8
     assert states(alice, "8b") == {}
     wait_for(lambda: not alice.processes(), MOST_S, what="no process left")
 

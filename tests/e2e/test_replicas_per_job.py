@@ -8,41 +8,31 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cluster import wait_for
-from tests.e2e.jobs import STUB, User
+from tests.e2e.jobs import STUB, User, result_of, variable_of
 
 pytestmark = [pytest.mark.slurm]
 
-STREAMS_PROGRAM = Path(__file__).with_name("streams.py")
 MOST_S = 300.0
 
 
-@pytest.fixture(scope="module")
-def alice(cluster, alice_env, stub_env):
-    """Alice, whose stub engines stream 40 words, one each quarter of a second."""
-    words = "--stub-words 40 --stub-word-s 0.25"
-    return User(cluster, {**alice_env, **stub_env, "STUB_ENGINE_ARGS": words})
+@pytest.fixture
+def alice_variables(stub_env):
+    return {**stub_env, "STUB_ENGINE_ARGS": "--stub-words 40 --stub-word-s 0.25"}
 
 
 def states(alice: User, job: str) -> list[str]:
-    """What the records say."""
-    folder = alice.home / ".hpc-serve" / "services" / "8b"
-    return [json.loads(path.read_text())["state"] for path in sorted(folder.glob(f"{job}-r0-*.json"))]
-
-
-def devices_of(pid: int) -> str | None:
-    words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return next((word.partition("=")[2] for word in words if word.startswith("CUDA_VISIBLE_DEVICES=")), None)
+    return [one["state"] for one in alice.records("8b", job)]
 
 
 def engines(alice: User) -> dict[str | None, int]:
     """The stub engines of the cluster, by the devices that they see."""
-    return {devices_of(process.pid): process.pid for process in alice.processes() if str(STUB) in process.argv[:2]}
+    pids = (process.pid for process in alice.processes() if str(STUB) in process.argv[:2])
+    return {variable_of(pid, "CUDA_VISIBLE_DEVICES"): pid for pid in pids}
 
 
 def test_four_engines_divide_a_node_and_end_one_by_one(alice):
@@ -69,11 +59,7 @@ def test_four_engines_divide_a_node_and_end_one_by_one(alice):
     wait_for(lambda: states(alice, job) == ["ready", "failed", "ready", "ready"], 180, what="the end of the second")
 
     # Another is stopped while each has streams under way: none is lost.
-    program = alice.cluster.popen(
-        [sys.executable, str(STREAMS_PROGRAM), "8b", "12"], user="alice", env=dict(alice.environ)
-    )
-    said = program.stdout.readline()
-    assert said.strip() == "begun", said + program.stdout.read()
+    program = alice.begin_streams("8b", 12)
     assert f"8b (job {job}-3) is over: stopped" in alice.hpc_serve_said("stop", f"{job}-3")
     assert set(engines(alice)) == {"0,1", "4,5"}
     found = json.loads(alice.hpc_serve_said("status", job, "--json"))["services"]
@@ -81,8 +67,7 @@ def test_four_engines_divide_a_node_and_end_one_by_one(alice):
     assert by_name == dict(zip(names, ("ready", "failed", "ready", "stopped"), strict=True))
 
     alice.hpc_serve_said("stop", "8b")
-    streams = json.loads(program.communicate(timeout=MOST_S)[0].splitlines()[-1])["streams"]
-    assert streams == [[40, "stop"]] * 12
+    assert result_of(program)["streams"] == [[40, "stop"]] * 12
     alice.wait_until_gone(job)
     assert states(alice, job) == ["stopped", "failed", "stopped", "stopped"]
     shown = alice.run("scontrol", "--oneliner", "show", "job", job).stdout

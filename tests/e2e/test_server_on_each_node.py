@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cluster import wait_for
-from tests.e2e.jobs import STUB, Record, User, send
+from tests.e2e.jobs import STUB, Record, User, result_of, send
 
 pytestmark = [pytest.mark.slurm]
 
-STREAMS_PROGRAM = Path(__file__).with_name("streams.py")
 MOST_S = 300.0
 WORDS = (
     *("submit", "Qwen/Qwen3-30B-A3B", "--data-parallel-size", "4", "--enable-expert-parallel", "-tp", "1", "-pp", "1"),
@@ -33,10 +31,9 @@ def alice_variables(stub_env) -> dict[str, str]:
 
 def servers(alice: User, service: str, *states: str) -> list[Record]:
     """The records of a service's servers, once they are in these states."""
-    folder = alice.home / ".hpc-serve" / "services" / service
 
     def look() -> list[Record]:
-        found = [json.loads(path.read_text()) for path in sorted(folder.glob("*-r0-*.json"))]
+        found = alice.records(service)
         return found if [one["state"] for one in found] == list(states) else []
 
     return wait_for(look, MOST_S, what=f"{service}: {', '.join(states)}")
@@ -52,16 +49,11 @@ def test_clients_choose_among_the_servers_and_a_stop_lets_all_finish(alice):
     assert [one["nodes"][0]["name"] for one in found] == ["n1", "n2"]
     assert found[0]["certificate"] != found[1]["certificate"]
     alice.hpc_serve_said("wait", "each", "--replicas", "2", "--timeout", "5m")
-    program = alice.cluster.popen(
-        [sys.executable, str(STREAMS_PROGRAM), "each", "12"], user="alice", env=dict(alice.environ)
-    )
-    said = program.stdout.readline()
-    assert said.strip() == "begun", said + program.stdout.read()
+    program = alice.begin_streams("each", 12)
     logs = alice.hpc_serve_said("logs", f"{job}-1", "--files").split()
     assert [Path(path).name for path in logs[1:]] == [f"{job}-node0.log", f"{job}-node1.log"]
     alice.hpc_serve_said("stop", f"{job}-1")
-    streams = json.loads(program.communicate(timeout=MOST_S)[0].splitlines()[-1])["streams"]
-    assert streams == [[40, "stop"]] * 12
+    assert result_of(program)["streams"] == [[40, "stop"]] * 12
     alice.wait_until_gone(job)
     ended = servers(alice, "each", "stopped", "stopped")
     assert all(one["drain_cause"] == "stop" for one in ended)

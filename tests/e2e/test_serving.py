@@ -18,15 +18,13 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import wait_for
-from tests.e2e.jobs import CHECKOUT, User, layout_script, send, with_another_ray
+from tests.e2e.jobs import BUSY, CHECKOUT, User, layout_script, send, with_another_ray
 
 pytestmark = [pytest.mark.slurm, pytest.mark.engine]
 
 ASK = Path(__file__).with_name("ask.py")
 STRANGER = Path(__file__).parents[1] / "security" / "stranger.py"
 HF_TOKEN = "hf_a-token-of-the-hub-that-is-a-secret"
-# Ranks that share two cores make a token in seconds.
-BUSY = {"HPC_SERVE_CANARY_S": "30"}
 START_S = 900.0  # 16 ranks on two cores: 100 to 140 s measured
 
 

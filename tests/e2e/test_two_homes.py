@@ -6,20 +6,14 @@ import json
 
 import pytest
 
-from tests.cluster import wait_for
-from tests.e2e.jobs import User
+from tests.e2e.jobs import SMALL, User
 
 pytestmark = [pytest.mark.slurm]
 
-SMALL = ("--mem", "2G", "--cpus-per-task", "2", "--no-exclusive")
-
 
 @pytest.fixture
-def alice(cluster, alice_env, stub_env):
-    user = User(cluster, {**alice_env, **stub_env})
-    yield user
-    user.run("scancel", "--user", "alice")
-    wait_for(lambda: not user.processes(), 180, what="the end of what a failed test left")
+def alice_variables(stub_env):
+    return stub_env
 
 
 def test_another_home_ends_no_service_and_what_is_forgotten_is_hidden_at_once(alice):

@@ -14,25 +14,17 @@ from typing import Any
 import pytest
 
 from tests.cluster import wait_for
-from tests.e2e.jobs import User
+from tests.e2e.jobs import SMALL, User
 
 pytestmark = [pytest.mark.slurm]
 
-SMALL = ("--mem", "2G", "--cpus-per-task", "2", "--no-exclusive")
 WAIT = ("--wait", "--timeout", "5m")
 HOLD = ("--sbatch", "--hold")
 
 
-@pytest.fixture(scope="module")
-def alice(cluster, alice_env, stub_env):
-    return User(cluster, {**alice_env, **stub_env})
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(alice):
-    yield
-    alice.run("scancel", "--user", "alice")
-    wait_for(lambda: not alice.processes(), 180, what="the end of what a failed test left")
+@pytest.fixture
+def alice_variables(stub_env):
+    return stub_env
 
 
 def submit(alice: User, name: str, *words: str, env=None):

@@ -6,9 +6,8 @@ import sys
 
 import pytest
 
-from tests.e2e.jobs import User
+from tests.e2e.jobs import BUSY, User
 
-BUSY = {"HPC_SERVE_CANARY_S": "30"}  # ranks that share two cores make a token in seconds
 MAKE_OWN = """
 import sys
 from pathlib import Path
