@@ -41,7 +41,6 @@ def claim(
     model: str,
     *,
     is_over: Callable[[JobEntry], bool] | None = None,
-    clock: Callable[[], float] = time.time,
 ) -> None:
     """Take the name `service` for `model`; replicas of the same model share it.
 
@@ -57,8 +56,8 @@ def claim(
         for holder in _holders(found):
             if holder.model != model and not is_over(holder):
                 raise ServiceConflictError(_taken(service, model, holder))
-        _check_claim(path, service, model, found, now=clock())
-        write_json(path, _Claim(model=model, claimed_at=clock()))
+        _check_claim(path, service, model, found, now=time.time())
+        write_json(path, _Claim(model=model, claimed_at=time.time()))
 
 
 def release(store: ServiceStore, service: str, model: str) -> None:
@@ -87,28 +86,28 @@ def require_filelock() -> None:
 
 
 @contextlib.contextmanager
-def locked(store: ServiceStore, service: str, *, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
+def locked(store: ServiceStore, service: str) -> Iterator[None]:
     """Hold the lock of a service's claim. Raises StoreError if it is held for too long, or there is no such service."""
     store.require_service(service)  # filelock would make the folders of a home that was moved away
-    with lock_file(store.service_dir(service) / ".lock", timeout_s=timeout_s):
+    with lock_file(store.service_dir(service) / ".lock"):
         yield
 
 
 @contextlib.contextmanager
-def lock_file(path: Path, *, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
+def lock_file(path: Path) -> Iterator[None]:
     """Hold a lock that all nodes see, a file in a folder that exists. Raises StoreError if it is held for too long."""
     require_filelock()
     # flock is local to a node on some shared filesystems; a lock file with a lease works on all, clocks aside.
     from filelock import LeaseSettingsMismatch, SoftFileLease, Timeout
 
-    lease = SoftFileLease(path, lease_duration=_LOCK_LEASE_S, timeout=timeout_s, mode=0o600)
+    lease = SoftFileLease(path, lease_duration=_LOCK_LEASE_S, timeout=_LOCK_TIMEOUT_S, mode=0o600)
     with explained("lock", path):
         try:
             lease.acquire()
         except (Timeout, LeaseSettingsMismatch) as error:
             raise StoreError(
-                f"cannot lock {path} within {timeout_s:.0f} s ({type(error).__name__}): another hpc-serve holds it, "
-                "or the filesystem does not answer. If no other is running, remove that file."
+                f"cannot lock {path} within {_LOCK_TIMEOUT_S:.0f} s ({type(error).__name__}): another hpc-serve holds "
+                "it, or the filesystem does not answer. If no other is running, remove that file."
             ) from error
     try:
         yield

@@ -9,7 +9,8 @@ import time
 import pytest
 
 from hpc_serve.errors import ServiceConflictError, StoreError
-from hpc_serve.rendezvous.claims import claim, lock_file, locked, release
+from hpc_serve.rendezvous import claims
+from hpc_serve.rendezvous.claims import claim, locked, release
 from hpc_serve.rendezvous.record import EndpointRecord, JobEnd
 from tests.support.at_once import at_once
 from tests.support.stubs import make_record, make_submitted
@@ -112,10 +113,11 @@ def test_the_lock_of_a_process_that_died_is_broken(store):
     assert not (store.service_dir("405b") / ".lock").exists()
 
 
-def test_a_lock_that_is_held_is_waited_for_and_then_explained(store):
+def test_a_lock_that_is_held_is_waited_for_and_then_explained(store, monkeypatch):
     store.ensure_service("405b")
+    monkeypatch.setattr(claims, "_LOCK_TIMEOUT_S", 0.1)
     with locked(store, "405b"), pytest.raises(StoreError, match=r"cannot lock .*\.lock within"):
-        lock_file(store.service_dir("405b") / ".lock", timeout_s=0.1).__enter__()
+        locked(store, "405b").__enter__()
 
 
 def test_a_full_disk_is_not_taken_for_a_lock_that_is_held(store, monkeypatch):
