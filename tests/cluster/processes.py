@@ -86,6 +86,12 @@ def environ_of(pid: int) -> list[bytes]:
         return []
 
 
+def variable_of(pid: int, name: str) -> str | None:
+    """A variable of a process's environment."""
+    begin = f"{name}=".encode()
+    return next((word.removeprefix(begin).decode() for word in environ_of(pid) if word.startswith(begin)), None)
+
+
 def of_job(job: str, among: Iterable[int]) -> list[int]:
     """The live processes that run in a replica's job."""
     mark = f"HPC_SERVE_JOB_ID={job}".encode()

@@ -179,11 +179,6 @@ def result_of(program) -> dict[str, Any]:
     return json.loads(program.communicate(timeout=300)[0].splitlines()[-1])
 
 
-def variable_of(pid: int, name: str) -> str | None:
-    words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return next((word.partition("=")[2] for word in words if word.startswith(f"{name}=")), None)
-
-
 def send(pids: Iterable[int], number: signal.Signals) -> None:
     """Signal processes that were listed; one may have ended since."""
     for pid in pids:

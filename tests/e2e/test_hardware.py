@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.environment import ENGINE_ON_FEW_CORES
+from tests.cluster.processes import variable_of
 from tests.e2e.jobs import CHECKOUT, STUB, User
 from tests.e2e.test_serving import START_S, ask_from_a_job
 from tests.support.int8_checkpoint import quantise
@@ -58,8 +59,7 @@ def test_chips_of_tpu_hosts_are_waited_for_as_rays_resource(alice):
     assert sorted(process.host for process in raylets) == sorted(node["name"] for node in record["nodes"])
     assert all(any("TPU,4" in word for word in process.argv) for process in raylets)
     engine = next(process for process in alice.processes() if process.argv[1:2] == (str(STUB),))
-    environ = Path(f"/proc/{engine.pid}/environ").read_bytes().split(b"\0")
-    assert b"TPU_MULTIHOST_BACKEND=ray" in environ
+    assert variable_of(engine.pid, "TPU_MULTIHOST_BACKEND") == "ray"
     assert "--distributed-executor-backend" not in engine.argv
     alice.cancel(job_id)
     alice.wait_until_gone(job_id)

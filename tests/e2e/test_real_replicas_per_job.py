@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import wait_for
-from tests.e2e.jobs import BUSY, ENDS_WITHIN_S, REAL_REPLICAS, Record, User, variable_of
+from tests.cluster.processes import variable_of
+from tests.e2e.jobs import BUSY, ENDS_WITHIN_S, REAL_REPLICAS, Record, User
 
 pytestmark = REAL_REPLICAS
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import wait_for
-from tests.e2e.jobs import STUB, User, result_of, variable_of
+from tests.cluster.processes import variable_of
+from tests.e2e.jobs import STUB, User, result_of
 
 pytestmark = [pytest.mark.slurm]
 

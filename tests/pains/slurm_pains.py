@@ -7,10 +7,10 @@ import signal
 import time
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from tests.cluster import wait_for
+from tests.cluster.processes import variable_of
 from tests.e2e.jobs import STUB
 from tests.pains.pain import Seen, pain
 from tests.pains.site import Job, Site, before_attempts, replaced
@@ -345,9 +345,9 @@ def _two_on_a_node(site: Site, name: str, variable: str, said: str) -> Seen:
     jobs = [site.submit(f"{name}-{number}", options=("--nodelist=n1",), **ONE_NODE) for number in range(2)]
     for job in jobs:
         site.ready(job)
-    values = set()
-    for process in site.alice.processes():
-        if "stub_engine.py" in " ".join(process.argv) and "hpc_serve.job" not in process.argv:
-            words = Path(f"/proc/{process.pid}/environ").read_bytes().decode().split("\0")
-            values |= {word for word in words if word.startswith(f"{variable}=")}
+    values = {
+        variable_of(process.pid, variable)
+        for process in site.alice.processes()
+        if "stub_engine.py" in " ".join(process.argv) and "hpc_serve.job" not in process.argv
+    } - {None}
     return _cured(jobs[-1], said if len(values) == 2 else f"{len(values)} for two engines: {values}", by="the launcher")

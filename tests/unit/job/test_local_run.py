@@ -20,6 +20,7 @@ from hpc_serve.job.engine.health import requests_under_way
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.trust.certificates import make_run_certificate
 from tests.cluster import wait_for
+from tests.cluster.processes import variable_of
 from tests.support.local_run import Run
 from tests.support.stubs import SCRIPT
 from tests.unit.diagnose.cases_of_logs import cause_in
@@ -208,8 +209,7 @@ def engine_of(run: Run, replica: int) -> int:
 
 
 def devices_of(pid: int) -> tuple[str, ...]:
-    words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return tuple(next(word for word in words if word.startswith("CUDA_VISIBLE_DEVICES=")).partition("=")[2].split(","))
+    return tuple(variable_of(pid, "CUDA_VISIBLE_DEVICES").split(","))
 
 
 def test_each_replica_has_its_own(shared):
