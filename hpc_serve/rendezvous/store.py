@@ -305,11 +305,9 @@ class ServiceStore:
             gone = folder if self.home.is_dir() else self.home
             raise StoreError(f"{gone} is gone: it was moved, removed or unmounted. Move it back.")
 
-    def write_submitted(self, job: SubmittedJob) -> Path:
+    def write_submitted(self, job: SubmittedJob) -> None:
         """Write down that a job was handed to the scheduler, or how it ended before it began. Raises StoreError."""
-        path = self.ensure_service(job.service) / "submitted" / job.name
-        write_json(path, job)
-        return path
+        write_json(self.ensure_service(job.service) / "submitted" / job.name, job)
 
     def read_submitted(self, service: str) -> tuple[SubmittedJob, ...]:
         """Return the jobs that `submit` wrote down and that can be read, oldest first."""

@@ -111,7 +111,7 @@ def test_of_a_long_log_both_ends_are_read_and_lines_keep_their_numbers(tmp_path)
     assert [match.line for match in log.matches] == [3]
     assert [one.line for one in log.raised] == [3, 19_990]
     assert log.last_lines[-1] == (20_000, "line 20000")
-    assert read_log(tmp_path / "none").last_lines == read_log(tmp_path / "none").last_lines
+    assert not read_log(tmp_path / "none").last_lines
 
 
 def test_lines_keep_their_numbers_behind_one_that_is_read_in_pieces(tmp_path):
