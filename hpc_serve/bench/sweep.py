@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import math
 import random
@@ -47,18 +48,14 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
     """Return when each of `count` requests is sent, in seconds from the beginning.
 
     The times between them follow a gamma distribution with the mean 1/`rate` and the shape `burstiness`: 1 is a Poisson
-    process, less comes in bursts, more is even, inf is a clock. They are scaled so that the last one is sent at
-    count/rate: different seeds have the same load.
+    process, less comes in bursts, more is even. They are scaled so that the last one is sent at count/rate: different
+    seeds have the same load.
 
     >>> arrival_times(3, math.inf, 1.0, seed=0)
     [0.0, 0.0, 0.0]
-    >>> arrival_times(3, 2.0, math.inf, seed=0)
-    [0.5, 1.0, 1.5]
     """
     if math.isinf(rate):
         return [0.0] * count
-    if math.isinf(burstiness):
-        return [(place + 1) / rate for place in range(count)]
     chance = random.Random(f"arrivals {seed}")
     times, now_s = [], 0.0
     for _ in range(count):
@@ -248,36 +245,35 @@ async def make_runs(
 
     Raises what `connect` raises, InvalidRequestError, BenchError.
     """
-    number = 0
-    for name in sweep.services:
-        service = BenchService(store, name, sweep.split)
-        try:
-            await service.ready(sweep.wait)
-            await service.check_completes()
-            for workload in sweep.workloads:
-                for pace in sweep.paces:
-                    number += 1
-                    own = replace(workload, seed=workload.seed * 1_000_003 + number)
-                    progress(f"{name}: making requests, {own.title}", None, 0)
-                    requests = await unless(stop, _prepare(service, own))
-                    if requests is not None:
-                        run = Run(
-                            service=name,
-                            model=service.model,
-                            workload=own.title,
-                            requests=requests,
-                            pace=pace,
-                            split=sweep.split,
-                            replicas=service.replicas,
-                            date=time.strftime("%Y%m%d-%H%M%S"),
-                        )
-                        title = f"run {number} of {sweep.count}: {name}, {own.title}, {pace}"
-                        tell = functools.partial(progress, title, len(requests))
-                        tell(0)
-                        yield await _watched(service, _send_all(service, run, seed=own.seed, stop=stop, on_end=tell))
-                    if stop.is_set():
-                        return
-        finally:
+    services = [BenchService(store, name, sweep.split) for name in sweep.services]
+    try:
+        for service in services:  # all of them, before the first run takes its minutes
+            await unless(stop, service.ready(sweep.wait))
+        for number, (service, workload, pace) in enumerate(
+            itertools.product(services, sweep.workloads, sweep.paces), 1
+        ):
+            own = replace(workload, seed=workload.seed * 1_000_003 + number)
+            progress(f"{service.name}: making requests, {own.title}", None, 0)
+            requests = await unless(stop, _prepare(service, own))
+            if requests is not None:
+                run = Run(
+                    service=service.name,
+                    model=service.model,
+                    workload=own.title,
+                    requests=requests,
+                    pace=pace,
+                    split=sweep.split,
+                    replicas=service.replicas,
+                    date=time.strftime("%Y%m%d-%H%M%S"),
+                )
+                title = f"run {number} of {sweep.count}: {service.name}, {own.title}, {pace}"
+                tell = functools.partial(progress, title, len(requests))
+                tell(0)
+                yield await _watched(service, _send_all(service, run, seed=own.seed, stop=stop, on_end=tell))
+            if stop.is_set():
+                return
+    finally:
+        for service in services:
             await service.close()
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from hpc_serve.bench.run import Dataset, Lengths, Pace
-from hpc_serve.cli.commands import FILE, SECONDS, GroupedCommand, Written, print_json
+from hpc_serve.cli.commands import FILE, SECONDS, FiniteRange, GroupedCommand, Written, print_json
 from hpc_serve.cli.complete import gpu_names, live_service_names
 from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.given_files import parse_json
@@ -89,7 +89,7 @@ _DATASETS = get_args(Dataset)
 @click.option(
     "--request-rate", type=_RATES, metavar="R,…", help="Requests per second, sent without waiting for earlier answers."
 )
-@click.option("--burstiness", type=click.FloatRange(0, min_open=True), default=1.0, help="Of a rate: 1 is Poisson [1].")
+@click.option("--burstiness", type=FiniteRange(0, min_open=True), default=1.0, help="Of a rate: 1 is Poisson [1].")
 @click.option("--split", type=click.Choice(["client", "equally"]), default="client", help="Over replicas [client].")
 @click.option("--prefix-len", type=click.IntRange(1), default=256, help="prefix_repetition: shared tokens [256].")
 @click.option("--num-prefixes", type=click.IntRange(1), default=10, help="prefix_repetition: how many [10].")
@@ -128,12 +128,15 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
     from hpc_serve.bench.results import document, result_of
     from hpc_serve.bench.sweep import load_check, wrong_answers
     from hpc_serve.cli.use import bench_view
+    from hpc_serve.plan.hardware import cluster_named
     from hpc_serve.plots.figure import check_picture
     from hpc_serve.rendezvous.store import own_store
 
     store = own_store()
     sweep = _sweep(services or (_only_service(store, options["wait"]),), options)
     check = load_check(options["check"]) if options["check"] is not None else None
+    if options["gpu"] is not None:
+        cluster_named(options["gpu"], total_bytes=1)
     if options["plot"] is not None:
         check_picture(options["plot"])
     for name in ("save", "html", "plot"):
