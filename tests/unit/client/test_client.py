@@ -74,6 +74,8 @@ def test_everything_the_sdk_does_works(service):
     assert [model.id for model in client.models.list()] == [MODEL, "405b"]
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.chat.completions.create(model="other", messages=HELLO)
+    with pytest.raises(openai.NotFoundError, match="405b has no /v1/rerank: its model is of another kind"):
+        client.post("/rerank", body={"model": client.model}, cast_to=object)
 
 
 @pytest.mark.anyio
