@@ -159,9 +159,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    for stream in (sys.stdout, sys.stderr):
+    # A terminal without Unicode shows ? for what it lacks. A command says itself what it makes of bytes that are no text.
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without Unicode shows ? for what it lacks
+            stream.reconfigure(errors=errors)
     try:
         code = _run(argv)
         if sys.stdout is not None:  # None where whoever started the command has closed it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -41,8 +42,10 @@ def test_a_temperature_that_is_none_is_refused(ran, word):
     assert f"'{word}' is not a finite number" in said or "not in the range x>=0" in said
 
 
-def test_a_question_that_is_no_text_is_refused_with_the_cure(live, ran):
+def test_a_question_that_is_no_text_is_refused_with_the_cure(live, ran, monkeypatch):
     assert "not text in UTF-8" in ran(["chat", "8b", os.fsdecode(b"gr\xfcn")], 2).err
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"gr\xfcn"), encoding="utf-8"))
+    assert "not text in UTF-8" in ran(["chat", "8b"], 2).err
 
 
 def test_a_service_without_a_chat_says_how_it_is_asked(store, ran):
@@ -75,17 +78,17 @@ def test_a_conversation_hands_on_what_was_said_and_forgets_what_was_interrupted(
             raise answer
         return answer
 
-    words = iter(["a", "", "b", "c"])
+    words = iter(["a", "", KeyboardInterrupt, "b", "c", EOFError])
 
     def typed(prompt):
-        for word in words:
+        if isinstance(word := next(words), str):
             return word
-        raise EOFError
+        raise word
 
     monkeypatch.setattr(access, "_ask", ask)
     monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    assert "(interrupted)" in ran(["chat", "8b", "--system", "be brief"]).err
+    assert ran(["chat", "8b", "--system", "be brief"]).err.count("(interrupted)") == 2
     assert asked == [["be brief", "a"], ["be brief", "a", "one", "b"], ["be brief", "a", "one", "c"]]
 
 
