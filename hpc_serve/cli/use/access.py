@@ -245,7 +245,6 @@ def _ask(client: ServiceClient, messages: list[dict[str, str]], options: dict[st
             if chunk.choices and (text := chunk.choices[0].delta.content):
                 answer.append(text)
                 click.echo(printable(text), nl=False)
-                sys.stdout.flush()
     except UnicodeEncodeError as error:
         raise InvalidRequestError("The question is not text in UTF-8; `iconv` converts other text.") from error
     except openai.APIStatusError as error:

@@ -164,6 +164,7 @@ def test_nobody_need_listen():
     closed, gone = in_bash("status >&-"), in_bash("models | true; echo ${PIPESTATUS[0]}")
     assert (closed.returncode, closed.stderr, gone.stderr) == (0, "", "")
     assert gone.stdout in ("141\n", "0\n")  # 0 if it had written all before the reader went
+    assert in_bash("plan 8b | true; echo ${PIPESTATUS[0]}").stdout == "141\n"  # it prints line by line
 
 
 def test_a_bug_is_told_as_one_and_shows_where_if_asked(monkeypatch, capsys, ran):
