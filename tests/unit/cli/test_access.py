@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import subprocess
+from unittest.mock import Mock
 
 import pytest
 
@@ -78,13 +79,7 @@ def test_a_conversation_hands_on_what_was_said_and_forgets_what_was_interrupted(
             raise answer
         return answer
 
-    words = iter(["a", "", KeyboardInterrupt, "b", "c", EOFError])
-
-    def typed(prompt):
-        if isinstance(word := next(words), str):
-            return word
-        raise word
-
+    typed = Mock(side_effect=["a", "", KeyboardInterrupt, "b", "c", EOFError])
     monkeypatch.setattr(access, "_ask", ask)
     monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
