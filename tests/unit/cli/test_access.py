@@ -92,7 +92,7 @@ def test_a_conversation_hands_on_what_was_said_and_forgets_what_was_interrupted(
     [
         *(["env", ""], ["access", ""], ["chat", "", "hello"], ["chat", "8b", "hello", "--adapter", ""]),
         *(["targets", "--output", ""], ["gateway", "--port", "0", "--key-file", ""], ["batch", "in.jsonl", ""]),
-        ["batch", "in.jsonl", "out.jsonl", "--service", ""],
+        *(["batch", "in.jsonl", "out.jsonl", "--service", ""], ["targets", ""], ["top", ""]),
     ],
     ids=" ".join,
 )
