@@ -355,7 +355,7 @@ def test_records_that_cannot_be_trusted_are_passed_over_and_told(service):
     (folder / "7-r0-0.json").write_text('{"version": 1, "service": "405b", "mo')
     assert say(connect("405b")) == engine.port
     engine.kill()
-    with pytest.raises(ServiceNotFoundError, match=r"Not trusted:\n.*7-r0-0\.json is not JSON"):
+    with pytest.raises(ServiceNotFoundError, match=r"Problems:\n.*7-r0-0\.json is not JSON"):
         connect("405b")
 
 
