@@ -221,17 +221,13 @@ def wrong_answers(run: Run, check: Check) -> dict[int, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """The runs to make. `count` is their number."""
+    """The runs to make: each workload at each pace, of one service after the other."""
 
     services: tuple[str, ...]
     workloads: tuple[BenchWorkload, ...]
     paces: tuple[Pace, ...]
     split: Split = "client"
     wait: Wait = None
-
-    @property
-    def count(self) -> int:
-        return len(self.services) * len(self.workloads) * len(self.paces)
 
 
 Progress = Callable[[str, int | None, int], None]
@@ -249,9 +245,8 @@ async def make_runs(
     try:
         for service in services:  # all of them, before the first run takes its minutes
             await unless(stop, service.ready(sweep.wait))
-        for number, (service, workload, pace) in enumerate(
-            itertools.product(services, sweep.workloads, sweep.paces), 1
-        ):
+        to_make = list(itertools.product(services, sweep.workloads, sweep.paces))
+        for number, (service, workload, pace) in enumerate(to_make, 1):
             own = replace(workload, seed=workload.seed * 1_000_003 + number)
             progress(f"{service.name}: making requests, {own.title}", None, 0)
             requests = await unless(stop, _prepare(service, own))
@@ -266,7 +261,7 @@ async def make_runs(
                     replicas=service.replicas,
                     date=time.strftime("%Y%m%d-%H%M%S"),
                 )
-                title = f"run {number} of {sweep.count}: {service.name}, {own.title}, {pace}"
+                title = f"run {number} of {len(to_make)}: {service.name}, {own.title}, {pace}"
                 tell = functools.partial(progress, title, len(requests))
                 tell(0)
                 yield await _watched(service, _send_all(service, run, seed=own.seed, stop=stop, on_end=tell))
