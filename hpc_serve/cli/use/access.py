@@ -258,5 +258,7 @@ def _ask(client: ServiceClient, messages: list[dict[str, str]], options: dict[st
         raise HpcServeError(f"{client.service} answered: {error.message}") from error
     except openai.OpenAIError as error:
         raise HpcServeError(f"{client.service} cannot be asked: {error}") from error
-    click.echo()
+    finally:
+        if answer:  # an error stands on a line of its own
+            click.echo()
     return "".join(answer)

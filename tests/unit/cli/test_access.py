@@ -49,6 +49,17 @@ def test_a_question_that_is_no_text_is_refused_with_the_cure(live, ran, monkeypa
     assert "not text in UTF-8" in ran(["chat", "8b"], 2).err
 
 
+def test_an_answer_that_breaks_off_ends_its_line_before_the_error(store, ran):
+    service = StubService(store.home, "8b")
+    service.start("--stub-die-at-request", "1", service="8b", job_id="8")
+    try:
+        told = ran(["chat", "8b", "hello"], 1)
+    finally:
+        service.close()
+    assert re.fullmatch(r"stub-\d+( word)+\n", told.out)
+    assert "The stream broke" in told.err
+
+
 def test_a_service_without_a_chat_says_how_it_is_asked(store, ran):
     service = StubService(store.home, "emb")
     service.start("--stub-error", "404", service="emb", job_id="8")
