@@ -238,13 +238,15 @@ def _ask(client: ServiceClient, messages: list[dict[str, str]], options: dict[st
     """Print the answer as it comes, and return it. Raises HpcServeError."""
     import openai
 
-    answer = []
+    answer, finish = [], None
     create: Any = client.chat.completions.create  # the SDK's types want a literal for each role
     try:
         for chunk in create(messages=messages, stream=True, **options):
-            if chunk.choices and (text := chunk.choices[0].delta.content):
-                answer.append(text)
-                click.echo(printable(text), nl=False)
+            for choice in chunk.choices:
+                finish = choice.finish_reason
+                if text := choice.delta.content:
+                    answer.append(text)
+                    click.echo(printable(text), nl=False)
     except UnicodeEncodeError as error:
         raise InvalidRequestError("The question is not text in UTF-8; `iconv` converts other text.") from error
     except openai.APIStatusError as error:
@@ -261,4 +263,6 @@ def _ask(client: ServiceClient, messages: list[dict[str, str]], options: dict[st
     finally:
         if answer:  # an error stands on a line of its own
             click.echo()
+    if not answer:  # such as reasoning alone
+        click.echo(f"{client.service} answered without text; finish_reason: {finish}", err=True)
     return "".join(answer)

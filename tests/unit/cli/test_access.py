@@ -8,9 +8,11 @@ import os
 import re
 import shlex
 import subprocess
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from openai.resources.chat.completions import Completions
 
 from hpc_serve.cli.use import access
 from tests.support.stubs import StubService
@@ -58,6 +60,13 @@ def test_an_answer_that_breaks_off_ends_its_line_before_the_error(store, ran):
         service.close()
     assert re.fullmatch(r"stub-\d+( word)+\n", told.out)
     assert "The stream broke" in told.err
+
+
+def test_an_answer_without_text_says_why_it_ended(live, ran, monkeypatch):
+    chunk = SimpleNamespace(delta=SimpleNamespace(content=None, reasoning="hm"), finish_reason="length")
+    monkeypatch.setattr(Completions, "create", lambda *_, **__: [SimpleNamespace(choices=[chunk])])
+    told = ran(["chat", "8b", "hello", "--max-tokens", "1"])
+    assert (told.out, told.err) == ("", "8b answered without text; finish_reason: length\n")
 
 
 def test_a_service_without_a_chat_says_how_it_is_asked(store, ran):
