@@ -109,7 +109,7 @@ _MOST_LATE_S = 0.02
 _MOST_ERRORS = 3
 _MOST_WAITING = 0.25
 _OTHERS_SHARE = 0.01
-"""Of the run's tokens: an engine counts the last tokens of the run before a moment late."""
+"""Of the run's tokens: an engine counts the last tokens of the run before, or of the first request, a moment late."""
 
 
 def notes_on(run: Run, wrong: Mapping[int, str]) -> list[str]:
@@ -141,7 +141,8 @@ def _program(run: Run) -> Iterator[str]:
 def _others(run: Run) -> Iterator[str]:
     """Say that others used the engines, or the cores beside them."""
     own = sum(outcome.output_len for outcome in run.outcomes)
-    if run.others_tokens is not None and run.others_tokens > _OTHERS_SHARE * own:
+    counted_late = len(run.replicas) + _OTHERS_SHARE * own
+    if not run.interrupted and run.others_tokens is not None and run.others_tokens > counted_late:
         yield (
             f"The engines generated {run.others_tokens:,.0f} tokens for other requests meanwhile, and {own:,} for "
             "these: alone, the service is faster."
@@ -185,7 +186,8 @@ def _answers(run: Run, wrong: Mapping[int, str]) -> Iterator[str]:
         were = number_of(again, "request was", "requests were")
         yield f"{were} sent to another replica after the first, as by any client, and the time that it took counts."
     if wrong:
-        yield f"{len(wrong)} answers are wrong by --check, the first: {wrong[min(wrong)]}"
+        are = number_of(len(wrong), "answer is", "answers are")
+        yield f"{are} wrong by --check, the first: {wrong[min(wrong)]}"
 
 
 # -- the whole result

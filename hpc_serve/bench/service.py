@@ -82,12 +82,11 @@ class BenchService:
         return self.watch.last_replica.name or ""
 
     async def ready(self, wait: Wait = None) -> None:
-        """Return once all replicas are known that are ready. Raises what `connect` raises."""
+        """Return once all replicas are known that are ready. Raises what `connect` raises, and BenchError if the engine
+        has no completions, as that of an embedder, a reranker or a speech model.
+        """
         await wait_for_replica(self.watch, WaitPolicy(wait), InLoop())
         await anyio.to_thread.run_sync(self.watch.refresh)
-
-    async def check_completes(self) -> None:
-        """Raise BenchError if the engine has no completions, as that of an embedder, a reranker or a speech model."""
         status, _ = await self._whole("/v1/completions", b"{}")
         if status == 404:
             raise BenchError(

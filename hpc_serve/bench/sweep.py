@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import math
 import random
@@ -224,17 +225,13 @@ def wrong_answers(run: Run, check: Check) -> dict[int, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """The runs to make. `count` is their number."""
+    """The runs to make: each workload at each pace, of one service after the other."""
 
     services: tuple[str, ...]
     workloads: tuple[BenchWorkload, ...]
     paces: tuple[Pace, ...]
     split: Split = "client"
     wait: Wait = None
-
-    @property
-    def count(self) -> int:
-        return len(self.services) * len(self.workloads) * len(self.paces)
 
 
 OnProgress = Callable[[str, int | None, int], None]
@@ -248,36 +245,34 @@ async def make_runs(
 
     Raises what `connect` raises, InvalidRequestError, BenchError.
     """
-    number = 0
-    for name in sweep.services:
-        service = BenchService(store, name, sweep.split)
-        try:
-            await service.ready(sweep.wait)
-            await service.check_completes()
-            for workload in sweep.workloads:
-                for pace in sweep.paces:
-                    number += 1
-                    own = replace(workload, seed=workload.seed * 1_000_003 + number)
-                    progress(f"{name}: making requests, {own.title}", None, 0)
-                    requests = await unless(stop, _prepare(service, own))
-                    if requests is not None:
-                        run = Run(
-                            service=name,
-                            model=service.model,
-                            workload=own.title,
-                            requests=requests,
-                            pace=pace,
-                            split=sweep.split,
-                            replicas=service.replicas,
-                            date=time.strftime("%Y%m%d-%H%M%S"),
-                        )
-                        title = f"run {number} of {sweep.count}: {name}, {own.title}, {pace}"
-                        tell = functools.partial(progress, title, len(requests))
-                        tell(0)
-                        yield await _watched(service, _send_all(service, run, seed=own.seed, stop=stop, on_end=tell))
-                    if stop.is_set():
-                        return
-        finally:
+    services = [BenchService(store, name, sweep.split) for name in sweep.services]
+    try:
+        for service in services:  # all of them, before the first run takes its minutes
+            await unless(stop, service.ready(sweep.wait))
+        to_make = list(itertools.product(services, sweep.workloads, sweep.paces))
+        for number, (service, workload, pace) in enumerate(to_make, 1):
+            own = replace(workload, seed=workload.seed * 1_000_003 + number)
+            progress(f"{service.name}: making requests, {own.title}", None, 0)
+            requests = await unless(stop, _prepare(service, own))
+            if requests is not None:
+                run = Run(
+                    service=service.name,
+                    model=service.model,
+                    workload=own.title,
+                    requests=requests,
+                    pace=pace,
+                    split=sweep.split,
+                    replicas=service.replicas,
+                    date=time.strftime("%Y%m%d-%H%M%S"),
+                )
+                title = f"run {number} of {len(to_make)}: {service.name}, {own.title}, {pace}"
+                tell = functools.partial(progress, title, len(requests))
+                tell(0)
+                yield await _watched(service, _send_all(service, run, seed=own.seed, stop=stop, on_end=tell))
+            if stop.is_set():
+                return
+    finally:
+        for service in services:
             await service.close()
 
 

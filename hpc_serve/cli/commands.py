@@ -6,8 +6,10 @@ Words that only `vllm serve` knows are passed on to it. `help` and the printing 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -138,15 +140,15 @@ class GroupedCommand(click.Command):
         self._groups = groups
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        lines = {
-            parameter.name or "": record
-            for parameter in self.get_params(ctx)
-            if (record := parameter.get_help_record(ctx)) is not None
-        }
+        lines: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)  # --int8 and --fp8 are of one name
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                lines[parameter.name or ""].append(record)
         grouped = {
-            heading: [lines.pop(name) for name in names if name in lines] for heading, names in self._groups.items()
+            heading: [record for name in names for record in lines.pop(name, [])]
+            for heading, names in self._groups.items()
         }
-        grouped["Other options"] = list(lines.values())
+        grouped["Other options"] = list(itertools.chain(*lines.values()))
         for heading, found in grouped.items():
             if found:
                 with formatter.section(heading):

@@ -159,9 +159,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    for stream in (sys.stdout, sys.stderr):
+    # A terminal without Unicode shows ? for what it lacks. What is no text on stdin is left to the command.
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without Unicode shows ? for what it lacks
+            stream.reconfigure(errors=errors)
     try:
         code = _run(argv)
         if sys.stdout is not None:  # None where whoever started the command has closed it
@@ -187,6 +188,8 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         code = cli.main(args=None if argv is None else list(argv), prog_name="hpc-serve", standalone_mode=False)
         return code if isinstance(code, int) else 0
+    except SystemExit:  # click's own, where the reader of what it prints has gone
+        return BROKEN_PIPE
     except (click.Abort, KeyboardInterrupt):
         click.echo("", err=True)
         return INTERRUPTED

@@ -92,6 +92,14 @@ class _OfService:
 
     with_options = copy
 
+    def _make_status_error(self, err_msg: str, *, body: object, response: http.Response) -> openai.APIStatusError:
+        """The SDK's own; it says no more than 404 of a route that an engine lacks."""
+        if response.status_code == 404 and body == {"detail": "Not Found"}:
+            err_msg += f" - {self.service} has no {response.url.path}: its model is of another kind."
+        sdk: Any = super()
+        error: openai.APIStatusError = sdk._make_status_error(err_msg, body=body, response=response)
+        return error
+
     async def _when_ready(self, here: InThread | InLoop, ask: Callable[[], Awaitable[Any]]) -> Any:
         """The SDK's answer, asked for once a replica is ready."""
         policy = WaitPolicy(self._wait)

@@ -106,6 +106,8 @@ def _is_error(found: re.Match[str]) -> bool | None:
         return None if level == "WARN" else False
     if cpp is not None:  # Ray's C++ side logs what it retries or merely notes as an error
         return level in ("F", "C")
+    if "[serving" in found[0] and "VLLMValidationError" in found.string:  # vLLM refuses one request
+        return False
     return level not in _HARMLESS
 
 

@@ -33,7 +33,8 @@ def validate_service_name(service: str) -> str:
     """Return `service` if it can name a service. Raises InvalidRequestError."""
     if not is_service_name(service):
         of_another = (
-            "the path of a service that another user shares is for connect(), `chat`, `status` and `gateway`; else "
+            "the path of a service that another user shares ends in /services/NAME, and is for connect(), `chat`, "
+            "`status` and `gateway`; else "
             if service.startswith("/")
             else ""
         )

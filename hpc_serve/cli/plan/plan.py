@@ -72,7 +72,7 @@ def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str 
         )
     names = [word.strip() for word in compare.split(",") if word.strip()] if compare is not None else [options["gpu"]]
     if not names:
-        raise click.BadParameter(f"name at least one accelerator, as in --compare {DEFAULT_GPU},mi300x.")
+        raise click.UsageError(f"--compare names no accelerator: write --compare {DEFAULT_GPU},mi300x.")
     results = [plan_for(_plan_request(options | {"gpu": name})) for name in names]
     fits = any(result.plan for result in results)
     if plot and fits:

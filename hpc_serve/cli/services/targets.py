@@ -13,6 +13,7 @@ from hpc_serve.cli.commands import FILE, print_json
 from hpc_serve.cli.complete import live_service_names, live_services
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
+from hpc_serve.rendezvous.fields import validate_service_name
 from hpc_serve.rendezvous.store import ServiceStore, own_store
 
 _EVERY_S = 10.0
@@ -43,6 +44,7 @@ def targets_command(
     if output is None and (watch or scrape_config):
         raise click.UsageError(f"--output FILE: {'--watch' if watch else '--scrape-config'} needs the file's name.")
     store = own_store()
+    services = [validate_service_name(name) for name in services]
     if scrape_config:
         assert output is not None
         click.echo(_scrape_config(store, services, output.absolute()), nl=False)

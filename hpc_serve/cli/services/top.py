@@ -29,6 +29,7 @@ from hpc_serve.cli.complete import live_service_names
 from hpc_serve.cli.console import PlainConsole
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
+from hpc_serve.rendezvous.fields import validate_service_name
 from hpc_serve.rendezvous.store import ServiceStore, own_store
 from hpc_serve.units import duration
 
@@ -145,7 +146,7 @@ def top_command(services: Sequence[str], once: bool, as_json: bool) -> None:
     """
     from hpc_serve.client.engine_work import LOOK_S
 
-    looks = Looks(own_store(), services)
+    looks = Looks(own_store(), [validate_service_name(name) for name in services])
     if once or as_json or not _has_screen():
         frame = looks.look()
         if any(work.now.requests for work in frame.works):

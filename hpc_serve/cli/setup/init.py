@@ -33,7 +33,7 @@ _FIRST_MODEL = "qwen3-8b"  # a small one that needs no licence to be accepted
 )
 @click.option("--print", "only_print", is_flag=True, help="Print the file, and write none.")
 @click.option("--force", is_flag=True, help="Replace a file that is there.")
-@click.option("--json", "as_json", is_flag=True, help="Print the settings, with their reasons, as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON what was written, with the reasons.")
 def init_command(output: Path | None, only_print: bool, force: bool, as_json: bool) -> None:
     """Look at this cluster, and write a site file with a reason for every setting.
 

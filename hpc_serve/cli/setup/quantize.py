@@ -33,7 +33,7 @@ _VENV = "~/hpc-serve-quantize"
 @click.argument("model", shell_complete=model_names)
 @click.option("--int8", "scheme", flag_value="int8", help="Weights and activations of 8 bit integers: also for CPUs.")
 @click.option("--fp8", "scheme", flag_value="fp8", help="8 bit floats: for GPUs from Ada, Hopper, MI300 on.")
-@click.option("--output", metavar="FOLDER", help="Folder of the new model [default: the model's name and -int8, here].")
+@click.option("--output", metavar="FOLDER", help="Folder of the new model [default: NAME-int8 or NAME-fp8, here].")
 @click.option("--calibration", metavar="FILE", help="Texts to measure activations with, JSONL; int8 is better with it.")
 @click.option("--samples", type=int, default=512, metavar="N", help="Calibration samples [default: 512].")
 @click.option("--max-tokens", type=int, default=2048, metavar="N", help="Tokens of each, at most [default: 2048].")

@@ -175,7 +175,7 @@ def chat_command(
 
     hpc-serve chat 405b "Why is the sky blue?"
 
-    The question is PROMPT, or text from a pipe; on a terminal without either it is a conversation. If no SERVICE is
+    The question is PROMPT. Without it, it is the text from a pipe; on a terminal it is a conversation. If no SERVICE is
     named, it is the only one that is ready: `hpc-serve chat "Why is the sky blue?"`.
     """
     import hpc_serve.client
@@ -222,14 +222,12 @@ def _converse(client: ServiceClient, messages: list[dict[str, str]], options: di
     while True:
         try:
             question = input("> ")
+            if question.strip():
+                asked = [*messages, {"role": "user", "content": question}]
+                messages = [*asked, {"role": "assistant", "content": _ask(client, asked, options)}]
         except EOFError:
             click.echo()
             return
-        if not question.strip():
-            continue
-        asked = [*messages, {"role": "user", "content": question}]
-        try:
-            messages = [*asked, {"role": "assistant", "content": _ask(client, asked, options)}]
         except KeyboardInterrupt:
             click.echo("\n(interrupted)", err=True)
         except HpcServeError as error:
@@ -240,14 +238,15 @@ def _ask(client: ServiceClient, messages: list[dict[str, str]], options: dict[st
     """Print the answer as it comes, and return it. Raises HpcServeError."""
     import openai
 
-    answer = []
+    answer, finish = [], None
     create: Any = client.chat.completions.create  # the SDK's types want a literal for each role
     try:
         for chunk in create(messages=messages, stream=True, **options):
-            if chunk.choices and (text := chunk.choices[0].delta.content):
-                answer.append(text)
-                click.echo(printable(text), nl=False)
-                sys.stdout.flush()
+            for choice in chunk.choices:
+                finish = choice.finish_reason
+                if text := choice.delta.content:
+                    answer.append(text)
+                    click.echo(printable(text), nl=False)
     except UnicodeEncodeError as error:
         raise InvalidRequestError("The question is not text in UTF-8; `iconv` converts other text.") from error
     except openai.APIStatusError as error:
@@ -258,8 +257,12 @@ def _ask(client: ServiceClient, messages: list[dict[str, str]], options: dict[st
                 f"{client.service} has no chat: its engine generates no text from prompts. "
                 f"{calls_without_chat(client.service)}"
             ) from error
-        raise HpcServeError(f"{client.service} answered {error.status_code}: {error.message}") from error
+        raise HpcServeError(f"{client.service} answered: {error.message}") from error
     except openai.OpenAIError as error:
         raise HpcServeError(f"{client.service} cannot be asked: {error}") from error
-    click.echo()
+    finally:
+        if answer:  # an error stands on a line of its own
+            click.echo()
+    if not answer:  # such as reasoning alone
+        click.echo(f"{client.service} answered without text; finish_reason: {finish}", err=True)
     return "".join(answer)

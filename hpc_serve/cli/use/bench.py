@@ -39,7 +39,7 @@ def _several(read_one: Callable[[str], Any], words: str, *, parted_by: str | Non
 
 def _above_0(number: Any) -> Any:
     if not number > 0:
-        raise ValueError
+        raise ValueError(f"{number} is not above 0.")
     return number
 
 
@@ -59,6 +59,7 @@ def _goal(text: str) -> tuple[str, float]:
 _LENGTHS = _several(_lengths, "tokens in/tokens out, as 1800/128,128/1800")
 _COUNTS = _several(lambda text: _above_0(int(text)), "numbers above 0, as 8 or 8,64")
 _RATES = _several(lambda text: _above_0(float(text)), "numbers above 0, as 8 or 8,64")
+_NUMBER = Written("number", lambda text: _above_0(float(text)))
 _GOALS = _several(_goal, "ttft, tpot or e2el and milliseconds, as ttft:500", parted_by=None)
 _GROUPS = {
     "Most used": (
@@ -89,7 +90,7 @@ _DATASETS = get_args(Dataset)
 @click.option(
     "--request-rate", type=_RATES, metavar="R,…", help="Requests per second, sent without waiting for earlier answers."
 )
-@click.option("--burstiness", type=click.FloatRange(0, min_open=True), default=1.0, help="Of a rate: 1 is Poisson [1].")
+@click.option("--burstiness", type=_NUMBER, metavar="B", default=1.0, help="Of a rate: 1 is Poisson, inf a clock [1].")
 @click.option("--split", type=click.Choice(["client", "equally"]), default="client", help="Over replicas [client].")
 @click.option("--prefix-len", type=click.IntRange(1), default=256, help="prefix_repetition: shared tokens [256].")
 @click.option("--num-prefixes", type=click.IntRange(1), default=10, help="prefix_repetition: how many [10].")
@@ -128,12 +129,15 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
     from hpc_serve.bench.results import document, result_of
     from hpc_serve.bench.sweep import load_check, wrong_answers
     from hpc_serve.cli.use import bench_view
+    from hpc_serve.plan.hardware import cluster_named
     from hpc_serve.plots.figure import check_picture
     from hpc_serve.rendezvous.store import own_store
 
     store = own_store()
     sweep = _sweep(services or (_only_service(store, options["wait"]),), options)
     check = load_check(options["check"]) if options["check"] is not None else None
+    if options["gpu"] is not None:
+        cluster_named(options["gpu"], total_bytes=1)
     if options["plot"] is not None:
         check_picture(options["plot"])
     for name in ("save", "html", "plot"):

@@ -17,6 +17,7 @@ from hpc_serve.cli.console import ChangingLine
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.units import number_of
 
 
 def measure(store: ServiceStore, sweep: Sweep) -> tuple[list[Run], HpcServeError | None]:
@@ -86,6 +87,6 @@ def _progress() -> Iterator[OnProgress]:
                 return
             line.progress.reset(line.task, total=count, description=title)
             if count is not None and not line.is_shown:
-                click.echo(f"{title}: {count} requests", err=True)
+                click.echo(f"{title}: {number_of(count, 'request')}", err=True)
 
         yield tell

@@ -33,7 +33,7 @@ from hpc_serve.client.replicas.probe import (
 )
 from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus, ServiceStatus, assess_replica, assess_submitted
 from hpc_serve.errors import HpcServeError
-from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
+from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceRecords, ServiceStore, is_gone
 from hpc_serve.trust.connection import Identity
 
@@ -230,11 +230,13 @@ class ServiceWatch:
             )
             for record in found.records
         ]
-        replicas += map(_without_record, found.without_record())
+        replicas += map(assess_submitted, found.without_record())
+        gone = {job.job_id for job in found.submitted if is_gone(job)}
+        known = [_failed(one) if one.job_id in gone and one.state != "ready" else one for one in replicas]
         return ServiceStatus(
             service=self.service,
             home=str(self.store.home),
-            replicas=tuple(sorted(replicas, key=lambda replica: replica.began_or_ended_at)),
+            replicas=tuple(sorted(known, key=lambda replica: replica.began_or_ended_at)),
             problems=found.problems,
         )
 
@@ -275,11 +277,9 @@ def _probe(records: Sequence[EndpointRecord], api_key: str) -> dict[str, ProbeRe
     return probe_records(records, api_key, timeout_s=PROBE_S)
 
 
-def _without_record(job: SubmittedJob) -> ReplicaStatus:
-    status = assess_submitted(job)
-    if job.end is None and is_gone(job):
-        return replace(status, state="failed", reason="its process has ended")
-    return status
+def _failed(status: ReplicaStatus) -> ReplicaStatus:
+    """Return the status of a replica whose process has ended, which has said so itself or not."""
+    return status if status.is_over else replace(status, state="failed", reason="its process has ended")
 
 
 def _ready_ones(records: Sequence[EndpointRecord]) -> list[EndpointRecord]:

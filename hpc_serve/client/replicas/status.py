@@ -268,7 +268,7 @@ def not_found(status: ServiceStatus, others: Sequence[ServiceStatus], *, wanted:
         text = f"No {wanted} {name!r} in {status.home}."
         text += f" Did you mean {close[0]!r}?" if close else " Start one: hpc-serve submit."
     if status.problems:
-        text += "\nNot trusted:\n" + "\n".join(f"  {problem}" for problem in status.problems)
+        text += "\nProblems:\n" + "\n".join(f"  {problem}" for problem in status.problems)
     if others:
         text += f"\nThere {'are' if len(others) > 1 else 'is'}:\n{listing(others)}"
     return text

@@ -27,20 +27,21 @@ def engine(service: StubService) -> StubEngine:
 
 @pytest.fixture
 def measure(service: StubService) -> Measure:
-    """The runs of one service. Takes fields of the workload, and `at_once`, `rate`, `split`, `progress`, `stop`."""
+    """The runs of one service. Takes fields of workload and sweep, and `at_once`, `rate`, `progress`, `stop`."""
 
     def run(
         *,
         at_once: tuple[int | None, ...] = (4,),
         rate: float = float("inf"),
         split: Any = "client",
+        wait: float | None = None,
         progress: OnProgress = lambda *_: None,
         stop: asyncio.Event | None = None,
         **fields: Any,
     ) -> list[Run]:
         workload = BenchWorkload(**{"lengths": Lengths(input_len=30, output_len=5), "count": 20, **fields})
         paces = tuple(Pace(max_concurrency=most, request_rate=rate) for most in at_once)
-        sweep = Sweep(services=(service.service,), workloads=(workload,), paces=paces, split=split)
+        sweep = Sweep(services=(service.service,), workloads=(workload,), paces=paces, split=split, wait=wait)
 
         async def collect() -> list[Run]:
             runs = make_runs(service.store, sweep, stop=stop or asyncio.Event(), progress=progress)

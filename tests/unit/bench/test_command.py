@@ -89,11 +89,20 @@ def test_json_is_all_that_stdout_holds(engine, ran):
         (["--save", "nowhere/runs.json"], "nowhere is no folder"),
         (["--html", "nowhere/runs.html"], "nowhere is no folder"),
         (["--goodput", "itl:5"], "'--goodput': itl:5: write ttft, tpot or e2el"),
+        (["--burstiness", "nan"], "nan is not above 0"),
+        (["--gpu", "h1000"], "'h1000' is not an accelerator in the catalogue. Did you mean h100"),
     ],
 )
 def test_words_that_cannot_be_are_told_before_anything_is_asked(words, told, ran, monkeypatch, tmp_path):
     monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path))
     assert told in ran(["bench", "405b", *words], 2).err
+
+
+def test_a_service_that_is_not_there_is_told_before_another_is_measured(engine, ran):
+    told = ran(["bench", "405b", "typo", *SMALL], 5)
+    assert "No service 'typo'" in told.err
+    assert "run 1" not in told.err
+    assert "1 request\n" in ran(["bench", "405b", "--lengths", "20/3", "--num-prompts", "1"]).err
 
 
 def test_ctrl_c_keeps_what_was_measured(service, work_log, tmp_path):

@@ -113,6 +113,7 @@ def vllm_keys() -> set[str]:
             make_run(QUICK, others_tokens=600.0),
             "The engines generated 600 tokens for other requests meanwhile, and 3",
         ),
+        (make_run(QUICK, others_tokens=1.0), None),
         (make_run(QUICK, waited=0.53), "waited for a core 53% of the time"),
         (make_run(QUICK, waited=0.08), None),
         (replace(make_run(QUICK), requests=make_run(QUICK).requests * 9), "1 of 9 requests had ended"),

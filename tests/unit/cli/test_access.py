@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import shlex
 import subprocess
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+from openai.resources.chat.completions import Completions
 
 from hpc_serve.cli.use import access
 from tests.support.stubs import StubService
@@ -41,8 +45,28 @@ def test_a_temperature_that_is_none_is_refused(ran, word):
     assert f"'{word}' is not a finite number" in said or "not in the range x>=0" in said
 
 
-def test_a_question_that_is_no_text_is_refused_with_the_cure(live, ran):
+def test_a_question_that_is_no_text_is_refused_with_the_cure(live, ran, monkeypatch):
     assert "not text in UTF-8" in ran(["chat", "8b", os.fsdecode(b"gr\xfcn")], 2).err
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"gr\xfcn"), encoding="utf-8"))
+    assert "not text in UTF-8" in ran(["chat", "8b"], 2).err
+
+
+def test_an_answer_that_breaks_off_ends_its_line_before_the_error(store, ran):
+    service = StubService(store.home, "8b")
+    service.start("--stub-die-at-request", "1", service="8b", job_id="8")
+    try:
+        told = ran(["chat", "8b", "hello"], 1)
+    finally:
+        service.close()
+    assert re.fullmatch(r"stub-\d+( word)+\n", told.out)
+    assert "The stream broke" in told.err
+
+
+def test_an_answer_without_text_says_why_it_ended(live, ran, monkeypatch):
+    chunk = SimpleNamespace(delta=SimpleNamespace(content=None, reasoning="hm"), finish_reason="length")
+    monkeypatch.setattr(Completions, "create", lambda *_, **__: [SimpleNamespace(choices=[chunk])])
+    told = ran(["chat", "8b", "hello", "--max-tokens", "1"])
+    assert (told.out, told.err) == ("", "8b answered without text; finish_reason: length\n")
 
 
 def test_a_service_without_a_chat_says_how_it_is_asked(store, ran):
@@ -75,17 +99,11 @@ def test_a_conversation_hands_on_what_was_said_and_forgets_what_was_interrupted(
             raise answer
         return answer
 
-    words = iter(["a", "", "b", "c"])
-
-    def typed(prompt):
-        for word in words:
-            return word
-        raise EOFError
-
+    typed = Mock(side_effect=["a", "", KeyboardInterrupt, "b", "c", EOFError])
     monkeypatch.setattr(access, "_ask", ask)
     monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    assert "(interrupted)" in ran(["chat", "8b", "--system", "be brief"]).err
+    assert ran(["chat", "8b", "--system", "be brief"]).err.count("(interrupted)") == 2
     assert asked == [["be brief", "a"], ["be brief", "a", "one", "b"], ["be brief", "a", "one", "c"]]
 
 
@@ -94,7 +112,7 @@ def test_a_conversation_hands_on_what_was_said_and_forgets_what_was_interrupted(
     [
         *(["env", ""], ["access", ""], ["chat", "", "hello"], ["chat", "8b", "hello", "--adapter", ""]),
         *(["targets", "--output", ""], ["gateway", "--port", "0", "--key-file", ""], ["batch", "in.jsonl", ""]),
-        ["batch", "in.jsonl", "out.jsonl", "--service", ""],
+        *(["batch", "in.jsonl", "out.jsonl", "--service", ""], ["targets", ""], ["top", ""]),
     ],
     ids=" ".join,
 )

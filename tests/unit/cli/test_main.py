@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from hpc_serve.cli import main as cli_main
@@ -39,6 +40,10 @@ def test_a_long_help_begins_with_what_is_used_most_and_lists_each_option_once(co
     printed = ran(["help", command]).out
     options = [line.split()[0].rstrip(",") for line in printed.splitlines() if line.startswith("  -")]
     assert len(options) == len(set(options))
+    found = cli_main.cli.get_command(click.Context(cli_main.cli), command)
+    assert found is not None
+    declared = [one for one in found.params if isinstance(one, click.Option)]
+    assert [name for one in declared for name in one.opts if name not in printed] == []
     headings = [line for line in printed.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert headings[0] == "Most used:"
     first = printed.split("Most used:")[1].split("\n\n")[0]
@@ -164,6 +169,7 @@ def test_nobody_need_listen():
     closed, gone = in_bash("status >&-"), in_bash("models | true; echo ${PIPESTATUS[0]}")
     assert (closed.returncode, closed.stderr, gone.stderr) == (0, "", "")
     assert gone.stdout in ("141\n", "0\n")  # 0 if it had written all before the reader went
+    assert in_bash("plan 8b | true; echo ${PIPESTATUS[0]}").stdout == "141\n"  # it prints line by line
 
 
 def test_a_bug_is_told_as_one_and_shows_where_if_asked(monkeypatch, capsys, ran):

@@ -117,7 +117,7 @@ def test_an_assistant_that_reads_no_more_ends_it_quietly(home):
     argv = [sys.executable, "-m", "hpc_serve.cli", "mcp"]
     ended = subprocess.run(argv, input=ping, stdout=writes, stderr=subprocess.PIPE, env=environ, timeout=120)
     os.close(writes)
-    assert (ended.returncode, ended.stderr) == (1, b"")  # click's code for a closed pipe
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 def test_a_request_that_is_cancelled_ends_its_command(home, tmp_path):

@@ -74,6 +74,8 @@ def test_everything_the_sdk_does_works(service):
     assert [model.id for model in client.models.list()] == [MODEL, "405b"]
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.chat.completions.create(model="other", messages=HELLO)
+    with pytest.raises(openai.NotFoundError, match="405b has no /v1/rerank: its model is of another kind"):
+        client.post("/rerank", body={"model": client.model}, cast_to=object)
 
 
 @pytest.mark.anyio
@@ -353,7 +355,7 @@ def test_records_that_cannot_be_trusted_are_passed_over_and_told(service):
     (folder / "7-r0-0.json").write_text('{"version": 1, "service": "405b", "mo')
     assert say(connect("405b")) == engine.port
     engine.kill()
-    with pytest.raises(ServiceNotFoundError, match=r"Not trusted:\n.*7-r0-0\.json is not JSON"):
+    with pytest.raises(ServiceNotFoundError, match=r"Problems:\n.*7-r0-0\.json is not JSON"):
         connect("405b")
 
 

@@ -54,6 +54,16 @@ def test_a_local_job_that_died_before_its_first_record_is_not_waited_for(service
         connect("405b")
 
 
+def test_a_local_job_that_was_killed_with_its_launcher_has_failed(service):
+    engine = service.start(job_id="local-1", cluster="local")
+    job = make_submitted(job_id="local-1", cluster="local", host=socket.gethostname(), pid=1, pid_start_time=7)
+    service.store.write_submitted(job)
+    assert connect("405b").replicas[0].state == "ready", "its engine answers"
+    engine.kill()
+    with pytest.raises(ServiceNotFoundError, match="failed: its process has ended"):
+        connect("405b")
+
+
 def test_the_last_replica_is_the_one_that_answered_in_this_thread(service):
     service.start()
     service.start()

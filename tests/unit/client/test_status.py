@@ -134,7 +134,7 @@ def test_a_misspelt_name_gets_a_suggestion():
 
 
 def test_files_that_are_not_trusted_are_told():
-    assert "Not trusted:\n  x.json is half-written" in not_found(view(problems=("x.json is half-written",)), [])
+    assert "Problems:\n  x.json is half-written" in not_found(view(problems=("x.json is half-written",)), [])
 
 
 def test_a_listing_has_a_line_for_each():

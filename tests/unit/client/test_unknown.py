@@ -151,8 +151,8 @@ def test_a_new_client_is_told_what_cannot_be_read(service, way):
         home_away: "No service '405b' in",
         home_empty: "No service '405b' in",
         home_open_to_all: "can be changed by everybody",
-        records_torn: r"Not trusted:\n.* is not JSON",
-        records_foreign: r"Not trusted:\n.* belongs to user",
+        records_torn: r"Problems:\n.* is not JSON",
+        records_foreign: r"Problems:\n.* belongs to user",
         key_away: "no API key yet",
     }[way]
     with root_only(way)(service), pytest.raises((ServiceNotFoundError, StoreError), match=says):
