@@ -177,8 +177,8 @@ def read_wanted(store: ServiceStore, service: str) -> Wanted | None:
         return None
     except RecordError as error:
         raise RecordError(
-            f"{error} What is wanted of {service} is unknown. Wait a minute first: the program that keeps it writes "
-            f"the file again. If none does, remove it, and give its options again: hpc-serve submit --name {service}."
+            f"What is wanted of {service} is unknown. Wait a minute first: the program that keeps it writes the file "
+            f"again. If none does: {error} Then give its options again: hpc-serve submit --name {service}."
         ) from None
 
 
