@@ -8,6 +8,7 @@ wanted. If several programs change them at once, each sees the change before its
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -101,10 +102,19 @@ def lock_file(path: Path, *, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[Non
     # flock is local to a node on some shared filesystems; a lock file with a lease works on all, clocks aside.
     from filelock import LeaseSettingsMismatch, SoftFileLease, Timeout
 
-    lease = SoftFileLease(path, lease_duration=_LOCK_LEASE_S, timeout=timeout_s, mode=0o600)
+    patience_s, before = min(timeout_s, 2 * _LOCK_LEASE_S), _version(path)
+    lease = SoftFileLease(path, lease_duration=_LOCK_LEASE_S, timeout=patience_s, mode=0o600)
     with explained("lock", path):
         try:
-            lease.acquire()
+            try:
+                lease.acquire()
+            except Timeout:
+                if timeout_s <= patience_s:
+                    raise
+                # filelock breaks no empty lock, and none where the filesystem cannot exchange two names, as NFS.
+                if _version(path) == before:
+                    remove_file(path)
+                lease.acquire(timeout=timeout_s - patience_s)
         except (Timeout, LeaseSettingsMismatch) as error:
             raise StoreError(
                 f"cannot lock {path} within {timeout_s:.0f} s ({type(error).__name__}): another hpc-serve holds it, "
@@ -114,6 +124,14 @@ def lock_file(path: Path, *, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[Non
         yield
     finally:
         lease.release()
+
+
+def _version(path: Path) -> tuple[int, int]:
+    """Return when a lock was made or renewed, and its inode; whoever holds it renews it every few seconds."""
+    with contextlib.suppress(OSError):
+        found = os.stat(path)
+        return found.st_mtime_ns, found.st_ino
+    return 0, 0
 
 
 def _claim_path(store: ServiceStore, service: str) -> Path:

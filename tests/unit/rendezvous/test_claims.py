@@ -9,6 +9,7 @@ import time
 import pytest
 
 from hpc_serve.errors import ServiceConflictError, StoreError
+from hpc_serve.rendezvous import claims
 from hpc_serve.rendezvous.claims import claim, lock_file, locked, release
 from hpc_serve.rendezvous.record import EndpointRecord, JobEnd
 from tests.support.at_once import at_once
@@ -110,6 +111,22 @@ def test_the_lock_of_a_process_that_died_is_broken(store):
     assert (store.service_dir("405b") / ".lock").exists()
     claim(store, "405b", "m")
     assert not (store.service_dir("405b") / ".lock").exists()
+
+
+def test_a_lock_that_filelock_does_not_break_is_broken(store, monkeypatch):
+    monkeypatch.setattr(claims, "_LOCK_LEASE_S", 0.3)
+    store.ensure_service("405b")
+    path = store.service_dir("405b") / ".lock"
+    path.touch(mode=0o600)  # whoever made it was killed before it wrote
+    claim(store, "405b", "m")
+    assert not path.exists()
+
+
+def test_a_lock_that_is_renewed_is_not_broken(store, monkeypatch):
+    monkeypatch.setattr(claims, "_LOCK_LEASE_S", 0.3)
+    store.ensure_service("405b")
+    with locked(store, "405b"), pytest.raises(StoreError, match=r"cannot lock"):
+        lock_file(store.service_dir("405b") / ".lock", timeout_s=1.5).__enter__()
 
 
 def test_a_lock_that_is_held_is_waited_for_and_then_explained(store):
