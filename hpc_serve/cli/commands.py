@@ -1,7 +1,8 @@
 """What commands share: how the values of options are written, a help in groups, and vLLM's options among ours.
 
 Values are sizes, tokens, times and numbers of replicas. A command with many options has them in groups in its help.
-Words that only `vllm serve` knows are passed on to it. `help` and the printing of JSON are here as well.
+Words that only `vllm serve` knows are passed on to it. `help`, the printing of JSON and the signals that end a command
+are here as well.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import signal
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -22,6 +25,22 @@ from hpc_serve.printable import json_text
 from hpc_serve.submit.request.bounds import parse_counts
 from hpc_serve.units import GIB, parse_size
 from hpc_serve.vllm.arguments import read_arguments, read_size
+
+
+def end_as_by_ctrl_c() -> None:
+    """From now on SIGTERM, and the SIGHUP of an ssh that ends, are a KeyboardInterrupt: what was begun is undone.
+
+    A shell may send SIGHUP twice: the second is ignored, as what nohup ignores. Only the main thread gets signals.
+    """
+
+    def interrupt(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for one in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(one) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+            signal.signal(one, interrupt)
+
 
 # -- the values of options
 

@@ -8,6 +8,7 @@ wanted. If several programs change them at once, each sees the change before its
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -100,10 +101,17 @@ def lock_file(path: Path) -> Iterator[None]:
     # flock is local to a node on some shared filesystems; a lock file with a lease works on all, clocks aside.
     from filelock import LeaseSettingsMismatch, SoftFileLease, Timeout
 
-    lease = SoftFileLease(path, lease_duration=_LOCK_LEASE_S, timeout=_LOCK_TIMEOUT_S, mode=0o600)
+    patience_s, before = 2 * _LOCK_LEASE_S, _version(path)
+    lease = SoftFileLease(path, lease_duration=_LOCK_LEASE_S, timeout=patience_s, mode=0o600)
     with explained("lock", path):
         try:
-            lease.acquire()
+            try:
+                lease.acquire()
+            except Timeout:
+                # filelock breaks no empty lock, and none where the filesystem cannot exchange two names, as NFS.
+                if _version(path) == before:
+                    remove_file(path)
+                lease.acquire(timeout=_LOCK_TIMEOUT_S - patience_s)
         except (Timeout, LeaseSettingsMismatch) as error:
             raise StoreError(
                 f"cannot lock {path} within {_LOCK_TIMEOUT_S:.0f} s ({type(error).__name__}): another hpc-serve holds "
@@ -113,6 +121,14 @@ def lock_file(path: Path) -> Iterator[None]:
         yield
     finally:
         lease.release()
+
+
+def _version(path: Path) -> tuple[int, int]:
+    """Return when a lock was made or renewed, and its inode; whoever holds it renews it every few seconds."""
+    with contextlib.suppress(OSError), path.open("rb") as file:  # NFS may show older times to who does not open it
+        found = os.fstat(file.fileno())
+        return found.st_mtime_ns, found.st_ino
+    return 0, 0
 
 
 def _claim_path(store: ServiceStore, service: str) -> Path:
@@ -176,8 +192,8 @@ def read_wanted(store: ServiceStore, service: str) -> Wanted | None:
         return None
     except RecordError as error:
         raise RecordError(
-            f"{error} What is wanted of {service} is unknown. Wait a minute first: the program that keeps it writes "
-            f"the file again. If none does, remove it, and give its options again: hpc-serve submit --name {service}."
+            f"What is wanted of {service} is unknown. Wait a minute first: the program that keeps it writes the file "
+            f"again. If none does: {error} Then give its options again: hpc-serve submit --name {service}."
         ) from None
 
 

@@ -130,7 +130,7 @@ def exit_codes() -> str:
         ("0", "It did what was asked."),
         *((str(code), told(found[0].__doc__ or "")[0]) for code, found in sorted(by_code.items())),
         (str(main.BUG), "A bug in hpc-serve; `HPC_SERVE_DEBUG=1` prints where."),
-        (str(main.INTERRUPTED), "Ctrl-C."),
+        (str(main.INTERRUPTED), "Ctrl-C. `submit`, `scale`, `wake` and `demo` take SIGTERM and SIGHUP for it."),
         (str(main.BROKEN_PIPE), "The reader of its output, as `head`, has ended."),
     ]
     of_scripts = [

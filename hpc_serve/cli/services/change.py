@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpc_serve.cli.commands import REPLICAS, SECONDS, print_json
+from hpc_serve.cli.commands import REPLICAS, SECONDS, end_as_by_ctrl_c, print_json
 from hpc_serve.cli.complete import service_names
 from hpc_serve.errors import RendezvousError
 from hpc_serve.printable import printable
@@ -225,6 +225,7 @@ def scale_command(service: str, replicas: tuple[int, int | None] | dict[str, int
         if as_json:
             print_json({"service": service, "least": count, "most": most})
         return
+    end_as_by_ctrl_c()
     done = scale(
         store, service, count, drain_s=drain, on_stop=lambda status: click.echo(_stopping(status), err=as_json)
     )
@@ -254,6 +255,7 @@ def wake_command(service: str, as_json: bool) -> None:
     """
     from hpc_serve.submit.services.want import wake
 
+    end_as_by_ctrl_c()
     woken = wake(own_store(), service)
     submitted = [job.job_id for job in woken.jobs]
     if as_json:

@@ -24,7 +24,7 @@ import click
 from rich.live import Live
 from rich.text import Text
 
-from hpc_serve.cli.commands import print_json
+from hpc_serve.cli.commands import end_as_by_ctrl_c, print_json
 from hpc_serve.cli.complete import live_service_names
 from hpc_serve.cli.console import PlainConsole
 from hpc_serve.errors import HpcServeError
@@ -72,9 +72,8 @@ def _own_screen() -> Iterator[Screen]:
     """Enter a separate screen. Ctrl-C, SIGTERM and SIGHUP are a KeyboardInterrupt."""
     keys = sys.stdin.fileno()
     settings = termios.tcgetattr(keys)
-    # SIGINT too: a shell may have started us with Ctrl-C ignored.
-    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {one: signal.signal(one, signal.default_int_handler) for one in ends}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started us with Ctrl-C ignored
+    end_as_by_ctrl_c()
     try:
         tty.setcbreak(keys, termios.TCSANOW)
         changed = termios.tcgetattr(keys)
@@ -85,8 +84,6 @@ def _own_screen() -> Iterator[Screen]:
     finally:
         with contextlib.suppress(termios.error):  # the terminal itself may be gone
             termios.tcsetattr(keys, termios.TCSANOW, settings)
-        for one, handler in before.items():
-            signal.signal(one, handler)
 
 
 # -- the view

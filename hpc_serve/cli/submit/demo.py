@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ def demo_command(keep: bool, folder: Path | None) -> None:
     It needs an environment with vLLM, but no Slurm and no GPU. The model's weights are random numbers, so its answer is
     gibberish.
     """
+    from hpc_serve.cli.commands import end_as_by_ctrl_c
     from hpc_serve.cli.services.stages import Stages
     from hpc_serve.cli.submit.submit import submission_text
     from hpc_serve.submit.services import services
@@ -41,13 +43,14 @@ def demo_command(keep: bool, folder: Path | None) -> None:
     from hpc_serve.submit.services.wait import wait
     from hpc_serve.submit.status.status_reader import find
 
+    end_as_by_ctrl_c()
     store = own_store()
     for name, value in _CPU_ENGINE.items():
         os.environ.setdefault(name, value)
     submission = services.submit(_request(folder or store.ensure_service(SERVICE) / "model"))
-    click.echo(submission_text(submission))
     job_id, answered = submission.job.job_id, False
     try:
+        click.echo(submission_text(submission))
         with Stages(SERVICE) as stages:
             wait(store, SERVICE, job_id=job_id, on_change=stages.show)
         click.echo(_ask())
@@ -55,7 +58,8 @@ def demo_command(keep: bool, folder: Path | None) -> None:
         answered = True
     finally:
         if not (keep and answered):
-            click.echo("\nStopping it ...")
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                click.echo("\nStopping it ...")
             for status in stop(store, find(store, job_id)):
                 click.echo(f"{SERVICE} is over: {status.sentence}")
 

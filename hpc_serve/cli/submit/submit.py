@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpc_serve.cli.commands import FILE, SECONDS, CommandWithVllmOptions, print_json
+from hpc_serve.cli.commands import FILE, SECONDS, CommandWithVllmOptions, end_as_by_ctrl_c, print_json
 from hpc_serve.cli.submit.request import REQUEST_GROUPS, assumed_gpu_note, make_request, make_requests, request_options
 from hpc_serve.plan.catalog import parsers_of
 from hpc_serve.rendezvous.record import DEFAULT_MACHINE
@@ -196,6 +196,7 @@ def submit_command(
     from hpc_serve.submit.services import services
     from hpc_serve.submit.services.adapters import read_adapters, room_for
 
+    end_as_by_ctrl_c()
     adapters = read_adapters(lora)
     context = click.get_current_context()
     context.meta["engine_args"] = (*room_for(adapters), *context.meta["engine_args"])

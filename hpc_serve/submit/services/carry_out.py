@@ -100,17 +100,18 @@ def submit_to_slurm(
     if anew:
         options = [*options, *array_options(count), batch_log_option(script.log_dir, is_array=True)]
         script = replace(script, job=replace(script.job, time_limit_s=0.0))
-    own_id, file = executor.submit_to_slurm(script.text, script.folder, options)
-    is_array = anew or count > 1
-    job_ids = [f"{own_id}_{task}" for task in range(count)] if is_array else [own_id]
-    jobs = tuple(script.as_submitted(job_id, file) for job_id in job_ids)
-    script.undo.callback(end_job, own_id, jobs[0])
+    with executor.until_answered():
+        own_id, file = executor.submit_to_slurm(script.text, script.folder, options)
+        is_array = anew or count > 1
+        job_ids = [f"{own_id}_{task}" for task in range(count)] if is_array else [own_id]
+        jobs = tuple(script.as_submitted(job_id, file) for job_id in job_ids)
+        script.undo.callback(end_job, own_id, jobs[0])
+    for job in jobs:
+        store.write_submitted(job)
     if why := executor.why_it_never_starts(own_id):
         file.unlink(missing_ok=True)
         store.forget(script.job.service, {own_id, *job_ids})
         raise SubmissionRefusedError(f"Slurm would never start the job, so it was cancelled: {why}")
-    for job in jobs:
-        store.write_submitted(job)
     return jobs
 
 
@@ -283,11 +284,15 @@ def settle(store: ServiceStore, service: str, *, drain_s: float = _DRAIN_S) -> D
 
 def wait_for_others(store: ServiceStore, service: str) -> Wanted | None:
     """Return what is wanted once no other program submits jobs of the service. Raises StoreError."""
-    deadline = time.monotonic() + SUBMITTING_S
+    deadline, is_told = time.monotonic() + SUBMITTING_S, False
     while True:
         found = read_wanted(store, service)
         if found is None or not found.is_submitting(time.time()) or time.monotonic() >= deadline:
             return found
+        if not is_told:
+            left_s = found.submitting_at + SUBMITTING_S - time.time()
+            _log.warning("%s: waiting for another command that submits it, %.0f s at most ...", service, left_s)
+        is_told = True
         time.sleep(_STEP_S)
 
 
@@ -309,6 +314,9 @@ def _submit_for(
     except HpcServeError as error:
         problem = f"{'one' if decision.count == 1 else decision.count} could not be added: {error}"
         end_submission(store, service, claimed, added, lambda found: failed(found, problem, time.time(), where))
+        raise
+    except KeyboardInterrupt:
+        end_submission(store, service, claimed, added)
         raise
     return end_submission(store, service, claimed, added) or claimed, tuple(added)
 

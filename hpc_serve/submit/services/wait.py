@@ -75,10 +75,11 @@ def wait(
                 raise ServiceFailedError(failure_report(last))
         if deadline is not None and time.monotonic() >= deadline:
             so_far = f"has {len(ready)} of {replicas} replicas ready" if replicas > 1 else "is not ready"
-            raise WaitTimeoutError(
+            said = (
                 f"{service} {so_far} after {timeout_s:.0f} s, its job goes on: {status.sentence}. Wait again with "
                 f"`hpc-serve wait {service}`, or end it with `hpc-serve stop {service}`."
             )
+            raise WaitTimeoutError(" ".join((said, *report.problems)))
         time.sleep(_RECORDS_S)
 
 

@@ -22,7 +22,7 @@ from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.wanted import Decision, Wanted
 from hpc_serve.submit.request.bounds import check_bounds, shown_bounds, shown_counts
 from hpc_serve.submit.request.request import ServeRequest
-from hpc_serve.submit.services.carry_out import settle, wait_for_others
+from hpc_serve.submit.services.carry_out import Done, settle, wait_for_others
 from hpc_serve.submit.services.jobs import Job, counted
 from hpc_serve.submit.services.stop import stop
 from hpc_serve.submit.services.what_is import Looker
@@ -36,6 +36,8 @@ KEPT = (
 )
 """A script that is submitted again finds these in its environment as it did the first time."""
 _MOST_TRIES = 10
+# The fields of `Wanted` that `scale` and `wake` change.
+_OF_A_NUMBER = ("state", "least", "most", "count", "machines", "failures", "next_try_at", "problem")
 
 
 def want_submission(
@@ -83,7 +85,7 @@ def want_submission(
             return wanted.with_counts({**others, request.machine: count})
         return replace(wanted, machines={})
 
-    wanted, here = _change_seen(store, request.service, change)
+    wanted, here, _ = _change_seen(store, request.service, change)
     its = [job for job in here if job.machine == request.machine]
     return wanted, [job.job_id for job in (here if wanted.submitting else its or here)]
 
@@ -102,10 +104,10 @@ def take_back(store: ServiceStore, service: str, claimed: Wanted, before: Wanted
 
 def _change_seen(
     store: ServiceStore, service: str, change: Callable[[Wanted | None, Sequence[Job], float], Wanted]
-) -> tuple[Wanted, list[Job]]:
-    """Change what is wanted by what was seen, unless somebody else has changed it; returns it and the jobs that count.
+) -> tuple[Wanted, list[Job], Wanted | None]:
+    """Change what is wanted by what was seen, unless somebody else has changed it.
 
-    Raises StoreError.
+    Returns what is wanted now, the jobs that count, and what was wanted. Raises StoreError.
     """
     for _ in range(_MOST_TRIES):
         seen = wait_for_others(store, service)
@@ -113,7 +115,7 @@ def _change_seen(
         here = counted(seen or Wanted(least=0, most=0, count=0), what_is, now)
         wanted = replace(change(seen, here, now), looked_at=now)
         if (done := change_wanted(store, service, _if_it_is(seen, wanted))) is not None:
-            return done, here
+            return done, here, seen
     raise StoreError(f"{service}: its file changed {_MOST_TRIES} times meanwhile. Try again.")
 
 
@@ -172,8 +174,8 @@ def scale(
         _check_whole_jobs(here, wanted, service, per_job)
         return _by_person(wanted, f"scaled to {shown_counts(wanted.counts) or wanted.count}", now)
 
-    changed, here = _change_seen(store, service, change)
-    done = settle(store, service, drain_s=drain_s)
+    changed, here, earlier = _change_seen(store, service, change)
+    done = _settle_or_take_back(store, service, earlier or changed, drain_s=drain_s)
     if (now := read_wanted(store, service)) is None or now.state != "awake":
         raise HpcServeError(
             f"{service} was stopped by another command meanwhile: `hpc-serve wake {service}` starts it."
@@ -192,6 +194,24 @@ def _awake(seen: Wanted | None, per_job: int) -> Wanted:
     for machine in seen.machines:
         seen = seen.with_failures(machine, 0)
     return replace(seen, state="awake", failures=0, next_try_at=0.0, problem="", coming=())
+
+
+def _settle_or_take_back(store: ServiceStore, service: str, before: Wanted, **options: float) -> Done:
+    """Do what is to be done now. If no job comes of more replicas, what was wanted `before` is wanted again.
+
+    `options` are those of `settle`. Raises HpcServeError.
+    """
+
+    def take_back(found: Wanted | None) -> Wanted | None:
+        if found is None or found.coming or found.count <= before.count:
+            return None
+        return replace(found, **{name: getattr(before, name) for name in _OF_A_NUMBER})
+
+    try:
+        return settle(store, service, **options)
+    except BaseException:  # Ctrl-C too
+        change_wanted(store, service, take_back)
+        raise
 
 
 def set_bounds(store: ServiceStore, service: str, least: int, most: int) -> Wanted:
@@ -244,22 +264,13 @@ def wake(store: ServiceStore, service: str) -> Woken:
         least = max(1, wanted.least)
         return _by_person(replace(wanted, least=least, most=max(least, wanted.most), count=least), "woken", now)
 
-    _, here = _change_seen(store, service, change)
+    _, here, earlier = _change_seen(store, service, change)
     if here:
         return Woken(
             note="; ".join(f"job {job.job_id} is {job.live[-1].state if job.live else job.state}" for job in here)
         )
 
-    def sleep_again(found: Wanted | None) -> Wanted | None:
-        if found is None or found.state != "awake" or found.coming:
-            return None
-        return replace(found, state=before.state if before is not None else "stopped", count=0)
-
-    try:
-        done = settle(store, service)
-    except HpcServeError:
-        change_wanted(store, service, sleep_again)
-        raise
+    done = _settle_or_take_back(store, service, earlier or Wanted(least=1, most=1, count=0, state="stopped"))
     return Woken(jobs=done.added, note="" if done.added else "another program submits it")
 
 

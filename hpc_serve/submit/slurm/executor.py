@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import time
 import uuid
@@ -72,6 +73,19 @@ def submit_to_slurm(script_text: str, folder: Path, options: Sequence[str] = ())
     finally:  # a refused script, or the link that submitit leaves beside an accepted one
         (folder / f".submission_file_{executor.submission_uid}.sh").unlink(missing_ok=True)
     return job.job_id, job.paths.submission_file
+
+
+@contextlib.contextmanager
+def until_answered() -> Iterator[None]:
+    """Let signals wait until the id of the job that sbatch makes is known, so that the job can be ended.
+
+    sbatch inherits this: Ctrl-C does not end it either.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def start_locally(script_text: str, folder: Path, log_dir: Path) -> tuple[int, Path]:

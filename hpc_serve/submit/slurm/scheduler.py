@@ -70,6 +70,7 @@ def stop_local_job(job: SubmittedJob, *, grace_s: float) -> None:
         if job.pid is not None and is_alive(job):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(job.pid, number)  # the script is the leader of its session, so its pid is the group's
+                os.killpg(job.pid, signal.SIGCONT)  # one that was stopped gets the signal only then
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline:
             if not is_alive(job):

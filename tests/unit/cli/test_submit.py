@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -10,6 +12,7 @@ import pytest
 
 from hpc_serve.cli.submit.request import default_service
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.rendezvous.claims import read_wanted
 from hpc_serve.submit.services import wait
 from tests.unit.cli.test_lists import OURS
 
@@ -264,6 +267,16 @@ def test_ctrl_c_only_detaches(stand_ins, ran, monkeypatch):
     monkeypatch.setattr(wait, "wait", Mock(side_effect=KeyboardInterrupt))
     assert "8b goes on. Come back: hpc-serve wait 8b" in ran(["submit", "8b", "--wait"], 130).err
     assert stand_ins.cancelled == []
+
+
+@pytest.mark.parametrize("end", ["INT", "TERM", "HUP"])
+def test_a_signal_while_sbatch_answers_leaves_no_job_and_no_name(stand_ins, store, end):
+    with (stand_ins.bin / "sbatch").open("a") as sbatch:
+        sbatch.write(f"kill -{end} $PPID\n")
+    done = subprocess.run([sys.executable, "-m", "hpc_serve.cli", "submit", "8b"], capture_output=True, check=False)
+    assert (done.returncode, stand_ins.cancelled) == (130, ["101"])
+    assert not (store.service_dir("8b") / "service.json").exists()
+    assert read_wanted(store, "8b") is None
 
 
 def test_a_service_is_named_after_its_model_if_that_gives_a_name():

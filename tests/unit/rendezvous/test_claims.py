@@ -113,9 +113,19 @@ def test_the_lock_of_a_process_that_died_is_broken(store):
     assert not (store.service_dir("405b") / ".lock").exists()
 
 
-def test_a_lock_that_is_held_is_waited_for_and_then_explained(store, monkeypatch):
+def test_a_lock_that_filelock_does_not_break_is_broken(store, monkeypatch):
+    monkeypatch.setattr(claims, "_LOCK_LEASE_S", 0.3)
     store.ensure_service("405b")
-    monkeypatch.setattr(claims, "_LOCK_TIMEOUT_S", 0.1)
+    path = store.service_dir("405b") / ".lock"
+    path.touch(mode=0o600)  # whoever made it was killed before it wrote
+    claim(store, "405b", "m")
+    assert not path.exists()
+
+
+def test_a_lock_that_is_held_is_waited_for_and_then_explained(store, monkeypatch):
+    monkeypatch.setattr(claims, "_LOCK_LEASE_S", 0.3)
+    monkeypatch.setattr(claims, "_LOCK_TIMEOUT_S", 1.5)
+    store.ensure_service("405b")
     with locked(store, "405b"), pytest.raises(StoreError, match=r"cannot lock .*\.lock within"):
         locked(store, "405b").__enter__()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import stat
 import subprocess
 import threading
@@ -153,6 +154,14 @@ def test_a_local_job_is_its_own_session_and_is_stopped_in_order(tmp_path):
     assert local_job_state(job).state == GONE
     assert (tmp_path / "asked").read_text() == "asked\n"
     stop_local_job(job, grace_s=0)  # once more is no error
+
+
+def test_a_local_job_that_was_stopped_by_a_signal_ends_in_order(tmp_path):
+    job = start(tmp_path, f"trap 'echo asked > {tmp_path}/asked; exit 0' TERM\necho up\nwhile :; do sleep 0.05; done")
+    wait_for(lambda: "up" in (tmp_path / f"{job.job_id}.log").read_text(), DEADLINE_S, what="it does not start")
+    os.killpg(job.pid, signal.SIGSTOP)
+    stop_local_job(job, grace_s=DEADLINE_S)
+    assert (tmp_path / "asked").read_text() == "asked\n"
 
 
 def test_a_local_job_that_does_not_listen_is_killed(tmp_path):

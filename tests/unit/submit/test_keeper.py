@@ -183,7 +183,9 @@ class TestWhoDecides:
     @pytest.mark.parametrize("command", ["scale 8b 2", "scale 8b 1:2", "wake 8b", "submit --model 8b --keep-up"])
     def test_no_command_decides_by_a_damaged_file(self, job, store, stubs, ran, command):
         (store.service_dir(SERVICE) / "wanted.json").write_text("")
-        assert "What is wanted of 8b is unknown." in ran(command.split(), 5).err
+        assert re.search(
+            r"is unknown\. Wait a minute .* remove it\. Then give its options", ran(command.split(), 5).err
+        )
         assert not (store.service_dir(SERVICE) / "wanted.json").read_text()
         job.step()
         assert ran(["scale", SERVICE, "1:2"]).out

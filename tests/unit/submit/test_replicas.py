@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,13 +20,16 @@ from hpc_serve.errors import (
     SubmissionRefusedError,
     WaitTimeoutError,
 )
+from hpc_serve.rendezvous.claims import change_wanted, read_wanted
 from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.rendezvous.wanted import SUBMITTING_S
 from hpc_serve.submit.request.options import SlurmOptions
 from hpc_serve.submit.services import carry_out
 from hpc_serve.submit.services import stop as stopping
 from hpc_serve.submit.services import wait as waiting
 from hpc_serve.submit.services.wait import wait
 from hpc_serve.submit.services.want import scale
+from hpc_serve.submit.slurm import executor
 from hpc_serve.submit.status.status_reader import find, read_status
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService, make_record
@@ -133,6 +139,26 @@ class TestScale:
         )
         assert ran(["scale", "8b", "3"]).out == "8b has 3 replicas, as before.\n"
         assert (len(slurm.scripts), slurm.cancelled) == (2, [])
+
+    def test_what_sbatch_refuses_or_ctrl_c_ends_is_not_wanted(self, store, slurm, monkeypatch):
+        submit()
+        before = read_wanted(store, "8b")
+        slurm.refuse("sbatch: error: Batch job submission failed: Access/permission denied")
+        with pytest.raises(SubmissionRefusedError):
+            scale(store, "8b", 2)
+        assert (wanted := read_wanted(store, "8b")).count == before.count == 1
+        assert (wanted.failures, wanted.problem) == (0, "")
+        monkeypatch.setattr(executor, "submit_to_slurm", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            scale(store, "8b", 2)
+        assert ((wanted := read_wanted(store, "8b")).count, wanted.submitting) == (1, 0)
+
+    def test_it_says_that_it_waits_for_another_command(self, store, slurm, caplog):
+        submit()
+        began_at = time.time() - SUBMITTING_S + 0.5
+        change_wanted(store, "8b", lambda found: replace(found, submitting=1, submitting_at=began_at))
+        assert len(scale(store, "8b", 2).added) == 1
+        assert "8b: waiting for another command that submits it, 0 s at most" in caplog.text
 
     def test_none_is_a_stop(self, store, slurm, capsys):
         submit()

@@ -95,6 +95,12 @@ class TestWait:
         with pytest.raises(WaitTimeoutError, match=words):
             wait.wait(store, "8b", timeout_s=0)
 
+    def test_a_record_that_cannot_be_read_is_named(self, store, slurm):
+        queued(store, slurm, "RUNNING")
+        (store.service_dir("8b") / "7-r0-0.json").write_text("{")
+        with pytest.raises(WaitTimeoutError, match=r"7-r0-0\.json is not JSON"):
+            wait.wait(store, "8b", timeout_s=0)
+
     @pytest.mark.parametrize("reason", ["PartitionNodeLimit", "QOSMaxNodePerJobLimit", "DependencyNeverSatisfied"])
     def test_a_job_that_will_never_start_ends_the_wait(self, store, slurm, reason):
         queued(store, slurm, "PENDING", reason)
