@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import traceback
 from typing import Any
 
 import openai
@@ -338,6 +339,15 @@ def test_the_key_is_in_no_text(service, caplog):
     texts += [str(gone.value), repr(gone.value.__context__), str(refused.value)]
     assert not [text for text in texts if key in text]
     assert "sk-of-openai" not in caplog.text
+
+
+def test_the_key_is_in_no_variable_that_a_traceback_shows(service, asker):
+    service.start("--stub-first-s", "60")
+    with pytest.raises(openai.APITimeoutError) as late:
+        asker(max_retries=0, timeout=openai.Timeout(60, read=0.2)).say()
+    shown = "".join(traceback.TracebackException.from_exception(late.value, capture_locals=True).format())
+    assert "message = " in shown
+    assert service.store.read_api_key("405b") not in shown
 
 
 def test_an_engine_with_another_key_is_explained(service):
