@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import os
-import ssl
 import subprocess
 import sys
 import threading
@@ -302,21 +301,16 @@ def test_services_are_listed_with_their_state(services_of):
     assert [(status.service, len(status.ready)) for status in services()] == [("405b", 1), ("8b", 0)]
 
 
-def test_an_endpoint_is_what_any_tool_needs(service):
+def test_an_endpoint_is_what_any_tool_needs(service, monkeypatch):
     engine = service.start()
     found = endpoint()
     assert found.base_url == f"https://127.0.0.1:{engine.port}/v1"
     assert found.model == MODEL
     assert "OPENAI" not in "".join(found.trust)
     assert (found.variables["OPENAI_BASE_URL"], found.variables["OPENAI_API_KEY"]) == (found.base_url, found.api_key)
-    plain = openai.OpenAI(
-        base_url=found.base_url,
-        api_key=found.api_key,
-        default_headers={"Authorization": f"Bearer {found.api_key}"},
-        http_client=openai.DefaultHttpxClient(
-            trust_env=False, verify=ssl.create_default_context(cafile=found.trust["SSL_CERT_FILE"])
-        ),
-    )
+    for name, value in found.variables.items():
+        monkeypatch.setenv(name, value)
+    plain = openai.OpenAI(default_headers={"Authorization": f"Bearer {found.api_key}"})
     assert plain.chat.completions.create(model=found.model, messages=HELLO).choices
 
 
