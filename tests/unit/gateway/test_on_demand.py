@@ -234,6 +234,7 @@ def test_who_comes_back_after_each_refusal_has_waited_since_the_first(jobs, gate
     while "stop a" not in jobs.lines:
         assert time.monotonic() < deadline, "it waited from the beginning each time"
         time.sleep(int(front.complete("b").headers["retry-after"]))
+    wait_for(lambda: jobs.services["b"].engines, 60, what="the other model")
 
 
 def test_who_waits_for_a_start_counts_as_waiting(jobs, gateway, monkeypatch):
