@@ -339,9 +339,12 @@ def test_the_key_is_in_no_variable_that_a_traceback_shows(service, asker):
     service.start("--stub-first-s", "60")
     with pytest.raises(openai.APITimeoutError) as late:
         asker(max_retries=0, timeout=openai.Timeout(60, read=0.2)).say()
-    shown = "".join(traceback.TracebackException.from_exception(late.value, capture_locals=True).format())
-    assert "message = " in shown
-    assert service.store.read_api_key("405b") not in shown
+    with pytest.raises(TypeError, match="tiemout") as misspelt:
+        asker(tiemout=1)
+    for error in (late.value, misspelt.value):
+        shown = "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
+        assert "watch = " in shown or "message = " in shown
+        assert service.store.read_api_key("405b") not in shown
 
 
 def test_an_engine_with_another_key_is_explained(service):
