@@ -132,11 +132,11 @@ def endpoint(service: str | None = None, *, wait: Wait = None, home: str | Path 
         model=watch.model,
         base_url=replica.base_url,
         api_key=watch.api_key,
-        trust={**trust_variables(watch.store.home, os.environ), **_without_proxy(replica.base_url)},
+        trust={**trust_variables(watch.store.home, os.environ), **without_proxy(replica.base_url)},
     )
 
 
-def _without_proxy(url: str) -> dict[str, str]:
+def without_proxy(url: str) -> dict[str, str]:
     """Return the variables that keep requests for a URL from the proxy that the environment names, if it names one."""
     proxies = urllib.request.getproxies()
     known = proxies.pop("no", "")
