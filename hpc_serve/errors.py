@@ -117,7 +117,7 @@ class NotAllReplicasError(HpcServeError):
     `answers` has what each one said (hpc_serve.client.ReplicaAnswer), by its name.
     """
 
-    def __init__(self, message: str, *, answers: Mapping[str, Any]) -> None:
+    def __init__(self, message: str, *, answers: Mapping[str, Any] = {}) -> None:
         super().__init__(message)
         self.answers = answers
 

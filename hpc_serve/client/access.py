@@ -12,6 +12,8 @@ import contextlib
 import http.client
 import json
 import os
+import urllib.parse
+import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +100,7 @@ async def _ready_watch(
 class Endpoint:
     """One ready replica, for any tool that speaks to OpenAI. The base URL ends in /v1.
 
-    `trust` are the environment variables that make other programs trust its certificate.
+    `trust` are the environment variables that make other programs trust its certificate, and ask it without a proxy.
     """
 
     service: str
@@ -130,8 +132,18 @@ def endpoint(service: str | None = None, *, wait: Wait = None, home: str | Path 
         model=watch.model,
         base_url=replica.base_url,
         api_key=watch.api_key,
-        trust=trust_variables(watch.store.home, os.environ),
+        trust={**trust_variables(watch.store.home, os.environ), **without_proxy(replica.base_url)},
     )
+
+
+def without_proxy(url: str) -> dict[str, str]:
+    """Return the variables that keep requests for a URL from the proxy that the environment names, if it names one."""
+    proxies = urllib.request.getproxies()
+    known = proxies.pop("no", "")
+    if not proxies or known == "*":
+        return {}
+    hosts = dict.fromkeys([*known.split(","), str(urllib.parse.urlsplit(url).hostname)])
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, hosts)))
 
 
 def services(*, home: str | Path | None = None) -> tuple[ServiceStatus, ...]:

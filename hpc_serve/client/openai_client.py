@@ -60,9 +60,11 @@ class _OfService:
         if options.get("http_client") is None:
             transport = self._transport_of_service(watch, resume=resume, wait=wait)
             options["http_client"] = self._http_client(transport=transport, trust_env=False)
-        if "base_url" not in options:  # a copy has both; the SDK requires them, and the transport replaces them
-            options |= {"base_url": watch.status.usable[0].base_url, "api_key": watch.api_key}
-        super().__init__(**options)
+        super().__init__(**(options if "base_url" in options else options | self._first_address()))
+
+    def _first_address(self) -> dict[str, str]:
+        """Return what the SDK requires, a copy has, and the transport replaces; in no variable, for tracebacks."""
+        return {"base_url": self._watch.status.usable[0].base_url, "api_key": self._watch.api_key}
 
     @property
     def service(self) -> str:

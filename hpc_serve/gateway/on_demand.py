@@ -247,7 +247,7 @@ class OnDemandModels:
                 if listed.ready_at_s is None and states and "ready" in states:
                     listed.ready_at_s, listed.failures = now_s, 0
                 continue
-            if listed.wanted_since_s is not None and now_s - listed.asked_at_s > max(self._wait_s, LEAST_KEPT_S):
+            if listed.wanted_since_s is not None and now_s - listed.asked_at_s > self._wait_s + LEAST_KEPT_S:
                 listed.wanted_since_s = None  # who asked has gone
             if listed.is_starting:
                 continue

@@ -131,7 +131,7 @@ def env_command(service: str | None, wait: float | None, as_json: bool) -> None:
     eval "$(hpc-serve env 405b)"
 
     The certificates are the system's and that of your services. SSL_CERT_FILE, REQUESTS_CA_BUNDLE, CURL_CA_BUNDLE and
-    NODE_EXTRA_CA_CERTS name files of them in the folder of your services.
+    NODE_EXTRA_CA_CERTS name files of them in the folder of your services. If a proxy is set, NO_PROXY gets the host.
 
     If no SERVICE is named, it is the only one that is ready. The address is the current address of one replica.
     Programs in Python should use hpc_serve.client.connect(), which follows the service when it moves.

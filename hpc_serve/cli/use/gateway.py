@@ -315,6 +315,8 @@ def _tell(
     place: ListenAddress, services: tuple[str, ...], home: Path, key_file: Path | None, shared: Shared | None
 ) -> None:
     """Print what to type; the key itself is not shown, and no line puts it into a command line."""
+    from hpc_serve.client.access import without_proxy
+
     click.echo(f"Gateway to {', '.join(services) or f'all services of {home}'}. Ctrl-C ends it.")
     if shared is not None:
         click.echo(
@@ -330,6 +332,8 @@ def _tell(
         click.echo(_WITH_KEY.format(key=key, options=options) if key_file else f"curl {options}")
         click.echo(f"From your laptop: ssh -N -L 8000:{path} {os.uname().nodename}, then http://localhost:8000/v1")
         return
-    click.echo(f"export OPENAI_BASE_URL=http://{host_and_port(place.host, place.port)}/v1")
+    url = f"http://{host_and_port(place.host, place.port)}/v1"
+    for name, value in {"OPENAI_BASE_URL": url, **without_proxy(url)}.items():
+        click.echo(f"export {name}={shlex.quote(value)}")
     click.echo(f"export OPENAI_API_KEY={key}")
     click.echo("The key goes over this port in the clear. A later program on this port could read it.", err=True)

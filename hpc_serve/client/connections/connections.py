@@ -17,6 +17,7 @@ import socket
 import ssl
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -273,8 +274,13 @@ class ThreadConnections(InThread):
 
     def __init__(self, judge: ReplicaJudge) -> None:
         self._judge = judge
-        self._pool = ThreadPool(judge)
+        self._begin()
         renew_after_fork(self)
+
+    def _begin(self) -> None:
+        self._pool = ThreadPool(self._judge)
+        # Before the garbage collector frees the sockets of a client that was not closed, which would warn of each.
+        weakref.finalize(self, self._pool.close)
 
     def send(self, message: Message, replica: ReplicaAddress, connect_s: float) -> Awaitable[EngineAnswer]:
         """Return a replica's answer to a request; its body was not read."""
@@ -286,7 +292,7 @@ class ThreadConnections(InThread):
     def after_fork(self) -> None:
         leave_behind(self._pool)
         self._pool.leave()
-        self._pool = ThreadPool(self._judge)
+        self._begin()
 
 
 class LoopConnections(InLoop):

@@ -130,9 +130,7 @@ class EngineConnection:
         self.wait.begin_request()
         timeout_s = message.timeout_s("write")
         try:
-            head, content = message.head(self._lines), message.content or b""
-            for piece in (head + content,) if len(content) <= _JOINED_BYTES else (head, content):
-                await self.write(piece, timeout_s)
+            await self._write_content(message, timeout_s)
             if pieces is not None:
                 is_chunked = any(name.lower() == b"transfer-encoding" for name, _ in message.headers)
                 async for piece in pieces:
@@ -151,6 +149,12 @@ class EngineConnection:
             answer.close()
             raise
         return answer
+
+    async def _write_content(self, message: Message, timeout_s: float | None) -> None:
+        """Send all but an upload. The key is in no variable of a function that waits: a traceback may show those."""
+        head, content = message.head(self._lines), message.content or b""
+        for piece in (head + content,) if len(content) <= _JOINED_BYTES else (head, content):
+            await self.write(piece, timeout_s)
 
     def check(self) -> float | None:
         """Return how long to wait on; None if the answer was waited for too long, and is given up.

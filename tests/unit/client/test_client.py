@@ -4,10 +4,10 @@ import asyncio
 import json
 import logging
 import os
-import ssl
 import subprocess
 import sys
 import threading
+import traceback
 from typing import Any
 
 import openai
@@ -303,21 +303,16 @@ def test_services_are_listed_with_their_state(services_of):
     assert [(status.service, len(status.ready)) for status in services()] == [("405b", 1), ("8b", 0)]
 
 
-def test_an_endpoint_is_what_any_tool_needs(service):
+def test_an_endpoint_is_what_any_tool_needs(service, monkeypatch):
     engine = service.start()
     found = endpoint()
     assert found.base_url == f"https://127.0.0.1:{engine.port}/v1"
     assert found.model == MODEL
     assert "OPENAI" not in "".join(found.trust)
     assert (found.variables["OPENAI_BASE_URL"], found.variables["OPENAI_API_KEY"]) == (found.base_url, found.api_key)
-    plain = openai.OpenAI(
-        base_url=found.base_url,
-        api_key=found.api_key,
-        default_headers={"Authorization": f"Bearer {found.api_key}"},
-        http_client=openai.DefaultHttpxClient(
-            trust_env=False, verify=ssl.create_default_context(cafile=found.trust["SSL_CERT_FILE"])
-        ),
-    )
+    for name, value in found.variables.items():
+        monkeypatch.setenv(name, value)
+    plain = openai.OpenAI(default_headers={"Authorization": f"Bearer {found.api_key}"})
     assert plain.chat.completions.create(model=found.model, messages=HELLO).choices
 
 
@@ -340,6 +335,18 @@ def test_the_key_is_in_no_text(service, caplog):
     texts += [str(gone.value), repr(gone.value.__context__), str(refused.value)]
     assert not [text for text in texts if key in text]
     assert "sk-of-openai" not in caplog.text
+
+
+def test_the_key_is_in_no_variable_that_a_traceback_shows(service, asker):
+    service.start("--stub-first-s", "60")
+    with pytest.raises(openai.APITimeoutError) as late:
+        asker(max_retries=0, timeout=openai.Timeout(60, read=0.2)).say()
+    with pytest.raises(TypeError, match="tiemout") as misspelt:
+        asker(tiemout=1)
+    for error in (late.value, misspelt.value):
+        shown = "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
+        assert "watch = " in shown or "message = " in shown
+        assert service.store.read_api_key("405b") not in shown
 
 
 def test_an_engine_with_another_key_is_explained(service):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import pydantic
 import pytest
 
-from hpc_serve.client import connect_async
+from hpc_serve.client import connect, connect_async
 from tests.support.patience import wait_until
 from tests.support.stub_engine import greedy_answer
 from tests.unit.client.conftest import one_engine
@@ -238,6 +239,19 @@ def test_connections_of_a_loop_that_ended_are_closed(service, work_log):
     asyncio.run(check_models(client))
     wait_until(lambda: work_log.count("abort"))
     assert stream.response.status_code == 200
+
+
+def test_clients_that_are_not_closed_end_their_connections_without_a_warning(service, opened):
+    service.start(*STUB)
+    gc.collect()  # what other tests left
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for number in range(10):
+            check_own_answers(connect("405b"), f"client {number}", count=2)
+        gc.collect()
+    assert not [warning for warning in warned if warning.category is ResourceWarning]
+    assert opened
+    assert all(connection.is_lost for connection in opened)
 
 
 async def check_models(client):

@@ -15,7 +15,7 @@ import pytest
 
 from hpc_serve.cli.main import run
 from hpc_serve.client import connect, connect_async
-from hpc_serve.client.connections.connections import LoopConnections, ThreadConnections
+from hpc_serve.client.connections.connections import LoopConnections, LoopPool, ThreadConnections
 from hpc_serve.client.connections.message import Message
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas.event_loops import run_blocking
@@ -99,6 +99,7 @@ def test_a_stranger_that_takes_the_port_under_load_gets_nothing(service, monkeyp
 @pytest.mark.anyio
 async def test_a_stranger_that_takes_the_port_under_async_load_gets_nothing(service, monkeypatch, kind):
     monkeypatch.setattr(exchange, "LOST_WAIT_S", 0.2)
+    monkeypatch.setattr(LoopPool, "trusts_idle_s", 0.0)  # so that requests go to the stranger, and not probes alone
     engine = service.start()
     client = await connect_async("405b", max_retries=0)
     await asyncio.gather(*(ask(client) for _ in range(12)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 
 import pytest
@@ -47,6 +48,8 @@ def test_what_one_does_not_do_the_others_take_back(service, monkeypatch):
         tell_all("405b", "/pause", undo="/resume")
     assert "VLLM_SERVER_DEV_MODE=1`. /resume was sent to those that did it or gave no answer." in str(caught.value)
     assert {name: answer.status for name, answer in caught.value.answers.items()} == {"100-r0-0": 200, "101-r0-0": 404}
+    sent = pickle.loads(pickle.dumps(caught.value))  # as a process of multiprocessing or Ray hands it on
+    assert (str(sent), sent.answers) == (str(caught.value), caught.value.answers)
     client = connect("405b")
     assert len([client.completions.create(model=client.model, prompt="Why?") for _ in range(6)]) == 6
 

@@ -102,7 +102,9 @@ def test_a_home_whose_path_is_too_long_gets_a_socket_on_this_node(tmp_path):
         assert mode(other.parent) == 0o700
 
 
-def test_a_port_has_a_key_that_nobody_else_reads(service, engine, program):
+def test_a_port_has_a_key_that_nobody_else_reads(service, engine, program, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # it would read the key
+    monkeypatch.setenv("no_proxy", "mirror")
     one = program("--port", "0").started()
     key_file = service.store.home / "gateway" / "api_key"
     key = key_file.read_text().strip()
@@ -113,6 +115,8 @@ def test_a_port_has_a_key_that_nobody_else_reads(service, engine, program):
     wait_for(lambda: "in the clear" in one.said, 60, what="the warning, which is its last word")
     base_url = f"http://127.0.0.1:{one.port}/v1"
     assert f"OPENAI_BASE_URL={base_url}\n" in one.said
+    assert "export no_proxy=mirror,127.0.0.1\nexport NO_PROXY=mirror,127.0.0.1\n" in one.said
+    monkeypatch.setenv("no_proxy", "mirror,127.0.0.1")
     client = openai.OpenAI(base_url=base_url, api_key=key, max_retries=0)
     assert client.completions.create(**ASKED).choices[0].text == ANSWER
     with pytest.raises(openai.AuthenticationError):

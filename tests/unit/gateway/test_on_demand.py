@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from hpc_serve.background import in_background
 from hpc_serve.cli.use.gateway import read_on_demand
 from hpc_serve.client.discovery.wake import CommandFailedError
 from hpc_serve.errors import SiteFileError, WaitTimeoutError
@@ -217,6 +218,23 @@ def test_who_waits_too_long_is_told_what_it_waits_for(jobs, gateway, monkeypatch
     answer.check_refusal(503, "on_demand", "no room beside a")
     assert 3000 < int(answer.headers["retry-after"]) <= 3600
     assert front.complete("a").status == 200
+
+
+def test_who_comes_back_after_each_refusal_has_waited_since_the_first(jobs, gateway, monkeypatch):
+    """A model that is never idle makes room, even if its start took longer than a request waits."""
+    monkeypatch.setenv("STUB_ENGINE_ARGS", "--stub-word-s 60")
+    monkeypatch.setattr(on_demand, "LEAST_KEPT_S", 2.0)
+    monkeypatch.setattr(directory, "LOOK_S", 0.2)
+    jobs.load_s = 4.0
+    front = gateway(on_demand=listed(most_services=1), wait_s=2.0)
+    front.complete("a").check_refusal(503, "no_replica", "a")
+    wait_for(lambda: front.ask("GET", "/v1/models").json["data"][0].get("max_model_len"), 60, what="the first model")
+    in_background(front.complete, "a")
+    deadline = time.monotonic() + 60
+    while "stop a" not in jobs.lines:
+        assert time.monotonic() < deadline, "it waited from the beginning each time"
+        time.sleep(int(front.complete("b").headers["retry-after"]))
+    wait_for(lambda: jobs.services["b"].engines, 60, what="the other model")
 
 
 def test_who_waits_for_a_start_counts_as_waiting(jobs, gateway, monkeypatch):
