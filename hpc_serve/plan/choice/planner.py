@@ -242,6 +242,7 @@ def _nothing_fits(asked: PlanInputs, tried: list[Candidate]) -> NoLayoutError:
     if all(candidate.memory is None for candidate in tried):
         where = "so" if inputs.engine.has_asked_layout else f"on {nodes} of {gpus}"
         headline = f"{inputs.model.name} cannot be served {where}:"
+        headline += "" if tried else f" no slice has so many {cluster.accelerator.unit}s."
     lines = [headline, *(f"  {candidate.layout}: {candidate.reason}" for candidate in shown)]
     minimum = minimum_gpus(inputs, at_most=0)
     return NoLayoutError("\n".join(lines), minimum, candidates=tuple(shown), suggestions=tuple(helps))

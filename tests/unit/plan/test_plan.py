@@ -213,6 +213,10 @@ def test_sizes_that_cannot_be_are_answered_with_the_nearest_that_can(asked, head
     assert layout_of(found)[:3] == sizes
 
 
+def test_a_number_of_chips_that_no_slice_has_is_said() -> None:
+    assert "7 nodes of 8 v5e: no slice has so many chips." in str(refused("8b", "v5e", nodes=7))
+
+
 @pytest.mark.parametrize(("name", "gpu"), [("405b", "v5e"), ("405b", "h100-80gb"), ("70b", "l4"), ("8b", "t4")])
 def test_no_layout_is_told_twice(name: str, gpu: str) -> None:
     found = planned(name, gpu)
