@@ -154,7 +154,10 @@ def _stage_estimate(run: ProfileRun, layout: CacheLayout, per_request: int) -> M
     taken = weights + loading + activation + non_torch
     if engine.subtracts_cuda_graphs:
         taken += graphs
-    available = engine.kv_cache_memory_bytes or requested - taken
+    available = requested - taken
+    if cache := engine.kv_cache_memory_bytes:  # vLLM takes it beside the rest, whatever share it may use
+        missing = taken + cache - total
+        requested, available = (taken + cache, cache) if missing <= 0 else (total, -missing)
     bytes_per_block = layout.bytes_per_block(stage.first_layer, stage.end_layer)
     blocks = max(0, available) // bytes_per_block if bytes_per_block else int(not layout.groups)
     concurrency = blocks / per_request if per_request else 0.0

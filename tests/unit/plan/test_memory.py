@@ -147,6 +147,16 @@ def test_one_block_is_vllms_own() -> None:
     assert estimate("8b", length=1024, kv_cache_memory_bytes=65 * 16 * 131_072).holds(1)
 
 
+def test_a_cache_of_that_size_must_fit_beside_the_weights() -> None:
+    found = estimate("70b", tp=4, kv_cache_memory_bytes=30 * GIB)
+    parts = found.model_loading_bytes + found.activation_bytes + found.cuda_graph_bytes + found.non_torch_bytes
+    assert parts + 30 * GIB == found.requested_bytes <= found.total_bytes
+    assert not estimate("70b", tp=2, kv_cache_memory_bytes=30 * GIB).holds(1)
+    one = ClusterSpec(accelerator=accelerator("l4"), num_nodes=1, gpus_per_node=1)
+    with pytest.raises(NoLayoutError, match=r"30\.\d GiB per GPU with --kv-cache-memory-bytes, 22.0 usable"):
+        plan(spec("Qwen/Qwen3-0.6B"), one, EngineConfig(kv_cache_memory_bytes=28 * GIB))
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
