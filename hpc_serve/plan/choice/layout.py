@@ -361,13 +361,12 @@ def is_quantized_by_vllm(engine: EngineConfig, model: ModelSpec) -> bool:
 
 def _quantization_flag(engine: EngineConfig, model: ModelSpec) -> str | None:
     """Return the value of --quantization. None where the checkpoint says it, or where another checkpoint is needed."""
-    if engine.quantization is None:
-        return None
-    if not model.quantization.is_assumed:
+    found = model.quantization
+    if engine.quantization is None or not found.is_assumed:
         return engine.quantization
     method = engine.quantization.lower().replace("-", "_")
     method = "fp8_per_tensor" if method == "fp8" else method
-    return method if method in _ONLINE_METHODS else None
+    return method if found.is_of_16_bit and method in _ONLINE_METHODS else None
 
 
 def _flag(name: str) -> str:
