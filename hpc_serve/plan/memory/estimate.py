@@ -103,6 +103,8 @@ def estimate_memory(
             f"vLLM refuses it: a step of {batched_tokens:,} tokens (--max-num-batched-tokens) does not hold the "
             f"{model.encoder_positions:,} positions of an audio"
         )
+    if batched_tokens < (sequences := max_num_seqs(engine, accelerator)):
+        raise DoesNotFitError(f"vLLM refuses it: --max-num-batched-tokens is less than --max-num-seqs {sequences:,}")
     to_start = layout.for_one_to_start(batched_tokens)
     per_request = to_start.blocks_per_request(max_model_len, batched_tokens * batches)
     sizes = tensor_parallel_size, pipeline_parallel_size, data_parallel_size

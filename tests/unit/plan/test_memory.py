@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.accuracy import DATA
-from hpc_serve.errors import InvalidRequestError
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import ClusterSpec, EngineConfig, MemoryEstimate, Workload, accelerator, model_from_config, plan
 from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.engine import batches_in_flight
@@ -145,6 +145,12 @@ def test_one_block_is_vllms_own() -> None:
     assert exactly.num_blocks == exactly.blocks_per_request == 64
     assert not exactly.holds(1)
     assert estimate("8b", length=1024, kv_cache_memory_bytes=65 * 16 * 131_072).holds(1)
+
+
+def test_a_step_holds_a_token_of_each_sequence() -> None:
+    with pytest.raises(DoesNotFitError, match="is less than --max-num-seqs 256"):
+        estimate("8b", max_num_batched_tokens=64, max_num_seqs=256)
+    assert estimate("8b", max_num_batched_tokens=64).max_num_seqs == 64
 
 
 def test_a_cache_of_that_size_must_fit_beside_the_weights() -> None:
