@@ -23,16 +23,17 @@ def refusal(model: ModelSpec, engine: EngineConfig, device: AcceleratorSpec) -> 
     """Return what vLLM refuses, why, and what to use in its place. None: nothing."""
     has, method = device.compute_capability or math.inf, model.quantization.method
     cache, plain = kv_cache_dtype(model, engine), "bfloat16" if has >= 8 else "float16"
+    cache_cure = f"use --kv-cache-dtype {plain}" if model.quantization.kv_cache_dtype else "leave out --kv-cache-dtype"
     loaded = plain if model.dtype == "bfloat16" else model.dtype
     if loaded == "float16" and model.architecture.startswith(_NOT_IN_FLOAT16):
         return f"float16 for {model.architecture}: use --dtype {'bfloat16' if has >= 8 else 'float32'}."
     for what, least, cure in (
-        ("bfloat16", 8.0 if model.dtype == "bfloat16" and model.dtype_asked else 0, "--dtype float16"),
-        (f"{method} weights", _WEIGHTS.get(method, 0), "other weights"),
-        (f"a cache in {cache}", _least_for_cache(model) if cache.startswith("fp8") else 0, f"--kv-cache-dtype {plain}"),
+        ("bfloat16", 8.0 if model.dtype == "bfloat16" and model.dtype_asked else 0, "use --dtype float16"),
+        (f"{method} weights", _WEIGHTS.get(method, 0), "use other weights"),
+        (f"a cache in {cache}", _least_for_cache(model) if cache.startswith("fp8") else 0, cache_cure),
     ):
         if has < least:
-            return f"{what} on {device.product}: it needs compute capability {least:g}, here is {has:g}; use {cure}."
+            return f"{what} on {device.product}: it needs compute capability {least:g}, here is {has:g}; {cure}."
     return None
 
 
