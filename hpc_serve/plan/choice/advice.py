@@ -150,7 +150,7 @@ def suggestions(asked: PlanInputs, nearest: list[Layout]) -> list[Remedy]:
     `asked` has the machines of all replicas. `nearest` are layouts of one replica that miss least.
     """
     inputs = asked.for_one_replica()
-    context, weights = _shorter_context(inputs, nearest), _smaller_weights(inputs)
+    context, weights = _shorter_context(inputs, nearest), _smaller_weights(asked)
     tries = (
         _fewer_sequences(inputs, nearest),
         _smaller_steps(inputs, nearest),

@@ -131,6 +131,7 @@ def test_no_context_is_suggested_that_is_shorter_than_the_requests(plan) -> None
 
 def test_nodes_are_those_of_all_replicas(plan) -> None:
     asked = ("70b", "--gpu", "l4", "--replicas", "2")
+    assert "--quantization fp8 (fp8 weights: TP=8 PP=1)" in plan(*asked, "--nodes", "2", code=3)["remedies"]
     (nodes,) = (text for text in plan(*asked, "--nodes", "2", code=3)["remedies"] if text.startswith("--nodes"))
     count = options_in(nodes)["--nodes"]
     assert int(count) % 2 == 0
