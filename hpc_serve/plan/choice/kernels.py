@@ -27,6 +27,8 @@ def refusal(model: ModelSpec, engine: EngineConfig, device: AcceleratorSpec) -> 
     loaded = plain if model.dtype == "bfloat16" else model.dtype
     if loaded == "float16" and model.architecture.startswith(_NOT_IN_FLOAT16):
         return f"float16 for {model.architecture}: use --dtype {'bfloat16' if has >= 8 else 'float32'}."
+    if cache == "fp8_e5m2" and method == "fp8" and not model.quantization.is_assumed:
+        return "a cache in fp8_e5m2 for a checkpoint in fp8: leave out --kv-cache-dtype."
     for what, least, cure in (
         ("bfloat16", 8.0 if model.dtype == "bfloat16" and model.dtype_asked else 0, "use --dtype float16"),
         (f"{method} weights", _WEIGHTS.get(method, 0), "use other weights"),

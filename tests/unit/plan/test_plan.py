@@ -226,6 +226,7 @@ def test_sizes_that_cannot_be_are_answered_with_the_nearest_that_can(asked, head
         ("r1", "a100", {"kv_cache_dtype": "fp8"}, "a cache in fp8 on A100.*leave out --kv-cache-dtype"),
         ("gpt-oss-20b", "a100", {"kv_cache_dtype": "fp8"}, "a cache in fp8 on A100"),
         ("gpt-oss-20b", "t4", {}, "mxfp4 weights on T4"),
+        ("Qwen/Qwen3-32B-FP8", "a100", {"kv_cache_dtype": "fp8_e5m2"}, "a cache in fp8_e5m2 for a checkpoint in fp8"),
         ("Qwen/Qwen3-32B-FP8", "v100", {}, "fp8 weights on V100"),
         ("gemma-3-27b", "v100", {}, "float16 for Gemma3ForConditionalGeneration: use --dtype float32"),
         ("gemma-3-27b", "h100-80gb", {"dtype": "float16"}, "float16 for Gemma3.*use --dtype bfloat16"),
