@@ -248,6 +248,12 @@ def test_remedies_are_of_types_with_kernels() -> None:
     assert not has(refused("70b", "v100", nodes=1, size=4).suggestions, "--quantization fp8")
 
 
+def test_a_format_that_vllm_will_drop_is_allowed() -> None:
+    allow = "--allow-deprecated-quantization"
+    assert allow in planned("405b-fp8").vllm_args
+    assert allow not in (*planned("405b-fp8", vllm_version="0.10").vllm_args, *planned("r1").vllm_args)
+
+
 def test_a_checkpoint_in_another_format_is_not_quantised_by_vllm() -> None:
     found = planned("gpt-oss-120b", quantization="fp8")
     assert "--quantization" not in found.vllm_args
