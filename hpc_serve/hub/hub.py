@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -229,7 +230,7 @@ def _tensors(file: Path) -> list[StoredTensor]:
     found = []
     for name, entry in header.items():
         try:
-            (first, last), elements = entry["data_offsets"], math.prod(entry["shape"])
+            (first, last), elements = entry["data_offsets"], math.prod(map(operator.index, entry["shape"]))
             size_bytes = int(last - first)
             found.append(StoredTensor(name=name, dtype=str(entry["dtype"]), elements=elements, size_bytes=size_bytes))
         except (KeyError, TypeError, ValueError, OverflowError):

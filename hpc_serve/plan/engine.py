@@ -287,9 +287,8 @@ def max_num_seqs(engine: EngineConfig, accelerator: AcceleratorSpec) -> int:
     """Return the sequences of one step: the option, else the API server's default, from the same source."""
     if engine.max_num_seqs:
         return engine.max_num_seqs
-    if accelerator.kind == "cpu":
-        return 128
-    return 1024 if not engine.is_v0 and _is_large(accelerator) else 256
+    default = 128 if accelerator.kind == "cpu" else 1024 if not engine.is_v0 and _is_large(accelerator) else 256
+    return min(default, engine.max_num_batched_tokens or default)
 
 
 def default_block_size(engine: EngineConfig, kind: AcceleratorKind, *, is_mla: bool) -> int:

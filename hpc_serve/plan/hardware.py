@@ -28,7 +28,7 @@ AcceleratorKind = Literal["gpu", "tpu", "cpu"]
 LinkTopology = Literal["mesh", "pairs"]
 _RATES = (
     *("label_bytes", "total_bytes", "bandwidth_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s"),
-    *("gpus_per_node", "max_cuda_graph_batch", "matmul_share"),
+    *("gpus_per_node", "max_cuda_graph_batch", "matmul_share", "compute_capability"),
 )
 _NUMBERED = re.compile(r"(.+)-(\d+)")
 _SOCKETS = re.compile(r"(.+?)[-:](\d+)s")
@@ -67,6 +67,7 @@ class AcceleratorSpec:
     link_bytes_per_s: float | None
     network_bytes_per_s: float | None
     gpus_per_node: int
+    compute_capability: float | None = None
     gpus_per_node_of_many: int | None = None
     slices: tuple[str, ...] = ()
     link_topology: LinkTopology | None = None

@@ -123,7 +123,7 @@ def planned(name: str, gpu: str = "h100-80gb", *, nodes=None, size=None, quantiz
     cluster = ClusterSpec(accelerator=accelerator(gpu), num_nodes=nodes, gpus_per_node=size)
     workload = Workload(**{key: options.pop(key) for key in WORKLOAD if key in options})
     engine = EngineConfig(quantization=quantization, **options)
-    return plan(spec(name, quantization=quantization), cluster, engine, workload)
+    return plan(spec(name, quantization=quantization, dtype=engine.dtype), cluster, engine, workload)
 
 
 def made_plan(model: Any, gpu: str = "h100-80gb", *, total_bytes: Any = None, **asked: Any) -> PlanResult:

@@ -206,7 +206,7 @@ def machines_of(options: Mapping[str, Any], site: SiteProfile) -> dict[str, Any]
         "gpu": options["gpu"] or site.gpu or DEFAULT_GPU,
         "gpu_memory_bytes": options["gpu_memory_bytes"] or (site.gpu_memory_bytes if own else None),
         "num_nodes": options["num_nodes"],
-        "gpus_per_node": options["gpus_per_node"] or (site.gpus_per_node if own else None),
+        "gpus_per_node": site.gpus_per_node if own and options["gpus_per_node"] is None else options["gpus_per_node"],
     }
 
 

@@ -6,12 +6,14 @@ smaller cache, or smaller weights. Each was tried: with these options a layout f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import catalog
 from hpc_serve.plan.choice.candidates import CONTEXT_STEP, PlanInputs, longest_context
+from hpc_serve.plan.choice.kernels import refusal
 from hpc_serve.plan.choice.layout import Layout, layouts, layouts_on, without_layout
 from hpc_serve.plan.engine import PINNED_VERSION, EngineConfig, max_num_batched_tokens
 from hpc_serve.plan.hardware import chip_count, whole_cluster
@@ -19,7 +21,7 @@ from hpc_serve.plan.memory.kv_cache import kv_cache_dtype
 from hpc_serve.plan.memory.loaded import is_left_out, is_text_only, kinds_read
 from hpc_serve.plan.model.checkpoint import ON_CPUS
 from hpc_serve.plan.model.scheme import FP8_TENSOR, Scheme, int_groups
-from hpc_serve.plan.model.spec import Linear, ModelSpec, Weight
+from hpc_serve.plan.model.spec import Block, DecoderLayer, Linear, ModelSpec, Weight
 from hpc_serve.units import number_of
 from hpc_serve.vllm.arguments import is_known, nearest_version
 
@@ -148,7 +150,7 @@ def suggestions(asked: PlanInputs, nearest: list[Layout]) -> list[Remedy]:
     `asked` has the machines of all replicas. `nearest` are layouts of one replica that miss least.
     """
     inputs = asked.for_one_replica()
-    context, weights = _shorter_context(inputs, nearest), _smaller_weights(inputs)
+    context, weights = _shorter_context(inputs, nearest), _smaller_weights(asked)
     tries = (
         _fewer_sequences(inputs, nearest),
         _smaller_steps(inputs, nearest),
@@ -174,7 +176,7 @@ def _several_at_once(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None
     small = replace(inputs, engine=replace(inputs.engine, kv_cache_dtype="fp8"))
     for method, gives, scheme in _quantizations(inputs) if there else ():
         for tried, cache in ((inputs, {}), (small, {"--kv-cache-dtype": "fp8"})):
-            if cache and not _has_plain_cache(inputs):
+            if cache and not _takes_smaller_cache(inputs):
                 continue
             found = replace(tried, model=_quantized(inputs.model, scheme))
             longest, layout = max(((longest_context(found, one), one) for one in there), key=lambda item: item[0])
@@ -279,14 +281,16 @@ def _shorter_context(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None
 
 
 def _smaller_cache(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None:
-    if not _has_plain_cache(inputs):
+    if not _takes_smaller_cache(inputs):
         return None
     small = replace(inputs, engine=replace(inputs.engine, kv_cache_dtype="fp8"))
     return Remedy(options={"--kv-cache-dtype": "fp8"}) if any(map(small.fits, nearest)) else None
 
 
-def _has_plain_cache(inputs: PlanInputs) -> bool:
-    return kv_cache_dtype(inputs.model, inputs.engine) in ("bfloat16", "float16")
+def _takes_smaller_cache(inputs: PlanInputs) -> bool:
+    is_plain = kv_cache_dtype(inputs.model, inputs.engine) in ("bfloat16", "float16")
+    small = replace(inputs.engine, kv_cache_dtype="fp8")
+    return is_plain and refusal(inputs.model, small, inputs.cluster.accelerator) is None
 
 
 def _smaller_weights(inputs: PlanInputs) -> Remedy | None:
@@ -298,8 +302,9 @@ def _smaller_weights(inputs: PlanInputs) -> Remedy | None:
 
 
 def _quantizations(inputs: PlanInputs) -> list[tuple[str, str, Scheme]]:
-    """Return the formats that the weights are not in yet. vLLM 0.32 has no fp8 kernels for CPUs."""
-    has_fp8 = inputs.cluster.accelerator.kind != "cpu"
+    """Return the formats that the weights are not in yet. vLLM 0.32 has no fp8 kernels for CPUs and Volta."""
+    device = inputs.cluster.accelerator
+    has_fp8 = device.kind != "cpu" and (device.compute_capability or math.inf) >= 7.5
     free = inputs.model.quantization.method == "none"
     return [one for one in _QUANTIZATIONS if free and (has_fp8 or one[2] is not FP8_TENSOR)]
 
@@ -307,15 +312,21 @@ def _quantizations(inputs: PlanInputs) -> list[tuple[str, str, Scheme]]:
 def _quantized(model: ModelSpec, scheme: Scheme) -> ModelSpec:
     """Return the model with the linear layers of its decoder in `scheme`.
 
-    Routers, embeddings, head and norms stay in 16 bit, as quantizers leave them.
+    Routers, an indexer's weights, embeddings, head and norms stay in 16 bit, as quantizers leave them. vLLM keeps the
+    matrix that expands a latent cache in 16 bit as well, once it is quantised.
     """
 
     def change(weight: Weight) -> Weight:
-        if not isinstance(weight, Linear) or weight.name.endswith(("gate", "gate_proj")):
+        if not isinstance(weight, Linear) or weight.name.endswith(("gate", "gate_proj", "weights_proj")):
             return weight
         return replace(weight, scheme=scheme)
 
-    return model.with_weights(lambda weights: tuple(change(weight) for weight in weights))
+    def changed(layer: DecoderLayer) -> DecoderLayer:
+        kept = [weight for weight in layer.block.weights if weight.name.endswith("kv_b_proj")]
+        weights = tuple(map(change, layer.block.weights))
+        return replace(layer, block=Block(weights=weights), derived=Block(weights=(*layer.derived.weights, *kept)))
+
+    return model.with_layers(changed)
 
 
 def _first_that_fits(asked: PlanInputs) -> Layout | None:

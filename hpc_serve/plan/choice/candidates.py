@@ -122,7 +122,8 @@ class PlanInputs:
         unit, concurrency = self.cluster.accelerator.unit, self.requests_per_rank(layout)
         if memory.kv_cache_bytes <= 0:
             needed = memory.requested_bytes - memory.kv_cache_bytes
-            return f"{needed / GIB:.1f} GiB per {unit} before any cache, {memory.requested_bytes / GIB:.1f} usable"
+            with_what = "with --kv-cache-memory-bytes" if self.engine.kv_cache_memory_bytes else "before any cache"
+            return f"{needed / GIB:.1f} GiB per {unit} {with_what}, {memory.requested_bytes / GIB:.1f} usable"
         if memory.num_blocks < memory.least_blocks:
             return (
                 f"vLLM refuses it: max_num_seqs ({memory.max_num_seqs}) exceeds available Mamba cache blocks "

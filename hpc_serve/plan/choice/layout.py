@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.plan.engine import LAYOUT_SIZES, EngineConfig
+from hpc_serve.plan.engine import LAYOUT_SIZES, PINNED_VERSION, EngineConfig
 from hpc_serve.plan.hardware import ClusterSpec, is_offered, slice_with
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.units import layout_text, number_of
@@ -293,6 +293,8 @@ def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: M
     ]
     if layout.data_parallel_size > 1:
         args += ["--data-parallel-size", str(layout.data_parallel_size)]
+    if model.quantization.method == "fbgemm_fp8" and not model.quantization.is_assumed:
+        args += ["--allow-deprecated-quantization"] if engine.is_at_least(PINNED_VERSION) else []
     of_plan = {**dict.fromkeys(LAYOUT_SIZES), "quantization": _quantization_flag(engine, model)}
     for option in _OPTIONS:
         value = of_plan[option.name] if option.name in of_plan else getattr(engine, option.name)
@@ -361,13 +363,12 @@ def is_quantized_by_vllm(engine: EngineConfig, model: ModelSpec) -> bool:
 
 def _quantization_flag(engine: EngineConfig, model: ModelSpec) -> str | None:
     """Return the value of --quantization. None where the checkpoint says it, or where another checkpoint is needed."""
-    if engine.quantization is None:
-        return None
-    if not model.quantization.is_assumed:
+    found = model.quantization
+    if engine.quantization is None or not found.is_assumed:
         return engine.quantization
     method = engine.quantization.lower().replace("-", "_")
     method = "fp8_per_tensor" if method == "fp8" else method
-    return method if method in _ONLINE_METHODS else None
+    return method if found.is_of_16_bit and method in _ONLINE_METHODS else None
 
 
 def _flag(name: str) -> str:

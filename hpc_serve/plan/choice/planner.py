@@ -12,6 +12,7 @@ from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.choice import candidates
 from hpc_serve.plan.choice.advice import Remedy, suggestions
 from hpc_serve.plan.choice.candidates import Candidate, MinimumGpus, PlanInputs, minimum_gpus
+from hpc_serve.plan.choice.kernels import refusal
 from hpc_serve.plan.choice.layout import Layout, assumption, is_quantized_by_vllm, layouts, vllm_args
 from hpc_serve.plan.engine import EngineConfig, Workload, max_num_batched_tokens, max_num_seqs
 from hpc_serve.plan.hardware import AcceleratorSpec, ClusterSpec
@@ -97,7 +98,8 @@ def choose(asked: PlanInputs, *, served_model_names: tuple[str, ...] = ()) -> Se
     inputs = asked.for_one_replica()
     tried: list[Candidate] = []
     try:
-        _check_dtype(asked.model, asked.cluster)
+        if refused := refusal(asked.model, asked.engine, asked.cluster.accelerator):
+            raise DoesNotFitError(f"vLLM refuses {refused}")
         for layout in layouts(inputs.cluster, inputs.engine):
             candidate = inputs.evaluate(layout)
             if candidate.verdict == "fits":
@@ -145,16 +147,6 @@ def _plan(
         quantizes_files=model.quantization.is_assumed and is_quantized_by_vllm(engine, model),
         candidates=(*candidates.next_smaller(tried, layout), chosen, *others),
     )
-
-
-def _check_dtype(model: ModelSpec, cluster: ClusterSpec) -> None:
-    """Raise DoesNotFitError where the GPU cannot compute in the type that was asked for by name."""
-    gpu = cluster.accelerator
-    if model.dtype == "bfloat16" and model.dtype_asked and gpu.kind == "gpu" and "bf16" not in gpu.dense_flops:
-        raise DoesNotFitError(
-            f"vLLM refuses bfloat16 on {gpu.product}, which lacks it (it needs compute capability 8.0): "
-            "use --dtype float16."
-        )
 
 
 def _reasons(
@@ -242,6 +234,7 @@ def _nothing_fits(asked: PlanInputs, tried: list[Candidate]) -> NoLayoutError:
     if all(candidate.memory is None for candidate in tried):
         where = "so" if inputs.engine.has_asked_layout else f"on {nodes} of {gpus}"
         headline = f"{inputs.model.name} cannot be served {where}:"
+        headline += "" if tried else f" no slice has so many {cluster.accelerator.unit}s."
     lines = [headline, *(f"  {candidate.layout}: {candidate.reason}" for candidate in shown)]
     minimum = minimum_gpus(inputs, at_most=0)
     return NoLayoutError("\n".join(lines), minimum, candidates=tuple(shown), suggestions=tuple(helps))

@@ -103,6 +103,8 @@ def estimate_memory(
             f"vLLM refuses it: a step of {batched_tokens:,} tokens (--max-num-batched-tokens) does not hold the "
             f"{model.encoder_positions:,} positions of an audio"
         )
+    if batched_tokens < (sequences := max_num_seqs(engine, accelerator)):
+        raise DoesNotFitError(f"vLLM refuses it: --max-num-batched-tokens is less than --max-num-seqs {sequences:,}")
     to_start = layout.for_one_to_start(batched_tokens)
     per_request = to_start.blocks_per_request(max_model_len, batched_tokens * batches)
     sizes = tensor_parallel_size, pipeline_parallel_size, data_parallel_size
@@ -154,7 +156,10 @@ def _stage_estimate(run: ProfileRun, layout: CacheLayout, per_request: int) -> M
     taken = weights + loading + activation + non_torch
     if engine.subtracts_cuda_graphs:
         taken += graphs
-    available = engine.kv_cache_memory_bytes or requested - taken
+    available = requested - taken
+    if cache := engine.kv_cache_memory_bytes:  # vLLM takes it beside the rest, whatever share it may use
+        missing = taken + cache - total
+        requested, available = (taken + cache, cache) if missing <= 0 else (total, -missing)
     bytes_per_block = layout.bytes_per_block(stage.first_layer, stage.end_layer)
     blocks = max(0, available) // bytes_per_block if bytes_per_block else int(not layout.groups)
     concurrency = blocks / per_request if per_request else 0.0

@@ -49,6 +49,7 @@ _DEFAULT_CONFIGS: dict[str, dict[str, Any]] = {
     "int4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "mxfp4": {"quant_method": "mxfp4"},
+    "mxfp8": {"quant_method": "mxfp8"},
     "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
 }
 _MODELOPT = {
@@ -110,9 +111,9 @@ class Quantization:
     """Which scheme each module has: `linear` layers, fused `experts`, and `plain` for `skipped` names.
 
     `kv_cache_dtype` is the type that the checkpoint asks for, if any. `is_assumed`: a person asked for the method, and
-    the checkpoint does not have it. If `by_module` is given, it names all quantised modules, from "layers." on, with
-    the experts of a layer as one. `is_skipped` says what a pattern in `skipped` may be, `dynamic_rules` what `dynamic`
-    is.
+    the checkpoint does not have it. `is_of_16_bit`: the checkpoint is not quantised. If `by_module` is given, it names
+    all quantised modules, from "layers." on, with the experts of a layer as one. `is_skipped` says what a pattern in
+    `skipped` may be, `dynamic_rules` what `dynamic` is.
     """
 
     method: str
@@ -123,6 +124,7 @@ class Quantization:
     skipped: tuple[str, ...] = ()
     kv_cache_dtype: str | None = None
     is_assumed: bool = False
+    is_of_16_bit: bool = True
     by_module: Mapping[str, Scheme] | None = None
     dynamic: DynamicRules = ()
 
@@ -148,7 +150,7 @@ def quantization_from_config(
 
     Raises InvalidRequestError for a method that the planner does not know.
     """
-    declared = str((config or {}).get("quant_method", ""))
+    declared, is_of_16_bit = str((config or {}).get("quant_method", "")), not config
     is_assumed = override is not None and _normal(declared) != re.sub(r"(_marlin|_machete)$", "", _normal(override))
     if override is not None and is_assumed:
         config = _DEFAULT_CONFIGS.get(_normal(override))
@@ -179,6 +181,7 @@ def quantization_from_config(
         skipped=_skipped(config),
         kv_cache_dtype=_kv_cache_dtype(config),
         is_assumed=is_assumed,
+        is_of_16_bit=is_of_16_bit,
         by_module=by_module,
         dynamic=dynamic,
     )
@@ -228,11 +231,11 @@ def _scheme_for_all(method: str, config: Mapping[str, Any]) -> Scheme:
         return _quark(config)
     if method == "bitsandbytes":
         return BNB_INT8 if config.get("load_in_8bit") else BNB_INT4
-    if method in ("fbgemm_fp8", "int8"):
-        return INT8_CHANNEL if method == "int8" else FP8_CHANNEL
+    if method in ("fbgemm_fp8", "int8", "mxfp8"):
+        return {"fbgemm_fp8": FP8_CHANNEL, "int8": INT8_CHANNEL, "mxfp8": MXFP8}[method]
     raise InvalidRequestError(
         f"quantization_config has quant_method {config.get('quant_method')!r}, which this planner does not know; "
-        "it knows fp8, fbgemm_fp8, int8, awq, gptq, bitsandbytes, mxfp4, modelopt, compressed-tensors and quark."
+        "it knows fp8, fbgemm_fp8, int8, awq, gptq, bitsandbytes, mxfp4, mxfp8, modelopt, compressed-tensors and quark."
     )
 
 

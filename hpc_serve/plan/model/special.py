@@ -40,12 +40,15 @@ def _eagle_layer(
     builder: LayerBuilder, norms: tuple[str, ...], *, joined: int, inputs: int | None = None
 ) -> DecoderLayer:
     """Return Llama's layer with these norms. Before the first is a matrix of so many `joined` features."""
+    outside = builder.outside
+    before: list[Weight] = [outside.linear("model.fc", joined, [builder.hidden_size])]
+    before += [outside.vector("model.fc_norm", joined)] if builder.flag("fc_norm") else []
     return decoder_layer(
         builder.cache(),
         builder.attention("self_attn", bias=builder.flag("attention_bias"), inputs=inputs),
         builder.mlp("mlp", builder.intermediate_size, bias=builder.flag("mlp_bias")),
         builder.norms(*norms),
-        [] if builder.index else [builder.outside.linear("model.fc", joined, [builder.hidden_size])],
+        [] if builder.index else before,
     )
 
 

@@ -212,10 +212,12 @@ def _stage_name(stage: PipelineStage, layout: Layout) -> str:
 
 
 def _budget_lines(inputs: PlanInputs, memory: MemoryEstimate, run: ProfileRun) -> Iterator[str]:
-    utilization = gpu_memory_utilization(inputs.engine)
-    total, requested = memory.total_bytes, memory.requested_bytes
-    share = f"{utilization:g} (gpu_memory_utilization)"
-    yield _line("", requested, f"{total / GIB:.2f} GiB that the driver shows x {share}")
+    total, cache = f"{memory.total_bytes / GIB:.2f} GiB that the driver shows", "KV cache"
+    if inputs.engine.kv_cache_memory_bytes:
+        total, cache = f"of {total}", "KV cache, as --kv-cache-memory-bytes says"
+    else:
+        total += f" x {gpu_memory_utilization(inputs.engine):g} (gpu_memory_utilization)"
+    yield _line("", memory.requested_bytes, total)
     yield _line("-", memory.weight_bytes, "weights")
     loading = memory.model_loading_bytes - memory.weight_bytes
     yield _line("-", loading, "loading: rotary table, derived matrices, LoRA slots, padding, the allocator's rounding")
@@ -224,10 +226,7 @@ def _budget_lines(inputs: PlanInputs, memory: MemoryEstimate, run: ProfileRun) -
     outside = ", outside the budget" if memory.graphs_outside else ""
     yield _line(sign, memory.cuda_graph_bytes, f"CUDA graphs: {_graph_text(run)}{outside}")
     yield _line("-", memory.non_torch_bytes, "non-torch: " + _non_torch_text(run))
-    if inputs.engine.kv_cache_memory_bytes:
-        yield _line("=", memory.kv_cache_bytes, "KV cache, as --kv-cache-memory-bytes says")
-    else:
-        yield _line("=", memory.kv_cache_bytes, "KV cache" if memory.blocks_per_request else "unused")
+    yield _line("=", memory.kv_cache_bytes, cache if memory.blocks_per_request else "unused")
 
 
 def _activation_text(run: ProfileRun) -> str:

@@ -259,7 +259,7 @@ def burst_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Fac
     ttft_s = fill.seconds - (fill.steps - 1) / 2 * fill.step.total_s + arriving_s / 2
     served = sum(stretch.steps * stretch.requests for stretch in drain)
     tpot_s = sum(stretch.seconds * stretch.requests for stretch in drain) / served / accepted
-    tpot_s += (fill.seconds - ttft_s) / max(1, outputs - 1)
+    tpot_s += max(0.0, fill.seconds - ttft_s) / max(1, outputs - 1)
     queue_s = 0.0
     if full and waiting:
         turnover_s = (rounds * batch if last else waiting) / full.requests_per_s

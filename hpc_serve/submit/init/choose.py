@@ -27,7 +27,7 @@ from hpc_serve.units import duration, number_of
 _PART_OF_GPU = re.compile(r"\d+g[._]\d+g")
 _VARIANT = re.compile(r"-(?:pcie|nvl|gcd|server|\d+gb).*")
 _REST = re.compile(r"(?:l|x|sxm\d?|pcie|nvl|\d{2,3}gb?)*")
-_MEMORY = re.compile(r"(\d{2,3})gb?(?![a-z0-9])")
+_MEMORY = re.compile(r"(?:(?=\d+g)|(?<=[-_.]))(\d{2,3})(?:gb?)?(?![a-z0-9])")
 
 
 def gpus_named(slurm_name: str, features: Sequence[str] = ()) -> tuple[str, ...]:
@@ -214,7 +214,8 @@ def _gpus(facts: ClusterFacts, partition: PartitionFacts | None) -> Iterator[Set
         why = "What do the nodes have? Slurm shows no GPUs; `hpc-serve gpus` lists the names, cpu among them."
         yield question("gpu", "h100-80gb", why)
         return
-    first = max(kind.gpus, key=lambda gpus: gpus.count)
+    # Parts of GPUs (MIG) are of no use to an engine on several.
+    first = max(kind.gpus, key=lambda gpus: (not _PART_OF_GPU.search(gpus.name or ""), gpus.count))
     names = gpus_named(first.name, kind.features) if first.name else ()
     if names:
         others = f" It may be {' or '.join(names[1:])}: `srun nvidia-smi` shows the memory." if names[1:] else ""

@@ -170,7 +170,7 @@ def parse_modules(printed: str) -> tuple[str, ...]:
 _GPUS = re.compile(r"(?:^|,)gpu:(?:([^:,()]+):)?(?:no_consume:)?(\d+)")
 _NOTHING = ("", "(null)", "N/A", "NONE", "None", "n/a")
 _EVERYBODY = ("ALL", *_NOTHING)
-_NOT_USABLE = ("DOWN", "DRAIN", "FAIL", "FUTURE", "UNKNOWN")
+_NOT_USABLE = re.compile(r"\b(?:DOWN|DRAIN|FAIL|FUTURE|UNKNOWN)")  # but not POWERED_DOWN, which a job wakes
 
 
 def parse_gres(gres: str) -> tuple[GpuKind, ...]:
@@ -234,7 +234,7 @@ def with_nodes(partitions: Sequence[PartitionFacts], nodes: Sequence[SlurmNode])
     joined = []
     for partition in partitions:
         own = [node for node in nodes if partition.name in node.partitions]
-        usable = [node for node in own if not any(word in node.state.upper() for word in _NOT_USABLE)]
+        usable = [node for node in own if not _NOT_USABLE.search(node.state.upper())]
         joined.append(replace(partition, nodes=tuple(usable or own)) if own else partition)
     return tuple(joined)
 

@@ -124,8 +124,8 @@ def _result(request: ServeRequest, stand_in: str | None) -> PlanResult:
     needs_checkpoint = stand_in is None and not is_quantized_by_vllm(asked.engine, result.model)
     if asked.engine.quantization in _NOT_VLLMS or (needs_checkpoint and not request.allow_unknown_vllm_options):
         raise InvalidRequestError(
-            f"vLLM has no --quantization {asked.engine.quantization} for checkpoints of 16 bit: name a checkpoint that "
-            "is quantised so (--model, or HPC_SERVE_MODEL); its own config says how."
+            f"vLLM makes no {asked.engine.quantization} of this checkpoint: name one that is quantised so (--model, or "
+            "HPC_SERVE_MODEL); its own config says how."
         )
     return result
 

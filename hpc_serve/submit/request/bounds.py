@@ -149,7 +149,7 @@ def check_bounds(least: int, most: int) -> None:
         )
     if most < least:
         raise InvalidRequestError(
-            f"replicas is {least}:{most}: the least, {least}, is more than the most, {most}. Write {most}:{least}."
+            f"replicas is {least}:{most}: the least, {least}, is more than the most, {most}. Write {most or 1}:{least}."
         )
 
 

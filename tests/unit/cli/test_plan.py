@@ -165,6 +165,7 @@ def test_a_plan_for_a_later_version_takes_its_options(ran):
         (("--model", "8b", "--usd-per-gpu-hour", "inf"), 2, "'inf' is not a finite number"),
         (("--model", "8b", "--prefix-hits", "nan"), 2, "'nan' is not a finite number"),
         (("--model", "8b", "--acceptance-length", "1e400"), 2, "'1e400' is not a finite number"),
+        (("8b", "--gpus-per-node", "0"), 2, "gpus-per-node is 0: it must be at least 1"),
         (("--model", "8b", "--compare", "h100,mi300x", "--plot", "plan.png"), 2, "--plot draws one accelerator"),
     ],
 )

@@ -112,6 +112,12 @@ def test_a_slice_is_answered_with_a_slice(plan) -> None:
     assert not any("--nodes" in text for text in remedies)
 
 
+def test_a_smaller_checkpoint_is_sized_alike_when_it_is_proposed_and_when_it_is_asked_for(plan) -> None:
+    asked = ("zai-org/GLM-5.2", "--gpu", "b200", "--tensor-parallel-size", "4", "--pipeline-parallel-size", "1")
+    (remedy,) = (text for text in plan(*asked, code=3)["remedies"] if text.startswith("--quantization"))
+    assert plan(*asked, *words_of(options_in(remedy)))["fits"]
+
+
 def test_no_context_is_suggested_that_is_shorter_than_the_requests(plan) -> None:
     def contexts(*words: str) -> list[int]:
         asked = ("8b", "--gpu", "l4", "--nodes", "1", "--gpus-per-node", "1", *words)
@@ -125,6 +131,7 @@ def test_no_context_is_suggested_that_is_shorter_than_the_requests(plan) -> None
 
 def test_nodes_are_those_of_all_replicas(plan) -> None:
     asked = ("70b", "--gpu", "l4", "--replicas", "2")
+    assert "--quantization fp8 (fp8 weights: TP=8 PP=1)" in plan(*asked, "--nodes", "2", code=3)["remedies"]
     (nodes,) = (text for text in plan(*asked, "--nodes", "2", code=3)["remedies"] if text.startswith("--nodes"))
     count = options_in(nodes)["--nodes"]
     assert int(count) % 2 == 0

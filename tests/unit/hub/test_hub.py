@@ -293,7 +293,10 @@ def with_header(header: dict[str, Any]) -> bytes:
 
 
 INDEX = "model.safetensors.index.json"
-WRONG_ENTRIES: tuple[Any, ...] = ({}, [], {"dtype": "BF16", "shape": [4], "data_offsets": [0]}, {"dtype": "BF16"})
+WRONG_ENTRIES: tuple[Any, ...] = (
+    *({}, [], {"dtype": "BF16", "shape": [4], "data_offsets": [0]}, {"dtype": "BF16"}),
+    {"dtype": "BF16", "shape": ["a"], "data_offsets": [0, 8]},
+)
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,11 @@ def test_a_head_of_eagle_shares_the_embedding() -> None:
         with_head = estimate("8b", draft=head)
         assert with_head.weight_bytes - plain.weight_bytes == 2 * parameters
         assert with_head.kv_bytes_per_token - plain.kv_bytes_per_token == 2 * kv * 2
+    of_qwen = {"decoder_sparse_step": 1, "max_window_layers": 36, "sliding_window": 32768, "norm_output": True}
+    head = draft_from_config({**EAGLE_HEAD, **of_qwen, "fc_norm": True}, name="head", method="eagle3")
+    assert estimate("8b", draft=head).weight_bytes - plain.weight_bytes == 2 * (
+        third + 3 * hidden + head.vocab_size * hidden
+    )
     other = draft_from_config({**EAGLE_HEAD, "hidden_size": 2048}, name="head", method="eagle3")
     with pytest.raises(InvalidRequestError, match=r"head is for hidden states of 2,048, and \S+ has 4,096"):
         loaded_model(spec("8b"), EngineConfig(), other)

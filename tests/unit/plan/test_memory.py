@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.accuracy import DATA
-from hpc_serve.errors import InvalidRequestError
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import ClusterSpec, EngineConfig, MemoryEstimate, Workload, accelerator, model_from_config, plan
 from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.engine import batches_in_flight
@@ -145,6 +145,22 @@ def test_one_block_is_vllms_own() -> None:
     assert exactly.num_blocks == exactly.blocks_per_request == 64
     assert not exactly.holds(1)
     assert estimate("8b", length=1024, kv_cache_memory_bytes=65 * 16 * 131_072).holds(1)
+
+
+def test_a_step_holds_a_token_of_each_sequence() -> None:
+    with pytest.raises(DoesNotFitError, match="is less than --max-num-seqs 256"):
+        estimate("8b", max_num_batched_tokens=64, max_num_seqs=256)
+    assert estimate("8b", max_num_batched_tokens=64).max_num_seqs == 64
+
+
+def test_a_cache_of_that_size_must_fit_beside_the_weights() -> None:
+    found = estimate("70b", tp=4, kv_cache_memory_bytes=30 * GIB)
+    parts = found.model_loading_bytes + found.activation_bytes + found.cuda_graph_bytes + found.non_torch_bytes
+    assert parts + 30 * GIB == found.requested_bytes <= found.total_bytes
+    assert not estimate("70b", tp=2, kv_cache_memory_bytes=30 * GIB).holds(1)
+    one = ClusterSpec(accelerator=accelerator("l4"), num_nodes=1, gpus_per_node=1)
+    with pytest.raises(NoLayoutError, match=r"30\.\d GiB per GPU with --kv-cache-memory-bytes, 22.0 usable"):
+        plan(spec("Qwen/Qwen3-0.6B"), one, EngineConfig(kv_cache_memory_bytes=28 * GIB))
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,58 @@ def test_sizes_that_cannot_be_are_answered_with_the_nearest_that_can(asked, head
     assert layout_of(found)[:3] == sizes
 
 
+@pytest.mark.parametrize(
+    ("name", "gpu", "asked", "words"),
+    [
+        (
+            "8b",
+            "v100",
+            {"dtype": "bfloat16"},
+            "bfloat16 on V100-SXM2-32GB: it needs compute capability 8, here is 7; use --dtype",
+        ),
+        ("8b", "t4", {"kv_cache_dtype": "fp8"}, "a cache in fp8 on T4: .*leave out --kv-cache-dtype"),
+        ("r1", "a100", {"kv_cache_dtype": "fp8"}, "a cache in fp8 on A100.*leave out --kv-cache-dtype"),
+        ("gpt-oss-20b", "a100", {"kv_cache_dtype": "fp8"}, "a cache in fp8 on A100"),
+        ("gpt-oss-20b", "t4", {}, "mxfp4 weights on T4"),
+        ("Qwen/Qwen3-32B-FP8", "a100", {"kv_cache_dtype": "fp8_e5m2"}, "a cache in fp8_e5m2 for a checkpoint in fp8"),
+        ("Qwen/Qwen3-32B-FP8", "v100", {}, "fp8 weights on V100"),
+        ("gemma-3-27b", "v100", {}, "float16 for Gemma3ForConditionalGeneration: use --dtype float32"),
+        ("gemma-3-27b", "h100-80gb", {"dtype": "float16"}, "float16 for Gemma3.*use --dtype bfloat16"),
+    ],
+)
+def test_types_without_kernels_are_refused(name: str, gpu: str, asked: dict[str, Any], words: str) -> None:
+    assert re.search(f"vLLM refuses {words}", str(refused(name, gpu, **asked)))
+
+
+def test_types_with_kernels_are_taken() -> None:
+    assert planned("8b", "a100-64gb", dtype="bfloat16")
+    assert planned("8b", "a100", kv_cache_dtype="fp8")
+    assert planned("gemma-3-27b", "v100", dtype="float32")
+
+
+def test_remedies_are_of_types_with_kernels() -> None:
+    for name, gpu, nodes in (("70b", "v100", 1), ("8b", "t4", 1), ("deepseek-ai/DeepSeek-V2-Chat", "a100-40gb", 1)):
+        assert not has(refused(name, gpu, nodes=nodes, size=1).suggestions, "--kv-cache-dtype")
+    assert not has(refused("70b", "v100", nodes=1, size=4).suggestions, "--quantization fp8")
+
+
+def test_a_format_that_vllm_will_drop_is_allowed() -> None:
+    allow = "--allow-deprecated-quantization"
+    assert allow in planned("405b-fp8").vllm_args
+    assert allow not in (*planned("405b-fp8", vllm_version="0.10").vllm_args, *planned("r1").vllm_args)
+
+
+def test_a_checkpoint_in_another_format_is_not_quantised_by_vllm() -> None:
+    found = planned("gpt-oss-120b", quantization="fp8")
+    assert "--quantization" not in found.vllm_args
+    assert has(found.reasons, "Sized as if openai/gpt-oss-120b were quantised with fp8")
+    assert "--quantization mxfp8" in " ".join(planned("8b", quantization="mxfp8").vllm_args)
+
+
+def test_a_number_of_chips_that_no_slice_has_is_said() -> None:
+    assert "7 nodes of 8 v5e: no slice has so many chips." in str(refused("8b", "v5e", nodes=7))
+
+
 @pytest.mark.parametrize(("name", "gpu"), [("405b", "v5e"), ("405b", "h100-80gb"), ("70b", "l4"), ("8b", "t4")])
 def test_no_layout_is_told_twice(name: str, gpu: str) -> None:
     found = planned(name, gpu)

@@ -103,6 +103,12 @@ def test_one_burst_takes_as_long_as_its_batch_and_more_bursts_longer() -> None:
     assert burst_s(640) > 9 * burst_s(64) / 2
 
 
+def test_short_answers_of_a_burst_take_as_long_as_steps() -> None:
+    """The server reads the requests more slowly than the engine answers them."""
+    burst = served(input_tokens=10, output_tokens=3, concurrency=500, arrivals="burst")
+    assert burst.expected.tpot_s >= burst.expected.step.total_s
+
+
 @pytest.mark.parametrize("arrivals", ["steady", "burst"])
 def test_what_is_in_the_cache_is_not_read_but_attended_to(arrivals: Any) -> None:
     asked: dict[str, Any] = {"input_tokens": 6000, "output_tokens": 100, "concurrency": 8, "arrivals": arrivals}

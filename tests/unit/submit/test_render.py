@@ -313,8 +313,8 @@ NEW_DTYPE = ("--kv-cache-dtype", "new")
     ("fields", "why"),
     [
         *(({"gpu": gpu}, "has no script for it") for gpu in ("gaudi3", "v7x")),
-        ({"engine_args": ("--quantization", "int8")}, "name a checkpoint that is quantised so"),
-        ({"engine_args": ("--quantization", "nvfp4")}, "name a checkpoint that is quantised so"),
+        ({"engine_args": ("--quantization", "int8")}, "name one that is quantised so"),
+        ({"engine_args": ("--quantization", "nvfp4")}, "name one that is quantised so"),
         ({"engine_args": ("--max-model-len", "auto")}, "--max-model-len auto"),
         # What the plan needs must be known even if an option is overruled.
         ({"engine_args": NEW_DTYPE, "allow_unknown_vllm_options": True}, "dtype is 'new'.* The plan is made with it"),

@@ -33,6 +33,7 @@ LOCAL = {"cluster": "local"}
         ({"log_dir": "/logs/%x_%N"}, "of Slurm's patterns"),
         *(({"machine": name}, "machine is ") for name in ("", "a b", "../x", "a100\n#SBATCH --qos=x")),
         # replicas whose jobs submit others
+        ({"replicas": 1, "max_replicas": 0}, "Write 1:1"),
         ({"replicas": 4, "max_replicas": 1}, "replicas is 4:1: the least, 4, is more than the most, 1"),
         ({"replicas": 0, "max_replicas": 3}, r"replicas is 0:3: at least 1 stays.*--idle-stop 30m"),
         ({"idle_stop_s": 0.0}, "idle-stop is 0: it must be at least 1"),

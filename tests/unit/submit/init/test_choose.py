@@ -228,6 +228,7 @@ def test_gpus_of_a_node(gres, kinds):
         ("nvidia_h100_pcie", (), "h100-pcie-80gb"),
         ("a100", ("icelake", "a100_40g"), "a100-40gb"),
         ("a100", ("80g", "ssd40gb"), "a100-80gb"),
+        ("a100-40", (), "a100-40gb"),
         ("nvidia_a100-pcie-40gb", (), "a100-pcie-40gb"),
         ("tesla_v100-sxm2-16gb", (), "v100-16gb"),
         ("l40s", (), "l40s"),
@@ -261,6 +262,18 @@ def test_partitions_and_nodes_of_24_11():
     assert [node.name for node in boost.nodes] == ["b001", "b002", "b003", "b004"]  # b005 is down
     assert (boost.nodes[0].cpus, boost.nodes[0].features) == (72, ("a100", "nvme"))  # not what the reason says
     assert (vip.allow_groups, old.is_up) == (("astro", "root"), False)
+
+
+def test_nodes_that_sleep_count_as_nodes():
+    sleeping = SLURM_24_11.node.replace("State=IDLE", "State=IDLE+CLOUD+POWERED_DOWN")
+    facts = facts_of(SLURM_24_11)
+    assert with_nodes(facts.partitions, parse_nodes(sleeping))[1].nodes[0].name == "b001"
+
+
+def test_whole_gpus_are_chosen_before_their_parts():
+    node = SLURM_22_05.node.replace("Gres=gpu:h100:8", "Gres=gpu:b200_2g.45gb:16,gpu:b200:4")
+    found = decided(facts_of(SLURM_22_05._replace(node=node)))
+    assert (found["gpu"], found["gpus_per_node"], found["gres_type"]) == ("b200-180gb", 4, "b200")
 
 
 def test_the_login_node():
