@@ -34,13 +34,13 @@ fi
 # shellcheck disable=SC1091
 source "$environment/bin/activate"
 
-# At TERM and INT the launcher finishes the requests under way, then ends; this shell waits for it.
+# At a signal the launcher finishes the requests under way, then ends; this shell waits for it.
 cancelled='' launcher=''
-trap 'cancelled=yes; [[ -z $launcher ]] || kill -TERM "$launcher" || true' TERM INT
-# Before the time limit, and before a preemption where the site has it so, Slurm sends USR1 to this shell alone.
+# Before the time limit, and before a preemption where the site has it so, Slurm sends USR1 to this shell alone. At TERM,
+# srun would kill the launcher at once; scancel of the whole job sends TERM to the launcher, too.
 trap 'cancelled=yes
-    echo "{\"by\": \"Slurm, before the time limit or a preemption (USR1)\", \"deadline_s\": 100}" \
-        >"${HPC_SERVE_DRAIN_REQUEST:-/dev/null}" || true' USR1
+    echo "{\"by\": \"Slurm, before the time limit or a preemption, or scancel --batch\", \"deadline_s\": 100}" \
+        >"${HPC_SERVE_DRAIN_REQUEST:-/dev/null}" || true' USR1 TERM INT
 
 # A port that was taken between choosing and using it ends the run with 75; then it starts again with others.
 for attempt in 1 2 3; do
@@ -49,7 +49,7 @@ for attempt in 1 2 3; do
     eval "$exports"
     echo "hpc-serve: logs of this run are $HPC_SERVE_LOG_DIR/$HPC_SERVE_JOB_ID-node*.log"
     status=0 launcher=''
-    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --overlap --cpu-bind=none --export=ALL \
+    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --overlap --cpu-bind=none --export=ALL \
         --kill-on-bad-exit=0 --wait=60 \
         --open-mode=append --output="$HPC_SERVE_LOG_DIR/$HPC_SERVE_JOB_ID-node%n.log" \
         python -m hpc_serve.job --service 8b --backend auto --gpus-per-node 1 -- \
