@@ -486,9 +486,13 @@ class TestRequest:
             assert f"\n  replicas {said}" in ran(["submit", "8b", "--replicas", *words]).out
         assert len(slurm.scripts) == 2
 
-    def test_windows_that_the_job_could_not_read(self, store, slurm, monkeypatch):
-        monkeypatch.setenv("HPC_SERVE_ADD_AFTER_S", "soon")
-        with pytest.raises(InvalidRequestError, match="HPC_SERVE_ADD_AFTER_S=soon: it must be a number"):
+    @pytest.mark.parametrize(
+        ("name", "text", "says"),
+        [("HPC_SERVE_ADD_AFTER_S", "soon", "must be a number"), ("HPC_SERVE_PREFLIGHT", "0", "must be on, warn")],
+    )
+    def test_variables_that_the_job_could_not_read(self, store, slurm, monkeypatch, name, text, says):
+        monkeypatch.setenv(name, text)
+        with pytest.raises(InvalidRequestError, match=f"{name}={text}: it {says}"):
             submit(replicas=1, max_replicas=4)
         assert slurm.scripts == []
 
