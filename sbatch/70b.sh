@@ -20,6 +20,8 @@ export PYTHONSAFEPATH=1  # Python imports nothing from the folder of submission:
 prepare='import sys; sys.path[:] = filter(None, sys.path); import hpc_serve.job.prepare as it; sys.exit(it.main())'
 # Slurm opened this script's log with the umask of whoever submitted it.
 for log in /proc/self/fd/1 /proc/self/fd/2; do [[ ! -f $log ]] || chmod go= "$log"; done
+# srun refuses another job's variables of memory beside this one's: sbatch hands on those of a job that it runs in.
+[[ -z ${SLURM_MEM_PER_NODE:-} ]] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
 
 # The Python environment, with hpc-serve and vLLM in it.
 environment=${HPC_SERVE_ENV:-${SLURM_SUBMIT_DIR:-$PWD}/.venv}

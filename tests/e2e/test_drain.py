@@ -111,10 +111,12 @@ def test_stop_now_ends_a_drain(alice):
 def test_the_time_limit_is_told_to_the_script(alice):
     """sbatch's own options win over the script's, and however many tasks they ask for, there is one launcher a node.
 
-    The limit is set once the replica is ready: it is told soon then.
+    It is submitted as from within another job. The limit is set once the replica is ready: it is told soon then.
     """
     script = alice.write("limit.sh", stub_script("limit"))
-    job_id = alice.sbatch(script, "--time=30", "--signal=B:USR1@60", "--ntasks-per-node=2")
+    job_id = alice.sbatch(
+        script, "--time=30", "--signal=B:USR1@60", "--ntasks-per-node=2", env={"SLURM_MEM_PER_CPU": "9"}
+    )
     alice.wait_until_ready("limit", job_id)
     job = parse_scontrol_job(alice.run("scontrol", "--oneliner", "show", "job", job_id).stdout, job_id)
     minutes = int(time.time() - job.started_at) // 60 + 2
