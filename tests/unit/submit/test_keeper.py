@@ -500,7 +500,9 @@ class TestRequest:
 class TestProgram:
     def test_it_is_started_once_for_all_options(self, ran):
         options = ["--replicas", "2:4", "--idle-stop", "30m", "--keep-up", "--signal", "B:USR1@300"]
-        text = ran(["render", "8b", *options]).out
+        said = ran(["render", "8b", *options])
+        text = said.out
+        assert "given to sbatch by hand, it gets no successors" in said.err
         words = "--service 8b --keep-up --notice-s 300 --replicas 2:4 --idle-stop-s 1800 &\n"
         assert f"python -m hpc_serve.submit.services.service_keeper {words}" in text
         assert "hpc-serve render --model 8b --replicas 2:4 --idle-stop 1800s --gpu h100-80gb --keep-up " in text
