@@ -19,6 +19,8 @@ export PYTHONSAFEPATH=1  # Python imports nothing from the folder of submission:
 prepare='import sys; sys.path[:] = filter(None, sys.path); import hpc_serve.job.prepare as it; sys.exit(it.main())'
 # Slurm opened this script's log with the umask of whoever submitted it.
 for log in /proc/self/fd/1 /proc/self/fd/2; do [[ ! -f $log ]] || chmod go= "$log"; done
+# srun refuses another job's variables of memory beside this one's: sbatch hands on those of a job that it runs in.
+[[ -z ${SLURM_MEM_PER_NODE:-} ]] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
 
 # The Python environment, with hpc-serve and vLLM in it.
 environment=${HPC_SERVE_ENV:-${SLURM_SUBMIT_DIR:-$PWD}/.venv}
@@ -33,13 +35,13 @@ fi
 # shellcheck disable=SC1091
 source "$environment/bin/activate"
 
-# At TERM and INT the launcher finishes the requests under way, then ends; this shell waits for it.
+# At a signal the launcher finishes the requests under way, then ends; this shell waits for it.
 cancelled='' launcher=''
-trap 'cancelled=yes; [[ -z $launcher ]] || kill -TERM "$launcher" || true' TERM INT
-# Before the time limit, and before a preemption where the site has it so, Slurm sends USR1 to this shell alone.
+# Before the time limit, and before a preemption where the site has it so, Slurm sends USR1 to this shell alone. At TERM,
+# srun would kill the launcher at once; scancel of the whole job sends TERM to the launcher, too.
 trap 'cancelled=yes
-    echo "{\"by\": \"Slurm, before the time limit or a preemption (USR1)\", \"deadline_s\": 100}" \
-        >"${HPC_SERVE_DRAIN_REQUEST:-/dev/null}" || true' USR1
+    echo "{\"by\": \"Slurm, before the time limit or a preemption, or scancel --batch\", \"deadline_s\": 100}" \
+        >"${HPC_SERVE_DRAIN_REQUEST:-/dev/null}" || true' USR1 TERM INT
 
 # A port that was taken between choosing and using it ends the run with 75; then it starts again with others.
 for attempt in 1 2 3; do
@@ -48,7 +50,7 @@ for attempt in 1 2 3; do
     eval "$exports"
     echo "hpc-serve: logs of this run are $HPC_SERVE_LOG_DIR/$HPC_SERVE_JOB_ID-node*.log"
     status=0 launcher=''
-    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --overlap --cpu-bind=none --export=ALL \
+    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --overlap --cpu-bind=none --export=ALL \
         --kill-on-bad-exit=0 --wait=60 \
         --open-mode=append --output="$HPC_SERVE_LOG_DIR/$HPC_SERVE_JOB_ID-node%n.log" \
         python -m hpc_serve.job --service llama-2-7b --backend auto --gpus-per-node 0 -- \

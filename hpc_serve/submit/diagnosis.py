@@ -39,6 +39,7 @@ from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.logs import both_ends, files_of, known_secrets, places_of
 from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.scheduler import SchedulerView
+from hpc_serve.submit.slurm.slurm_messages import pending_cure
 from hpc_serve.submit.status.job_status import never_starts
 from hpc_serve.submit.status.status_reader import find, is_same_replica, read_status
 
@@ -94,7 +95,8 @@ def diagnose_replica(status: ReplicaStatus) -> Diagnosis:
         findings = tuple(one for one in findings if one.is_known and one.name != OWN_WORDS)
     elif not findings:
         lines = tuple(SeenLine(source=_RECORD, number=0, text=line) for line in status.last_log_lines[-5:])
-        findings = (Finding(name=UNKNOWN, cause=status.reason or status.state, cure=UNKNOWN_CURE, lines=lines),)
+        cure = pending_cure(status.pending_reason, status.job_id) or UNKNOWN_CURE
+        findings = (Finding(name=UNKNOWN, cause=status.reason or status.state, cure=cure, lines=lines),)
     return Diagnosis(status=status, findings=findings, logs=(*logs, *of_ray))
 
 

@@ -46,10 +46,19 @@ def notice(alice: User, service: str, job_id: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def terminate(alice: User, service: str, job_id: str) -> None:
+    """What --signal=B:TERM@120 sends."""
+    done = alice.run("scancel", "--batch", "--signal=TERM", job_id)
+    assert done.returncode == 0, done.stderr
+
+
+NOTICE = "Slurm, before the time limit"
+
+
 @pytest.mark.parametrize(
     ("end", "who"),
-    [(stop, "hpc-serve stop"), (scancel, "SIGTERM"), (notice, "Slurm, before the time limit")],
-    ids=["stop", "scancel", "notice"],
+    [(stop, "hpc-serve stop"), (scancel, "SIGTERM"), (notice, NOTICE), (terminate, NOTICE)],
+    ids=["stop", "scancel", "notice", "terminate"],
 )
 def test_a_planned_end_loses_no_stream(alice, end, who):
     service = f"drain-{end.__name__}"
@@ -83,9 +92,14 @@ def test_stop_now_ends_a_drain(alice):
 
 
 def test_the_time_limit_is_told_to_the_script(alice):
-    """sbatch's own option wins over the script's. The limit is set once the replica is ready: it is told soon then."""
+    """sbatch's own options win over the script's, and however many tasks they ask for, there is one launcher a node.
+
+    It is submitted as from within another job. The limit is set once the replica is ready: it is told soon then.
+    """
     script = alice.write("limit.sh", stub_script("limit"))
-    job_id = alice.sbatch(script, "--time=30", "--signal=B:USR1@60")
+    job_id = alice.sbatch(
+        script, "--time=30", "--signal=B:USR1@60", "--ntasks-per-node=2", env={"SLURM_MEM_PER_CPU": "9"}
+    )
     alice.wait_until_ready("limit", job_id)
     job = parse_scontrol_job(alice.run("scontrol", "--oneliner", "show", "job", job_id).stdout, job_id)
     minutes = int(time.time() - job.started_at) // 60 + 2
@@ -94,4 +108,4 @@ def test_the_time_limit_is_told_to_the_script(alice):
     alice.wait_until_gone(job_id, 300)
     record = alice.record("limit", job_id)
     assert (record["state"], record["exit_code"]) == ("stopped", 0)
-    assert record["reason"].startswith("Slurm, before the time limit")
+    assert record["reason"].startswith(NOTICE)

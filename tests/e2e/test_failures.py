@@ -31,7 +31,7 @@ def submit(alice: User, service: str, *stub_args: str, num_nodes: int = 2, env=N
 
 def on_one_node_only(script: str) -> str:
     """The script of somebody who edited the srun line: the second node gets no launcher."""
-    edited = script.replace('--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1', "--nodes=1 --ntasks=1")
+    edited = script.replace('--nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"', "--nodes=1 --ntasks=1")
     assert edited != script
     return edited
 

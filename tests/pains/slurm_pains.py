@@ -49,7 +49,7 @@ def one_address_each(site: Site) -> Seen:
 @pain(2, "a node never joins", r"no launcher from node rank 1")
 def absent_node(site: Site) -> Seen:
     """srun was told to start one launcher for a job of two nodes."""
-    edit = replaced('--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1', "--nodes=1 --ntasks=1")
+    edit = replaced('--nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"', "--nodes=1 --ntasks=1")
     return site.failed(site.submit("absent", edit=edit, env={"HPC_SERVE_JOIN_S": "5"}, **RAY))
 
 
@@ -230,7 +230,7 @@ def step_waits(site: Site) -> Seen:
 
     def edit(script: str) -> str:
         is_there = 'until squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%j | grep -q sleep; do :; done'
-        nodes = 'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'
+        nodes = 'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"'
         greedy = f'{nodes} --exclusive --cpus-per-task="$SLURM_CPUS_PER_TASK" --mem=0 sleep 600 &\n{is_there}'
         return before_attempts(greedy)(script.replace("--overlap ", "--exclusive "))
 

@@ -105,7 +105,7 @@ class TestRay:
 
 def test_a_flooded_control_port_neither_stops_the_record_nor_fills_the_log(alice, mallory):
     text = stub_script("flooded", num_nodes=2, tensor_parallel_size=2, pipeline_parallel_size=2)
-    edited = text.replace('--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1', "--nodes=1 --ntasks=1")
+    edited = text.replace('--nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"', "--nodes=1 --ntasks=1")
     assert edited != text
     job_id = alice.sbatch(alice.write("flooded.sh", edited), env={"HPC_SERVE_JOIN_S": "600"})
     record = alice.wait_for_record(

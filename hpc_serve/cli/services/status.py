@@ -81,14 +81,14 @@ def status_command(service: str | None, everything: bool, watched: bool, as_json
 
 
 @click.command("wait")
-@click.argument("service", shell_complete=service_names)
+@click.argument("target", metavar="SERVICE|JOB", shell_complete=service_names)
 @click.option(
     "--replicas", type=click.IntRange(min=1), default=1, metavar="N", help="Wait for N replicas [default: 1]."
 )
 @click.option("--timeout", type=SECONDS, help="How long: seconds, or 10m, 2h [default: for ever].")
 @click.option("--json", "as_json", is_flag=True, help="Print the ready service as JSON.")
-def wait_command(service: str, replicas: int, timeout: float | None, as_json: bool) -> None:
-    """Wait until a service is ready, and show its stages.
+def wait_command(target: str, replicas: int, timeout: float | None, as_json: bool) -> None:
+    """Wait until a service, or a job of it, is ready, and show its stages.
 
     hpc-serve wait 405b --timeout 2h
 
@@ -96,8 +96,11 @@ def wait_command(service: str, replicas: int, timeout: float | None, as_json: bo
     """
     from hpc_serve.cli import show
     from hpc_serve.cli.services.stages import follow_until_ready
+    from hpc_serve.submit.status.status_reader import find
 
-    status = follow_until_ready(service, replicas=replicas, timeout_s=timeout)
+    service = find(own_store(), target)[0].service
+    job_id = None if service == target else target
+    status = follow_until_ready(service, job_id=job_id, replicas=replicas, timeout_s=timeout)
     if as_json:
         print_json(show.status_json(status))
 

@@ -148,7 +148,10 @@ def render_command(output: Path | None, **options: Any) -> None:
 
     planned = plan_request(make_request(options), stand_in=os.environ.get("HPC_SERVE_MODEL"))
     script = render_script(planned.request, planned.plan)
-    for note in (assumed_gpu_note(), planned.machines_note, small_memory_note(planned.request, planned.plan)):
+    is_kept = planned.request.keep_up or planned.request.is_elastic
+    by_hand = "given to sbatch by hand, it gets no successors and no further replicas: use `hpc-serve submit`"
+    memory_note = small_memory_note(planned.request, planned.plan)
+    for note in (assumed_gpu_note(), planned.machines_note, memory_note, by_hand if is_kept else ""):
         if note:
             click.echo(f"note: {note}", err=True)
     if output is None:

@@ -157,10 +157,10 @@ def read_allocation(environ: Mapping[str, str], share: Share = _ALL) -> Allocati
 
 
 def _slurm(environ: Mapping[str, str]) -> Allocation:
-    if "SLURM_JOB_ID" not in environ:
+    if not {"SLURM_JOB_ID", "SLURMD_NODENAME"} <= environ.keys():  # salloc's shell has the former alone
         raise InvalidRequestError(
-            "This program runs inside a job: submit a script (hpc-serve submit, or sbatch), "
-            "or set HPC_SERVE_CLUSTER=local and HPC_SERVE_JOB_ID."
+            "This program runs on a node of a job: submit a script (hpc-serve submit, or sbatch; within salloc: "
+            "srun --ntasks=1 --overlap bash SCRIPT), or set HPC_SERVE_CLUSTER=local and HPC_SERVE_JOB_ID."
         )
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     return Allocation(

@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import HpcServeError
+from hpc_serve.job.run.node import LaunchOptions, with_variables
 from hpc_serve.plan import ServePlan
 from hpc_serve.plan.model.checkpoint import AdapterFiles, check_room, check_shapes
 from hpc_serve.rendezvous import shares
@@ -117,7 +118,8 @@ def submit_each(
     store, service = ServiceStore(default_home(environ)), requests[0].service
     for request in requests:
         check_before_plan(request, environ)
-    windows_of(environ)
+    windows_of(environ)  # the variables of jobs are refused here, not after hours in the queue
+    with_variables(LaunchOptions(service=service, backend="auto", gpus_per_node=0), environ)
     group = shares.check_share(store, share) if share is not None else None
     prepared = [_prepared(request, store, environ, ask_hub=ask_hub, adapters=adapters) for request in requests]
     adapters_wanted = {name: Adapter(path=files.path, added_at=time.time()) for name, files in adapters.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import signal
 import subprocess
 import time
@@ -64,7 +65,7 @@ def submit_to_slurm(script_text: str, folder: Path, options: Sequence[str] = ())
     executor = ScriptSlurmExecutor(folder, script_text, options)
     try:
         # submitit prints sbatch's words and raises them too: hide the print, so that they appear once.
-        with contextlib.redirect_stderr(io.StringIO()), _outside_of_any_job(), _private_files():
+        with contextlib.redirect_stderr(io.StringIO()), _as_the_script_says(script_text), _private_files():
             job = executor._submit_command("")
     except FileNotFoundError:
         raise scheduler.command_missing("sbatch") from None
@@ -137,12 +138,18 @@ def _refusal(stderr: str) -> SchedulerError:
 
 
 @contextlib.contextmanager
-def _outside_of_any_job() -> Iterator[None]:
-    """Hide the variables of the job that this runs in, if any: sbatch would apply its sizes to the new job."""
-    inside = "SLURM_JOB_ID" in os.environ
+def _as_the_script_says(script_text: str) -> Iterator[None]:
+    """Hide the variables of the job that this runs in, if any: sbatch would apply its sizes to the new job.
+
+    Hide sbatch's own variables as well (SBATCH_TIMELIMIT) where they would win over a #SBATCH line, and SBATCH_EXPORT:
+    jobs get the environment of who submits.
+    """
+    own = ("SLURM_", "SLURMD_", "SRUN_") if "SLURM_JOB_ID" in os.environ else ()
+    said = re.findall(r"^#SBATCH --([\w-]+)", script_text, re.MULTILINE)
+    hides = (*own, "SBATCH_EXPORT", *(f"SBATCH_{name.upper().replace('-', '_')}" for name in said))
     kept = ("SLURM_CONF", "SLURM_CLUSTERS")
-    ours = [name for name in os.environ if name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name not in kept]
-    hidden = {name: os.environ.pop(name) for name in ours} if inside else {}
+    ours = [name for name in os.environ if name.startswith(hides) and name not in kept]
+    hidden = {name: os.environ.pop(name) for name in ours}
     try:
         yield
     finally:

@@ -187,6 +187,8 @@ def add_job_state(status: ReplicaStatus, job: JobState | None) -> ReplicaStatus:
         return status
     if job.state == "COMPLETING":
         return _ending(status)
+    if job.state == "SUSPENDED":
+        return replace(status, state="unresponsive", reason="Slurm has suspended its job (SUSPENDED)")
     if job.state == UNKNOWN:
         return _without_scheduler(status, job)
     if status.state == "unknown":
@@ -220,7 +222,7 @@ def explain_missing_record(
 def _of_job_alone(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
     if job.is_pending:
         # Slurm may name a time for a job that only a person can let go.
-        stays = job.reason.startswith("JobHeld") or pending_cure(job.reason, job.job_id)
+        stays = "held" in job.reason.lower() or pending_cure(job.reason, job.job_id)
         expected = f"; expected to start at {job.start_time}" if job.start_time and not stays else ""
         if job.waits_for_one_of_several_partitions:
             sentence = f"waiting; one of its partitions ({job.partition}) cannot run it ({job.reason}){expected}"

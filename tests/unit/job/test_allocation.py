@@ -51,6 +51,12 @@ def test_what_sites_say_differently(changes, field, value):
     assert getattr(read_allocation({**SLURM, **changes}), field) == value
 
 
+@pytest.mark.parametrize("missing", ["SLURM_JOB_ID", "SLURMD_NODENAME"])
+def test_a_shell_outside_a_job_and_that_of_salloc_on_a_login_node_have_no_part_of_a_node(missing):
+    with pytest.raises(InvalidRequestError, match="runs on a node of a job"):
+        read_allocation({name: value for name, value in SLURM.items() if name != missing})
+
+
 def test_a_local_run_inside_a_job_is_local():
     here = read_allocation({**SLURM, "HPC_SERVE_CLUSTER": "local", "HPC_SERVE_JOB_ID": "local-5"})
     assert (here.cluster, here.job_id, here.num_nodes, here.is_head) == ("local", "local-5", 1, True)

@@ -53,7 +53,8 @@ def test_a_job_with_a_successor_needs_no_other_run():
 class TestProgram:
     @pytest.fixture
     def home(self, tmp_path, monkeypatch) -> ServiceStore:
-        for name, value in {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "8"}.items():
+        job = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "8", "SLURMD_NODENAME": "n1"}
+        for name, value in job.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
         store = ServiceStore(tmp_path / "home")

@@ -92,7 +92,8 @@ def test_a_start_is_wrong_only_for_a_known_cause(logs):
 def test_a_job_that_waits_for_ever_says_so(tmp_path):
     reason = "it asks for more nodes than its partition allows; it will not start by itself (PartitionNodeLimit)"
     status = failed(tmp_path, state="pending", reason=reason, pending_reason="PartitionNodeLimit")
-    assert diagnose_replica(status).cause.cause == reason
+    cause = diagnose_replica(status).cause
+    assert (cause.cause, cause.cure.startswith("Submit it with fewer --nodes")) == (reason, True)
 
 
 def test_a_failure_without_a_word_says_what_the_record_says(tmp_path):

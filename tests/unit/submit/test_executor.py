@@ -122,6 +122,16 @@ def test_inside_a_job_its_sizes_are_not_handed_on(bin_folder, tmp_path, monkeypa
     assert os.environ["SLURM_MEM_PER_CPU"] == "100"
 
 
+def test_sbatch_s_variables_do_not_win_over_the_script(bin_folder, tmp_path, monkeypatch):
+    command(bin_folder, "sbatch", f"env > {tmp_path}/env; echo 'Submitted batch job 1'")
+    for name in ("EXPORT", "TIMELIMIT", "MEM_PER_NODE", "GPUS_PER_NODE", "ACCOUNT", "QOS"):
+        monkeypatch.setenv(f"SBATCH_{name}", "x")
+    submit_to_slurm("#!/bin/bash\n#SBATCH --time=1\n#SBATCH --mem=4G\n#SBATCH --gpus-per-node=1\n", scripts(tmp_path))
+    seen = [line.partition("=")[0] for line in (tmp_path / "env").read_text().splitlines()]
+    assert sorted(name for name in seen if name.startswith("SBATCH")) == ["SBATCH_ACCOUNT", "SBATCH_QOS"]
+    assert os.environ["SBATCH_TIMELIMIT"] == "x"
+
+
 # A local job
 
 

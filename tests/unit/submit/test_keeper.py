@@ -488,9 +488,13 @@ class TestRequest:
             assert f"\n  replicas {said}" in ran(["submit", "8b", "--replicas", *words]).out
         assert len(slurm.scripts) == 2
 
-    def test_windows_that_the_job_could_not_read(self, store, slurm, monkeypatch):
-        monkeypatch.setenv("HPC_SERVE_ADD_AFTER_S", "soon")
-        with pytest.raises(InvalidRequestError, match="HPC_SERVE_ADD_AFTER_S=soon: it must be a number"):
+    @pytest.mark.parametrize(
+        ("name", "text", "says"),
+        [("HPC_SERVE_ADD_AFTER_S", "soon", "must be a number"), ("HPC_SERVE_PREFLIGHT", "0", "must be on, warn")],
+    )
+    def test_variables_that_the_job_could_not_read(self, store, slurm, monkeypatch, name, text, says):
+        monkeypatch.setenv(name, text)
+        with pytest.raises(InvalidRequestError, match=f"{name}={text}: it {says}"):
             submit(replicas=1, max_replicas=4)
         assert slurm.scripts == []
 
@@ -498,7 +502,9 @@ class TestRequest:
 class TestProgram:
     def test_it_is_started_once_for_all_options(self, ran):
         options = ["--replicas", "2:4", "--idle-stop", "30m", "--keep-up", "--signal", "B:USR1@300"]
-        text = ran(["render", "8b", *options]).out
+        said = ran(["render", "8b", *options])
+        text = said.out
+        assert "given to sbatch by hand, it gets no successors" in said.err
         words = "--service 8b --keep-up --notice-s 300 --replicas 2:4 --idle-stop-s 1800 &\n"
         assert f"python -m hpc_serve.submit.services.service_keeper {words}" in text
         assert "hpc-serve render --model 8b --replicas 2:4 --idle-stop 1800s --gpu h100-80gb --keep-up " in text

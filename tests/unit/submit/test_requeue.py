@@ -35,9 +35,9 @@ case "$1 $2" in
 "-m hpc_serve.job.rerun") echo rerun >> calls; [[ ! -e no-rerun ]] || exit 1; echo 7_1 ;;
 "-m hpc_serve.job")
     if [[ ! -e waits ]]; then exit "$(cat end)"; fi
-    trap 'exit 9' TERM; echo started >> calls
-    while :; do sleep 0.05; done ;;
-*) echo "export HPC_SERVE_LOG_DIR=. HPC_SERVE_JOB_ID=7_1" ;;
+    echo started >> calls
+    until [[ -e drain ]]; do sleep 0.05; done; exit 9 ;;
+*) echo "export HPC_SERVE_LOG_DIR=. HPC_SERVE_JOB_ID=7_1 HPC_SERVE_DRAIN_REQUEST=drain" ;;
 esac
 """,
     "scontrol": 'echo "$*" >> calls; [[ ! -e refused ]] || { cat refused >&2; exit 1; }',

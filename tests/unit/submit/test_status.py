@@ -162,7 +162,9 @@ class TestStatus:
         slurm.job("7", "RUNNING", restart=0)  # the same run, whose script has not ended yet
         assert the_one(store).state == "failed"
 
-    @pytest.mark.parametrize(("reason", "is_expected"), [("Resources", True), ("JobHeldUser", False)])
+    @pytest.mark.parametrize(
+        ("reason", "is_expected"), [("Resources", True), ("JobHeldUser", False), ("job requeued in held state", False)]
+    )
     def test_a_job_that_is_held_is_not_expected_to_start(self, store, slurm, reason, is_expected):
         submitted_job(store)
         job = JobState(job_id="7", state="PENDING", reason=reason, start_time="2026-11-21T05:08:59")
@@ -258,6 +260,8 @@ class TestSlurmBesideARecordThatIsNotRenewed:
         unrenewed = "its record has not been renewed for 1 h; it was loading weights"
         assert the_one(store).sentence == f"unresponsive: {unrenewed}; its job still runs"
         assert not the_one(store).is_over
+        slurm.queue(("7", "SUSPENDED", "None"))
+        assert the_one(store).sentence == "unresponsive: Slurm has suspended its job (SUSPENDED)"
         slurm.queue(("7", "COMPLETING", "None"))
         assert (the_one(store).state, the_one(store).stage) == ("draining", "stopping")
         slurm.queue()
