@@ -51,8 +51,8 @@ for attempt in 1 2 3; do
     eval "$exports"
     echo "hpc-serve: logs of this run are $HPC_SERVE_LOG_DIR/$HPC_SERVE_JOB_ID-node*.log"
     status=0 launcher=''
-    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --overlap --cpu-bind=none --export=ALL \
-        --kill-on-bad-exit=0 --wait=60 \
+    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --overlap \
+        --cpu-bind=none --export=ALL --kill-on-bad-exit=0 --wait=60 \
         --open-mode=append --output="$HPC_SERVE_LOG_DIR/$HPC_SERVE_JOB_ID-node%n.log" \
         python -m hpc_serve.job --service gpt-oss-120b --backend auto --gpus-per-node 2 -- \
         vllm serve openai/gpt-oss-120b \
