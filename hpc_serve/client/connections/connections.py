@@ -280,7 +280,7 @@ class ThreadConnections(InThread):
     def _begin(self) -> None:
         self._pool = ThreadPool(self._judge)
         # Before the garbage collector frees the sockets of a client that was not closed, which would warn of each.
-        weakref.finalize(self, self._pool.close)
+        weakref.finalize(self, self._pool.close).atexit = False
 
     def send(self, message: Message, replica: ReplicaAddress, connect_s: float) -> Awaitable[EngineAnswer]:
         """Return a replica's answer to a request; its body was not read."""

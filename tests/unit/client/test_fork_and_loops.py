@@ -254,5 +254,19 @@ def test_clients_that_are_not_closed_end_their_connections_without_a_warning(ser
     assert all(connection.is_lost for connection in opened)
 
 
+def test_a_program_that_ends_says_nothing_of_its_threads_that_ask(service):
+    service.start("--stub-words", "100000", "--stub-word-s", "0.02")  # a stream that cannot go on
+    program = (
+        "import atexit, threading, time; atexit.register(time.sleep, 0.5)\n"  # runs after whatever closes clients
+        "from hpc_serve import connect; begun = threading.Event(); client = connect('405b')\n"
+        "def ask():\n"
+        "    for _ in client.completions.create(model='405b', prompt='x', stream=True): begun.set()\n"
+        "for _ in range(4): threading.Thread(target=ask, daemon=True).start()\n"
+        "begun.wait(60)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 async def check_models(client):
     assert (await client.models.list()).data
