@@ -200,7 +200,7 @@ def _layout_asked_for(tensor: int, pipeline: int, data: int, cluster: ClusterSpe
         why = f"which {nodes} nodes cannot share evenly"
         if ranks > nodes * size:
             why = f"but {nodes} x {size} {cluster.accelerator.unit}s are {nodes * size}"
-        raise DoesNotFitError(f"{asked}, {why}; use {_larger_machines(ranks, cluster)}other sizes.")
+        raise DoesNotFitError(f"{asked}, {why}: it does not fit.")
     layout = Layout(
         tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, data_parallel_size=data, num_nodes=nodes
     )
@@ -246,18 +246,6 @@ def _fewest_nodes(ranks: int, cluster: ClusterSpec) -> int | None:
     """Return the fewest nodes that share so many ranks evenly, or None."""
     numbers = range(1, _most_nodes(cluster) + 1)
     return next((one for one in numbers if ranks % one == 0 and ranks <= one * cluster.node_size_of(one)), None)
-
-
-def _larger_machines(ranks: int, cluster: ClusterSpec) -> str:
-    """Return the option for machines with room for so many ranks, followed by ", or ". Empty where there is none."""
-    device = cluster.accelerator
-    if not cluster.is_whole:
-        nodes = _fewest_nodes(ranks, cluster)
-        if nodes is None or (nodes > 1 and cluster.gpus_per_node and ranks < nodes * cluster.gpus_per_node):
-            return ""  # GPUs asked for would stay idle
-        return f"--nodes {nodes}, or "
-    topology = slice_with(device, ranks)
-    return f"--gpu {device.name}:{topology}, or " if topology else ""
 
 
 def _divisors(number: int) -> list[int]:

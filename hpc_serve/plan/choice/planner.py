@@ -96,10 +96,11 @@ def plan(
 def choose(asked: PlanInputs, *, served_model_names: tuple[str, ...] = ()) -> ServePlan:
     """Return the plan for these inputs, as `plan` does."""
     inputs = asked.for_one_replica()
+    minimum = minimum_gpus(inputs, at_most=0)
+    if refused := refusal(inputs.model, inputs.engine, inputs.cluster.accelerator):
+        raise NoLayoutError(f"vLLM refuses {refused}", minimum)
     tried: list[Candidate] = []
     try:
-        if refused := refusal(asked.model, asked.engine, asked.cluster.accelerator):
-            raise DoesNotFitError(f"vLLM refuses {refused}")
         for layout in layouts(inputs.cluster, inputs.engine):
             candidate = inputs.evaluate(layout)
             if candidate.verdict == "fits":
@@ -110,7 +111,8 @@ def choose(asked: PlanInputs, *, served_model_names: tuple[str, ...] = ()) -> Se
             helps = tuple(suggestions(asked, [queues.layout]))
             return _plan(inputs, replace(queues, verdict="chosen"), others, served_model_names, helps)
     except DoesNotFitError as error:
-        raise NoLayoutError(str(error), minimum_gpus(inputs, at_most=0)) from None
+        one = replace(asked, workload=replace(asked.workload, concurrency=1))
+        raise NoLayoutError(str(error), minimum, suggestions=tuple(suggestions(one, []))) from None
     raise _nothing_fits(asked, tried)
 
 

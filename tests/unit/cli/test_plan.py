@@ -187,7 +187,7 @@ def test_gpus_that_were_asked_for_are_not_left_idle(plan, ran, words, idle):
     asked = words.split()
     error = ran(["plan", "8b", *asked], 3).err
     assert idle in error
-    instead = error.split("; use ")[1].strip().removesuffix(".").split(", or ")
+    instead = error.split("; use ")[1].splitlines()[0].removesuffix(".").split(", or ")
     assert instead
     for advice in instead:  # each is accepted as it is written
         option, value = advice.split()[:2]

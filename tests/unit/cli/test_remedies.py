@@ -133,6 +133,8 @@ def test_nodes_are_those_of_all_replicas(plan) -> None:
     asked = ("70b", "--gpu", "l4", "--replicas", "2")
     assert "--quantization fp8 (fp8 weights: TP=8 PP=1)" in plan(*asked, "--nodes", "2", code=3)["remedies"]
     (nodes,) = (text for text in plan(*asked, "--nodes", "2", code=3)["remedies"] if text.startswith("--nodes"))
+    sizes = ("--tensor-parallel-size", "8", "--pipeline-parallel-size", "2", "--gpu", "h100")
+    assert plan(*asked, *sizes, "--nodes", "2", code=3)["remedies"] == ["--nodes 4 --gpus-per-node 8 (TP=8 PP=2)"]
     count = options_in(nodes)["--nodes"]
     assert int(count) % 2 == 0
     assert plan(*asked, "--nodes", count)["fits"]
