@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s service-keeper %(levelname)s %(message)s", force=True
     )
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*_ENDS, signal.SIGALRM))
     least, most = options.replicas
     asked = Wanted(
         least=least,
@@ -224,9 +224,10 @@ def submission_environ(environ: Mapping[str, str], of_script: Mapping[str, str])
 
 def _is_told_to_end(within_s: float | None) -> bool:
     """Wait for a signal that ends this program: at SIGHUP the script has ended, at SIGTERM Slurm ends the job."""
-    if within_s is None:
-        return signal.sigwait(_ENDS) in _ENDS
-    return signal.sigtimedwait(_ENDS, within_s) is not None
+    # Not by sigtimedwait: after SIGSTOP and SIGCONT, CPython returns a signal that never came.
+    if within_s is not None:
+        signal.setitimer(signal.ITIMER_REAL, max(within_s, 0.001))
+    return signal.sigwait((*_ENDS, signal.SIGALRM)) != signal.SIGALRM
 
 
 def run(keeper: Keeper, is_told_to_end: Callable[[float | None], bool]) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import ssl
 import subprocess
 import sys
@@ -568,6 +569,24 @@ wait $!
         assert {"HPC_SERVE_MODEL=mine", f"PATH={os.environ['PATH']}"} <= set(variables)
         unwanted = ("VIRTUAL_ENV=", "HPC_SERVE_JOB_", "CUDA_VISIBLE_DEVICES=", "SLURM_JOB_ID=", "SLURM_SUBMIT_DIR=")
         assert [line for line in variables if line.startswith(unwanted)] == []
+
+    def test_a_job_that_was_suspended_is_kept_on(self, store):
+        code = """
+from hpc_serve.submit.services import service_keeper
+service_keeper.Keeper.step = lambda keeper: print("step", flush=True) or 0.3
+service_keeper.main(["--service", "8b"])
+"""
+        environ = os.environ | {"HPC_SERVE_JOB_ID": "101"}
+        keeper = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True)
+        with keeper:
+            for _ in range(3):
+                assert keeper.stdout.readline() == "step\n"
+                keeper.send_signal(signal.SIGSTOP)
+                time.sleep(0.6)  # longer than it waits
+                keeper.send_signal(signal.SIGCONT)
+            assert [keeper.stdout.readline() for _ in range(3)] == 3 * ["step\n"]
+            keeper.send_signal(signal.SIGHUP)
+        assert keeper.returncode == 0
 
     def test_while_it_waits_it_has_loaded_neither_plans_nor_submitit(self):
         code = """
