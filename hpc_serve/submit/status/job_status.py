@@ -180,7 +180,8 @@ def add_job_state(status: ReplicaStatus, job: JobState | None) -> ReplicaStatus:
     if status.record is None or was_requeued:
         return _of_job_alone(_before_its_next_run(status, job), job)
     if status.is_over:
-        return replace(status, reason=_end_reason(status, job))
+        state = "failed" if job.state == "NODE_FAIL" else status.state  # its launcher may have seen a signal alone
+        return replace(status, state=state, reason=_end_reason(status, job))
     if job.is_over:
         return _ended(status, job)
     if status.state == "ready":

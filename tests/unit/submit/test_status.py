@@ -115,6 +115,11 @@ class TestStatus:
         status = the_one(store)
         assert (status.state, status.reason, status.end_reported_by_job) == (state, reason, True)
 
+    def test_a_launcher_that_was_told_to_stop_as_a_node_failed_has_failed(self, store, slurm):
+        record(store, state="stopped", reason="SIGTERM")
+        slurm.job("7", "NODE_FAIL")
+        assert the_one(store).sentence == "failed: a node of it failed (NODE_FAIL)"
+
     @pytest.mark.parametrize(
         ("state", "nodes", "told"),
         [
