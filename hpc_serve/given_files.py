@@ -19,10 +19,10 @@ _MOST_LEVELS = 100
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file to read it. Raises OSError, also for a pipe, a device or a folder."""
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
     raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 

@@ -232,10 +232,11 @@ def _read_own(path: Path, *, secret: bool, owner: int | None) -> bytes:
         if error.errno == errno.ELOOP:
             raise RecordError(f"{path} is a symbolic link: it is not trusted. Remove it.") from None
         raise
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise RecordError(f"{path} is not a regular file: it is not trusted.")
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise RecordError(f"{path} is not a regular file: it is not trusted.")
         if reason := stat_fault(path, found, "own", user=owner):
             raise RecordError(f"{reason}: it is not trusted.")
         is_private = secret and owner is None and not is_open_to_group(found, path.parent)
