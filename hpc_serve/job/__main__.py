@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 
 from hpc_serve.errors import HpcServeError
@@ -33,6 +34,7 @@ def main() -> int:
     parser.add_argument("--preflight-only", action="store_true", help="look at the nodes, and start no engine")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- vllm serve MODEL …")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm may warn all processes by it; the engine inherits this
     set_up_logging(sys.stdout)  # where the engine's lines go, so that all stay in their order
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     allocation = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -273,7 +274,12 @@ def test_ctrl_c_only_detaches(stand_ins, ran, monkeypatch):
 def test_a_signal_while_sbatch_answers_leaves_no_job_and_no_name(stand_ins, store, end):
     with (stand_ins.bin / "sbatch").open("a") as sbatch:
         sbatch.write(f"kill -{end} $PPID\n")
-    done = subprocess.run([sys.executable, "-m", "hpc_serve.cli", "submit", "8b"], capture_output=True, check=False)
+
+    def as_on_a_terminal() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what runs in the background ignores it
+
+    argv = [sys.executable, "-m", "hpc_serve.cli", "submit", "8b"]
+    done = subprocess.run(argv, capture_output=True, check=False, preexec_fn=as_on_a_terminal)
     assert (done.returncode, stand_ins.cancelled) == (130, ["101"])
     assert not (store.service_dir("8b") / "service.json").exists()
     assert read_wanted(store, "8b") is None

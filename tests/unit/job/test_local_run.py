@@ -107,10 +107,11 @@ def kill(run: Run) -> None:
 
 
 def signal_all(run: Run) -> None:
-    """As scancel does it: the launcher and the engine get SIGTERM, and the script does not."""
-    for pid, words in run.processes().items():
-        if {"hpc_serve.job", str(SCRIPT)} & set(words):
-            os.kill(pid, signal.SIGTERM)
+    """As Slurm does it: the launcher and the engine get `--signal`'s USR1 and SIGTERM, and the script does not."""
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        for pid, words in run.processes().items():
+            if {"hpc_serve.job", str(SCRIPT)} & set(words):
+                os.kill(pid, number)
 
 
 @pytest.mark.parametrize(
