@@ -276,7 +276,8 @@ def test_a_signal_while_sbatch_answers_leaves_no_job_and_no_name(stand_ins, stor
         sbatch.write(f"kill -{end} $PPID\n")
 
     def as_on_a_terminal() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what runs in the background ignores it
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # nohup and & have some of them ignored
+            signal.signal(number, signal.SIG_DFL)
 
     argv = [sys.executable, "-m", "hpc_serve.cli", "submit", "8b"]
     done = subprocess.run(argv, capture_output=True, check=False, preexec_fn=as_on_a_terminal)
