@@ -98,7 +98,8 @@ def wait_command(target: str, replicas: int, timeout: float | None, as_json: boo
     from hpc_serve.cli.services.stages import follow_until_ready
     from hpc_serve.submit.status.status_reader import find
 
-    service = find(own_store(), target)[0].service
+    store = own_store()
+    service = target if target in store.services() else find(store, target)[0].service
     job_id = None if service == target else target
     status = follow_until_ready(service, job_id=job_id, replicas=replicas, timeout_s=timeout)
     if as_json:

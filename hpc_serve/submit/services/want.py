@@ -202,7 +202,7 @@ def _settle_or_take_back(store: ServiceStore, service: str, before: Wanted, **op
     `options` are those of `settle`. Raises HpcServeError.
     """
 
-    def take_back(found: Wanted | None) -> Wanted | None:
+    def as_before(found: Wanted | None) -> Wanted | None:
         if found is None or found.coming or found.count <= before.count:
             return None
         return replace(found, **{name: getattr(before, name) for name in _OF_A_NUMBER})
@@ -210,7 +210,7 @@ def _settle_or_take_back(store: ServiceStore, service: str, before: Wanted, **op
     try:
         return settle(store, service, **options)
     except BaseException:  # Ctrl-C too
-        change_wanted(store, service, take_back)
+        change_wanted(store, service, as_before)
         raise
 
 
