@@ -36,13 +36,7 @@ class _Claim:
     claimed_at: float
 
 
-def claim(
-    store: ServiceStore,
-    service: str,
-    model: str,
-    *,
-    is_over: Callable[[JobEntry], bool] | None = None,
-) -> None:
+def claim(store: ServiceStore, service: str, model: str, *, is_over: Callable[[JobEntry], bool] | None = None) -> None:
     """Take the name `service` for `model`; replicas of the same model share it.
 
     A record or a submitted job of another model holds the name until its job is over. `is_over` decides that, best by

@@ -6,14 +6,13 @@ smaller cache, or smaller weights. Each was tried: with these options a layout f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import catalog
 from hpc_serve.plan.choice.candidates import CONTEXT_STEP, PlanInputs, longest_context
-from hpc_serve.plan.choice.kernels import refusal
+from hpc_serve.plan.choice.kernels import has_kernels, refusal
 from hpc_serve.plan.choice.layout import Layout, layouts, layouts_on, without_layout
 from hpc_serve.plan.engine import PINNED_VERSION, EngineConfig, max_num_batched_tokens
 from hpc_serve.plan.hardware import chip_count, whole_cluster
@@ -304,7 +303,7 @@ def _smaller_weights(inputs: PlanInputs) -> Remedy | None:
 def _quantizations(inputs: PlanInputs) -> list[tuple[str, str, Scheme]]:
     """Return the formats that the weights are not in yet. vLLM 0.32 has no fp8 kernels for CPUs and Volta."""
     device = inputs.cluster.accelerator
-    has_fp8 = device.kind != "cpu" and (device.compute_capability or math.inf) >= 7.5
+    has_fp8 = device.kind != "cpu" and has_kernels("fp8", device)
     free = inputs.model.quantization.method == "none"
     return [one for one in _QUANTIZATIONS if free and (has_fp8 or one[2] is not FP8_TENSOR)]
 

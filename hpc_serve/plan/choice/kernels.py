@@ -19,9 +19,14 @@ _NOT_IN_FLOAT16 = ("Gemma2For", "Gemma3For", "Glm4For")
 _FLASHINFER_HEADS = (0, 64, 128, 256, 512)
 
 
+def has_kernels(method: str, device: AcceleratorSpec) -> bool:
+    """Return whether vLLM has kernels for weights of a quantization method."""
+    return _capability(device) >= _WEIGHTS.get(method, 0)
+
+
 def refusal(model: ModelSpec, engine: EngineConfig, device: AcceleratorSpec) -> str | None:
     """Return what vLLM refuses, why, and what to use in its place. None: nothing."""
-    has, method = device.compute_capability or math.inf, model.quantization.method
+    has, method = _capability(device), model.quantization.method
     cache, plain = kv_cache_dtype(model, engine), "bfloat16" if has >= 8 else "float16"
     cache_cure = f"use --kv-cache-dtype {plain}" if model.quantization.kv_cache_dtype else "leave out --kv-cache-dtype"
     loaded = plain if model.dtype == "bfloat16" else model.dtype
@@ -37,6 +42,11 @@ def refusal(model: ModelSpec, engine: EngineConfig, device: AcceleratorSpec) -> 
         if has < least:
             return f"{what} on {device.product}: it needs compute capability {least:g}, here is {has:g}; {cure}."
     return None
+
+
+def _capability(device: AcceleratorSpec) -> float:
+    """Return what the device can do; without a bound where it is not NVIDIA's, or not known."""
+    return device.compute_capability or math.inf
 
 
 def _least_for_cache(model: ModelSpec) -> float:

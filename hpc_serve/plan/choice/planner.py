@@ -96,9 +96,8 @@ def plan(
 def choose(asked: PlanInputs, *, served_model_names: tuple[str, ...] = ()) -> ServePlan:
     """Return the plan for these inputs, as `plan` does."""
     inputs = asked.for_one_replica()
-    minimum = minimum_gpus(inputs, at_most=0)
     if refused := refusal(inputs.model, inputs.engine, inputs.cluster.accelerator):
-        raise NoLayoutError(f"vLLM refuses {refused}", minimum)
+        raise NoLayoutError(f"vLLM refuses {refused}", minimum_gpus(inputs, at_most=0))
     tried: list[Candidate] = []
     try:
         for layout in layouts(inputs.cluster, inputs.engine):
@@ -112,7 +111,8 @@ def choose(asked: PlanInputs, *, served_model_names: tuple[str, ...] = ()) -> Se
             return _plan(inputs, replace(queues, verdict="chosen"), others, served_model_names, helps)
     except DoesNotFitError as error:
         one = replace(asked, workload=replace(asked.workload, concurrency=1))
-        raise NoLayoutError(str(error), minimum, suggestions=tuple(suggestions(one, []))) from None
+        minimum, helps = minimum_gpus(inputs, at_most=0), tuple(suggestions(one, []))
+        raise NoLayoutError(str(error), minimum, suggestions=helps) from None
     raise _nothing_fits(asked, tried)
 
 
